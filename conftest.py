@@ -1,0 +1,64 @@
+"""What every test and every docstring example runs under; at the root, because both are below it.
+
+JAX reads most of this once, when it starts, so it is set before anything imports JAX; and in the
+environment, so that a process which a test starts has it too.
+
+JAX's own settings stay as users have them: type promotion is not strict, ranks are promoted, x64
+is off. The promise is that whatever ``jax.jit`` takes is taken, and users' programs, flax and
+optax mix dtypes and ranks: tests that ran under stricter rules would not see such programs fail.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+DEVICES = 4  # enough for a 2 × 2 mesh
+MOST_WORKERS = 8  # each holds a JAX of its own: about a gigabyte at its peak
+
+
+def usable_cores() -> int:
+    """The cores this process may run on: in a container, fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_environment() -> None:
+    """Four CPU devices, pictures without windows, threads shared out between the workers."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("MPLBACKEND", "agg")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        flags += f" --xla_force_host_platform_device_count={DEVICES}"
+        os.environ["XLA_FLAGS"] = flags.strip()
+    # NumPy's and scikit-learn's own threads would spin against XLA's.
+    for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(threads, "1")
+    # The size of XLA's thread pools, which XLA raises to the number of devices. Only in a worker:
+    # workers inherit the environment of the process that starts them.
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if workers is not None:
+        os.environ.setdefault("NPROC", str(max(1, usable_cores() // int(workers))))
+
+
+set_environment()
+
+# Nothing is timed in tests, so none may fail for slowness. ``--hypothesis-profile=thorough``
+# searches anew each time, and longer.
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
+settings.load_profile("steady")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means: one worker a core, as far as memory goes."""
+    return min(MOST_WORKERS, usable_cores())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_are_dropped() -> Iterator[None]:
+    """Frees what a module compiled: some thousand programs use up a process's memory maps."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
