@@ -1,0 +1,16 @@
+"""tracegrad: see, edit and compile the gradient of any JAX function."""
+
+import os as _os
+
+from tracegrad import _jax as _jax
+from tracegrad import ir as ir
+from tracegrad.ir import Graph as Graph
+from tracegrad.ir import GraphError as GraphError
+from tracegrad.tracing import RetraceWarning as RetraceWarning
+from tracegrad.tracing import TracedFunction as TracedFunction
+from tracegrad.tracing import graph as graph
+from tracegrad.tracing import trace as trace
+
+__version__ = "0.1.0"
+
+_jax.hide_frames(_os.path.dirname(__file__))

@@ -1,0 +1,170 @@
+"""What this package needs of JAX that differs between its versions or has no public documentation.
+
+This is the only module that knows how JAX versions differ; nothing else branches on a version.
+Everything here is probed by ``tests/test_jax.py`` on the oldest and on the newest supported JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.extend import source_info_util
+from jax.extend.core import primitives
+
+VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+# One class from 0.12 on, two before.
+PROGRAM_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
+
+JIT = primitives.jit_p
+REMAT = primitives.remat_p
+SCAN = primitives.scan_p
+COND = primitives.cond_p
+WHILE = primitives.while_p
+STOP_GRADIENT = primitives.stop_gradient_p
+CUSTOM_JVP = primitives.custom_jvp_call_p
+CUSTOM_VJP = primitives.custom_vjp_call_p
+
+# Their sub-programs are laid out for their own lowering (grids, references), and mean nothing
+# outside it: such a node is one operation to us.
+OPAQUE_PRIMITIVES = frozenset({"pallas_call", "call_hi_primitive", "core_map", "mpmd_map"})
+
+# These bind a program without constants of its own: what it closes over must be an operand.
+OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
+
+
+# ------------------------------------------------------------------------------------- programs
+
+
+def is_program(value: object) -> bool:
+    """Whether a parameter of a primitive is a sub-program."""
+    return isinstance(value, PROGRAM_TYPES)
+
+
+def constants_of(program: Any) -> Sequence[Any]:
+    """The values of ``program.constvars``; an open program has none."""
+    return getattr(program, "consts", ())
+
+
+def opened(program: Any) -> Any:
+    """The open form of a program: where the two forms differ, the one that holds no values."""
+    return program.jaxpr if hasattr(program, "jaxpr") else program
+
+
+def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Binds every equation of a program as it was: same parameters, scopes and source lines."""
+    return list(jax.core.eval_jaxpr(opened(program), constants_of(program), *args))
+
+
+def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Binds one primitive; the results are always a list."""
+    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextmanager
+def equation_context(source_info: Any, settings: Any) -> Iterator[None]:
+    """Binds what is inside it under the scope, source line and settings of an equation."""
+    stack = source_info_util.current_name_stack() + source_info.name_stack
+    with (
+        source_info_util.user_context(source_info.traceback, name_stack=stack),
+        settings.manager,
+    ):
+        yield
+
+
+def abstract_eval(
+    primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]
+) -> list[Any] | None:
+    """The result types of a primitive by JAX's own typing rule; None where it has none."""
+    try:
+        out = primitive.abstract_eval(*avals, **params)
+    except NotImplementedError:
+        return None
+    types = out[0] if isinstance(out, tuple) and len(out) == 2 else out
+    return list(types) if primitive.multiple_results else [types]
+
+
+def type_text(aval: Any) -> str:
+    """``f32[8,4]``; a leading ``~`` marks a weak type."""
+    text = aval.str_short(short_dtypes=True)
+    return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
+
+
+def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are loop constants, and how many are the carry.
+
+    0.12 replaced ``num_consts`` and ``num_carry`` by a description of the operands' tree.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+# ------------------------------------------------------------------------------------- provenance
+
+
+def frames(source_info: Any) -> Sequence[Any]:
+    """The Python frames that bound an equation, innermost first.
+
+    Each has ``file_name``, ``function_name`` (qualified) and ``line_num``.
+    """
+    traceback = source_info.traceback
+    return () if traceback is None else tuple(traceback.frames)
+
+
+def name_stack(source_info: Any) -> str:
+    """The named scopes around an equation, relative to its region: ``block_0/attention``."""
+    return str(source_info.name_stack)
+
+
+def function_name(program: Any) -> str:
+    """The name of the Python function that a program was traced from."""
+    return str(opened(program).debug_info.func_name)
+
+
+def function_source(program: Any) -> str:
+    """That function and where it stands: ``relu at /usr/lib/.../functions.py:71``."""
+    return str(opened(program).debug_info.func_src_info or "")
+
+
+def argument_names(program: Any) -> tuple[str, ...]:
+    """Argument names with their pytree paths (``params['w']``), one per input; () if unknown."""
+    return tuple(str(name) for name in opened(program).debug_info.arg_names or ())
+
+
+def hide_frames(directory: str) -> None:
+    """Keeps the files below a directory out of JAX's tracebacks and source lines."""
+    source_info_util.register_exclusion(directory)
+
+
+# ------------------------------------------------------------------------------- where we stand
+
+
+def at_top_level() -> bool:
+    """Whether what is bound now runs at once, with no transformation around it."""
+    return type(jex.find_top_trace(None)).__name__ == "EvalTrace"
+
+
+def under_jit() -> bool:
+    """Whether what is bound now becomes part of a program that something around it compiles."""
+    return bool(jex.unsafe_am_i_under_a_jit_DO_NOT_USE())
+
+
+@functools.cache
+def keep_recompute_options(backend: str) -> dict[str, str] | None:
+    """The compiler options without which XLA merges recomputed code with the original, or None.
+
+    Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits ahead of common
+    subexpression elimination, which then merges both copies, so that every activation stays
+    alive. Can go when 0.11.2 is the oldest supported JAX.
+    """
+    if VERSION < (0, 11, 2) and backend == "cpu":
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return None

@@ -1,0 +1,561 @@
+"""A traced program: inputs, constants, nodes in order, outputs; and how it is read and edited.
+
+Graphs nest: a node with regions holds a graph for each. A region may be shared by many calls (a
+jitted function called forty times is one region), and by a graph and its copies. Reading walks
+through sharing; editing goes through `Graph.own`, which copies the regions on the way to a node
+where somebody else uses them too.
+
+A graph that was not edited keeps the JAX program that it was imported from, and is lowered to
+exactly that.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import text, verification
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.nodes import (
+    Call,
+    CustomGradient,
+    Literal,
+    Node,
+    Recompute,
+    RegionNode,
+    Value,
+)
+from tracegrad.ir.occurrence import Occurrence, Path
+
+# Set by `tracegrad.lowering`, which stands above this package: see `Graph.to_callable`.
+_to_callable: Callable[[Graph], Callable[..., Any]] | None = None
+
+
+def set_lowering(to_callable: Callable[[Graph], Callable[..., Any]]) -> None:
+    """Tells graphs how they become functions (the one thing that they need from above)."""
+    global _to_callable
+    _to_callable = to_callable
+
+
+class Graph:
+    """A program over JAX's primitives.
+
+    Attributes:
+      name: the traced function's name.
+      inputs: one `Value` per flat input.
+      constants: the arrays (or tracers) that the function closed over, by their `Value`.
+      nodes: in the order of execution.
+      outputs: one `Value` or `Literal` per flat output.
+      in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
+      program: the JAX program that it was imported from, or None once edited.
+      function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
+
+    `print(graph)` is meant to be read. See `tracegrad.graph` for an example.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        function_source: str = "",
+        in_tree: Any = None,
+        out_tree: Any = None,
+        program: Any = None,
+    ):
+        self.name = name
+        self.function_source = function_source
+        self.in_tree = in_tree
+        self.out_tree = out_tree
+        self.program = program
+        self.inputs: list[Value] = []
+        self.constants: dict[Value, Any] = {}
+        self.nodes: list[Node] = []
+        self.outputs: list[Value | Literal] = []
+        self._names: dict[str, int] = {}  # base name -> how many times it was taken again
+        self._owners: weakref.WeakSet[RegionNode] = weakref.WeakSet()
+        # For a copy: the node of the original -> its node here, so that occurrences stay good.
+        self._copies: weakref.WeakKeyDictionary[Node, Node] = weakref.WeakKeyDictionary()
+
+    # ------------------------------------------------------------------------------- building
+
+    def add_input(self, aval: Any, hint: str = "") -> Value:
+        value = Value(aval, self, hint=hint)
+        self.inputs.append(value)
+        return value
+
+    def add_constant(self, array: Any, aval: Any, hint: str = "const") -> Value:
+        value = Value(aval, self, hint=hint)
+        self.constants[value] = array
+        return value
+
+    def append(self, node: Node, avals: Sequence[Any]) -> Node:
+        """Puts a node at the end and gives it its outputs."""
+        self._adopt(node, avals)
+        self.nodes.append(node)
+        return node
+
+    def _adopt(self, node: Node, avals: Sequence[Any]) -> None:
+        node.graph = self
+        node.outputs = tuple(Value(aval, self, node) for aval in avals)
+        for value in node.inputs:
+            if isinstance(value, Value):
+                value._uses.append(node)
+        if isinstance(node, RegionNode):
+            for region in node._regions.values():
+                region.add_owner(node)
+
+    def add_owner(self, node: RegionNode) -> None:
+        """Notes that a node holds this graph as a region."""
+        self._owners.add(node)
+
+    # -------------------------------------------------------------------------------- reading
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        """The side effects of all its nodes (prints, callbacks, reads and writes of Refs)."""
+        return frozenset().union(*(node.effects for node in self.nodes))
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [value.aval for value in self.inputs]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [value.aval for value in self.outputs]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether neither it nor any region below it was edited since it was imported."""
+        return self._is_clean({})
+
+    def _is_clean(self, known: dict[Graph, bool]) -> bool:
+        if self not in known:
+            known[self] = self.program is not None and all(
+                region._is_clean(known)
+                for node in self.nodes
+                if isinstance(node, RegionNode)
+                for region in node._regions.values()
+            )
+        return known[self]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one place enters it, so that an edit here would reach all of them."""
+        slots = (region for owner in self._owners for region in owner._regions.values())
+        return sum(region is self for region in slots) > 1
+
+    def walk(self) -> Iterator[Occurrence]:
+        """Every node at any depth with the calls that lead to it, in the order of execution.
+
+        A region that is entered from several places comes once for each.
+        """
+        yield from self._walk(())
+
+    def _walk(self, path: Path) -> Iterator[Occurrence]:
+        for node in self.nodes:
+            yield Occurrence(path, node)
+            for name, region in node.regions.items():
+                yield from region._walk((*path, (node, name)))
+
+    def find(self, predicate: Callable[[Occurrence], object]) -> list[Occurrence]:
+        """The occurrences for which `predicate` is true, in the order of `walk`."""
+        return [occurrence for occurrence in self.walk() if predicate(occurrence)]
+
+    def name_values(self) -> None:
+        """Names every value that has no name yet: from the argument, else from the operation."""
+        for value in (*self.inputs, *self.constants):
+            self._name(value, value.hint or "arg")
+        for node in self.nodes:
+            for value in node.outputs:
+                self._name(value, value.hint or node.name)
+
+    def _name(self, value: Value, hint: str) -> None:
+        if value._name is not None:
+            return
+        base = re.sub(r"\W+", "_", hint).strip("_") or "value"
+        if base[0].isdigit():
+            base = f"v{base}"
+        if keyword.iskeyword(base) or hasattr(builtins, base):
+            base = f"{base}_"  # a name that a reader can type, as torch.fx has it
+        name = base
+        while name in self._names:  # `x_1` may be an argument's own name
+            self._names[base] += 1
+            name = f"{base}_{self._names[base]}"
+        self._names[name] = 0
+        value._name = name
+
+    def __str__(self) -> str:
+        return text.format_graph(self)
+
+    def __repr__(self) -> str:
+        total = sum(1 for _ in self.walk())
+        types = ", ".join(map(_jax.type_text, self.in_avals))
+        results = ", ".join(map(_jax.type_text, self.out_avals))
+        return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
+
+    def verify(self) -> None:
+        """Checks that this is a program: every value defined once and before its uses, user lists
+        right, and every node's types as JAX's own typing rules give them, at any depth.
+
+        Raises GraphError naming the node and its source line.
+        """
+        verification.verify(self)
+
+    def to_callable(self) -> Callable[..., Any]:
+        """A function with the traced function's own signature (pytrees, keyword arguments).
+
+        It runs under every JAX transformation. A graph that is a region takes and returns flat
+        lists.
+        """
+        if _to_callable is None:
+            raise RuntimeError("import tracegrad first: it brings the lowering")
+        return _to_callable(self)
+
+    # -------------------------------------------------------------------------------- copying
+
+    def copy(self) -> Graph:
+        """A graph of its own with the same nodes; the regions below are shared until edited.
+
+        Occurrences found in the original are good in the copy, through `own`.
+        """
+        new = Graph(
+            self.name,
+            function_source=self.function_source,
+            in_tree=self.in_tree,
+            out_tree=self.out_tree,
+            program=self.program,
+        )
+        values: dict[Value, Value | Literal] = {
+            value: new.add_input(value.aval, value.hint) for value in self.inputs
+        }
+        new.nodes = new._splice(self, values)
+        new.outputs = [values[v] if isinstance(v, Value) else v for v in self.outputs]
+        copies = dict(zip(self.nodes, new.nodes, strict=True))
+        new._copies.update(copies)
+        new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)
+        return new
+
+    def _splice(self, graph: Graph, values: dict[Value, Value | Literal]) -> list[Node]:
+        """Copies the nodes of another graph for this one, without putting them anywhere.
+
+        `values` holds what stands for its inputs, and grows by what every other value has become.
+        """
+        for value, array in graph.constants.items():
+            values[value] = self.add_constant(array, value.aval, value.hint)
+        nodes = []
+        for node in graph.nodes:
+            new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
+            self._adopt(new, [value.aval for value in node.outputs])
+            for old_value, new_value in zip(node.outputs, new.outputs, strict=True):
+                new_value.hint = old_value.hint
+                values[old_value] = new_value
+            nodes.append(new)
+        return nodes
+
+    def own(self, occurrence: Occurrence) -> Occurrence:
+        """The occurrence in regions that nobody else enters: copies those on its path that are
+        shared. Edit `result.graph` around `result.node` then.
+
+        Takes occurrences found before other edits, or in the graph that this one was copied from.
+        Raises GraphError if the node was erased or is of another graph.
+        """
+        graph: Graph = self
+        path: list[tuple[Node, str]] = []
+        for step, name in occurrence.path:
+            node = graph._here(step)
+            assert isinstance(node, RegionNode)
+            region = node.region(name)
+            if region.is_shared:
+                region = region.copy()
+                region.add_owner(node)
+                node._regions[name] = region
+            path.append((node, name))
+            graph = region
+        return Occurrence(tuple(path), graph._here(occurrence.node))
+
+    def _here(self, node: Node) -> Node:
+        here = node if node.graph is self else self._copies.get(node)
+        if here is None or here.graph is not self:
+            raise GraphError(f"{node!r} is not a node of {self.name} (any more)")
+        return here
+
+    # -------------------------------------------------------------------------------- editing
+
+    def _edited(self) -> None:
+        self.program = None
+
+    def replace_uses(
+        self,
+        old: Value,
+        new: Value | Literal,
+        where: Callable[[Node], object] = lambda node: True,
+        *,
+        outputs: bool = True,
+    ) -> None:
+        """Makes the users of `old` take `new` instead.
+
+        Args:
+          old: a value of this graph.
+          new: a value of this graph of the same type, defined before those users, or a literal.
+          where: only the users for which it is true (not the producer of `new`, of course).
+          outputs: whether the graph's own outputs follow too.
+
+        Raises GraphError if the types differ or a value is of another graph.
+        """
+        self._check_mine(old)
+        if isinstance(new, Value):
+            self._check_mine(new)
+        if not _same_type(old.aval, new.aval):
+            raise GraphError(
+                f"cannot replace {old!r} by {new!r} in {self.name}: the types differ "
+                f"({_jax.type_text(old.aval)}, {_jax.type_text(new.aval)})"
+            )
+        self._edited()
+        for user in old.users:
+            if where(user):
+                inputs = tuple(new if v is old else v for v in user.inputs)
+                self.set_inputs(user, inputs)
+        if outputs:
+            self.outputs = [new if v is old else v for v in self.outputs]
+
+    def set_inputs(self, node: Node, inputs: Sequence[Value | Literal]) -> None:
+        """Gives a node other inputs."""
+        self._check_node(node)
+        self._edited()
+        for value in node.inputs:
+            if isinstance(value, Value):
+                value._uses.remove(node)
+        node.inputs = tuple(inputs)
+        for value in node.inputs:
+            if isinstance(value, Value):
+                self._check_mine(value)
+                value._uses.append(node)
+
+    def insert(
+        self,
+        program: Graph,
+        inputs: Sequence[Value | Literal],
+        *,
+        before: Node | None = None,
+        after: Node | None = None,
+    ) -> list[Value | Literal]:
+        """Writes the nodes of another graph into this one.
+
+        Args:
+          program: usually ``tracegrad.graph(fun)(*types)``; it is copied.
+          inputs: one value of this graph (or literal) for each of its inputs.
+          before, after: the node of this graph beside which the new ones stand; at most one of
+            them. Neither: at the end.
+
+        Returns:
+          The values that the outputs of `program` have become; nothing uses them yet.
+
+        Raises GraphError for a wrong number or type of inputs.
+        """
+        if before is not None and after is not None:
+            raise ValueError("give `before` or `after`, not both")
+        if len(inputs) != len(program.inputs):
+            raise GraphError(
+                f"{program.name} takes {len(program.inputs)} inputs, {len(inputs)} were given"
+            )
+        for given, expected in zip(inputs, program.inputs, strict=True):
+            if isinstance(given, Value):
+                self._check_mine(given)
+            if not _same_type(given.aval, expected.aval):
+                raise GraphError(f"{program.name} takes {expected!r}, not {given!r}")
+        index = len(self.nodes)
+        if beside := (before or after):
+            self._check_node(beside)
+            index = self.nodes.index(beside) + (after is not None)
+        values: dict[Value, Value | Literal] = dict(zip(program.inputs, inputs, strict=True))
+        self._edited()
+        new = self._splice(program, values)
+        if beside is not None:
+            for node in new:  # they stand for the place where they were put
+                node.source = beside.source
+        self.nodes[index:index] = new
+        return [values[v] if isinstance(v, Value) else v for v in program.outputs]
+
+    def erase(self, node: Node) -> None:
+        """Takes a node out.
+
+        Raises GraphError if something uses its outputs, or if it has effects (which would be
+        dropped in silence).
+        """
+        self._check_node(node)
+        outputs = set(node.outputs)
+        users = [user for value in node.outputs for user in value.users]
+        if users or outputs.intersection(v for v in self.outputs if isinstance(v, Value)):
+            name = users[0].name if users else "the graph's outputs"
+            raise GraphError(f"cannot erase {self._place(node)}: {name} still uses it")
+        if node.effects:
+            raise GraphError(
+                f"cannot erase {self._place(node)}: it has effects {set(node.effects)}, which an "
+                "edit must not drop"
+            )
+        self._edited()
+        for value in node.inputs:
+            if isinstance(value, Value):
+                value._uses.remove(node)
+        self.nodes.remove(node)
+        node.graph = None
+
+    def group(
+        self,
+        nodes: Iterable[Node],
+        *,
+        recompute: bool = False,
+        policy: Callable[..., Any] | None = None,
+        name: str = "group",
+    ) -> Call | Recompute:
+        """Moves nodes of this graph into a region of their own.
+
+        Args:
+          nodes: a convex set: no path leads from one of them out and back to another.
+          recompute: make a `Recompute` of them (with `policy`), else a jitted `Call`.
+          name: the region's name.
+
+        Returns:
+          The new node, which stands where its inputs are defined and before its users.
+
+        Raises GraphError if the set is empty or not convex, or if grouping would change the order
+        of effects.
+        """
+        chosen = set(nodes)
+        for node in chosen:
+            self._check_node(node)
+        if not chosen:
+            raise GraphError(f"no nodes to group in {self.name}")
+        first = min(i for i, node in enumerate(self.nodes) if node in chosen)
+        last = max(i for i, node in enumerate(self.nodes) if node in chosen)
+        members, before, after = self._split(chosen, first, last)
+
+        produced = {value for node in members for value in node.outputs}
+        entering = dict.fromkeys(
+            v
+            for node in members
+            for v in node.inputs
+            if isinstance(v, Value) and v not in produced
+        )
+        leaving = [
+            value
+            for node in members
+            for value in node.outputs
+            if any(user not in chosen for user in value.users)
+            or any(value is v for v in self.outputs)
+        ]
+        region = Graph(name, function_source=self.function_source)
+        values: dict[Value, Value | Literal] = {
+            value: region.add_input(value.aval, value.name) for value in entering
+        }
+        for node in members:
+            new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
+            region.append(new, [v.aval for v in node.outputs])
+            values.update(zip(node.outputs, new.outputs, strict=True))
+        region.outputs = [values[v] for v in leaving]
+
+        kind = Recompute if recompute else Call
+        grouped = kind(
+            primitive=_jax.REMAT if recompute else _jax.JIT,
+            params={"policy": policy} if recompute else {"name": name},
+            inputs=tuple(entering),
+            source=members[0].source,
+            effects=frozenset().union(*(node.effects for node in members)),
+            is_new=True,
+            _regions={"jaxpr": region},
+        )
+        self._edited()
+        self._adopt(grouped, [v.aval for v in leaving])
+        for old, new_value in zip(leaving, grouped.outputs, strict=True):
+            new_value.hint = old.hint or old.name
+            for user in old.users:
+                if user not in chosen:
+                    self.set_inputs(user, [new_value if v is old else v for v in user.inputs])
+            self.outputs = [new_value if v is old else v for v in self.outputs]
+        for node in members:
+            for value in node.inputs:
+                if isinstance(value, Value):
+                    value._uses.remove(node)
+            node.graph = None
+        self.nodes[first : last + 1] = [*before, grouped, *after]
+        return grouped
+
+    def _split(
+        self, chosen: set[Node], first: int, last: int
+    ) -> tuple[list[Node], list[Node], list[Node]]:
+        """Sorts the nodes between the first and the last chosen one into the chosen, those that
+        can stand before and those that must stand after. Effects count as a chain of dependences.
+        """
+        members: list[Node] = []
+        before: list[Node] = []
+        after: list[Node] = []
+        late: set[Node] = set()  # the chosen, and what depends on one of them
+        effect_is_late = False
+        for node in self.nodes[first : last + 1]:
+            producers = {v.producer for v in node.inputs if isinstance(v, Value)}
+            chained = bool(node.effects) and effect_is_late
+            if node in chosen:
+                outside = next((p for p in producers if p in late and p not in chosen), None)
+                if outside is not None:
+                    raise GraphError(
+                        f"cannot group: {self._place(outside)} depends on one of the nodes and "
+                        f"{self._place(node)} depends on it (the set is not convex)"
+                    )
+                if node.effects and any(n.effects for n in after):
+                    raise GraphError(
+                        f"cannot group: {self._place(node)} would have its effect before that of "
+                        f"{self._place(next(n for n in after if n.effects))}"
+                    )
+                members.append(node)
+                late.add(node)
+            elif chained or any(p in late for p in producers):
+                after.append(node)
+                late.add(node)
+            else:
+                before.append(node)
+            effect_is_late = effect_is_late or (bool(node.effects) and node in late)
+        return members, before, after
+
+    def _check_node(self, node: Node) -> None:
+        if node.graph is not self:
+            raise GraphError(f"{node!r} is not a node of {self.name} (any more)")
+
+    def _check_mine(self, value: Value) -> None:
+        if value.graph is not self:
+            raise GraphError(
+                f"{value!r} is a value of {value.graph.name}, not of {self.name}: a region sees "
+                "only its own inputs"
+            )
+
+    def _place(self, node: Node) -> str:
+        return str(Occurrence((), node))
+
+
+def _copy_node(node: Node, inputs: Sequence[Value | Literal]) -> Node:
+    common: dict[str, Any] = {
+        "primitive": node.primitive,
+        "params": node.params,
+        "inputs": tuple(inputs),
+        "source": node.source,
+        "effects": node.effects,
+        "is_new": node.is_new,
+    }
+    if isinstance(node, RegionNode):
+        common["_regions"] = dict(node._regions)
+    if isinstance(node, CustomGradient):
+        common["trace_face"] = node.trace_face
+    return type(node)(**common)
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    """Whether one value can stand for the other: all but the weak type is equal."""
+    strong = [
+        aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
+        for aval in (a, b)
+    ]
+    return bool(strong[0] == strong[1])

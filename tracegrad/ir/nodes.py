@@ -1,0 +1,242 @@
+"""What a program is made of: values, and the five kinds of node that compute them.
+
+| node             | what it is                                                                     |
+|------------------|--------------------------------------------------------------------------------|
+| `Apply`          | one JAX primitive without sub-programs: every ordinary operation               |
+| `Call`           | one JAX primitive with regions: jit, scan, while, cond, shard_map, ...         |
+| `CustomGradient` | a primal region and the rule that replaces its derivative                      |
+| `StopGradient`   | its input, through which no gradient flows                                     |
+| `Recompute`      | a region whose intermediates are computed again in the backward pass           |
+
+A node belongs to one `Graph`, which alone changes it (`Graph.replace_uses`, `Graph.insert`, ...):
+so the users of every value are always right, and a graph knows whether it was edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tracegrad import _jax
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+
+class Value:
+    """The result of a node, or an input or constant of a graph.
+
+    `aval` is its JAX type (shape, dtype, weak type, sharding), `producer` the node that computes
+    it (None for inputs and constants), `graph` the graph that it lives in.
+    """
+
+    __slots__ = ("_name", "_uses", "aval", "graph", "hint", "producer")
+
+    def __init__(self, aval: Any, graph: Graph, producer: Node | None = None, hint: str = ""):
+        self.aval = aval
+        self.graph = graph
+        self.producer = producer
+        self.hint = hint  # what its name is made from: `x`, `params['w']`; "": the operation's
+        self._name: str | None = None
+        self._uses: list[Node] = []  # one entry per use
+
+    @property
+    def name(self) -> str:
+        """Its name in the text form, unique in its graph: ``w``, ``dot_general_1``."""
+        if self._name is None:
+            self.graph.name_values()
+        assert self._name is not None
+        return self._name
+
+    @property
+    def users(self) -> tuple[Node, ...]:
+        """The nodes that take it as an input, each once, in the order in which they began to."""
+        return tuple(dict.fromkeys(self._uses))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {_jax.type_text(self.aval)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """A scalar written into the program: the ``2.0`` of ``mul(x, 2.0)``."""
+
+    value: Any
+    aval: Any
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an equation came from, and the JAX settings under which it was made."""
+
+    info: Any  # JAX's SourceInfo: a traceback and the named scopes
+    settings: Any  # JAX's JaxprEqnContext: mesh, compute type, random number settings
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Node:
+    """What all five kinds share. Not used itself.
+
+    `primitive` and `params` are JAX's; `params` has no entry for the regions of a node that this
+    package made (`is_new`), since lowering builds these. `graph` is None until it is inserted.
+    """
+
+    primitive: Any
+    params: Mapping[str, Any]
+    inputs: tuple[Value | Literal, ...]
+    outputs: tuple[Value, ...] = ()
+    source: Source | None = None
+    effects: frozenset[Any] = frozenset()
+    is_new: bool = False
+    graph: Graph | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.params = MappingProxyType(dict(self.params))
+
+    @property
+    def op(self) -> str:
+        """The name of the primitive: ``dot_general``, ``jit``, ``custom_vjp_call``."""
+        return str(self.primitive.name)
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it: the function's name for calls and rules, else the operation's."""
+        return self.op
+
+    @property
+    def regions(self) -> Mapping[str, Graph]:
+        """Its sub-programs by name; empty for most nodes."""
+        return {}
+
+    def region(self, name: str) -> Graph:
+        """One sub-program; for a `CustomGradient` also a face of its rule."""
+        return self.regions[name]
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(v.name if isinstance(v, Value) else repr(v) for v in self.inputs)
+        outputs = ", ".join(map(repr, self.outputs))
+        return f"<{type(self).__name__} {outputs} = {self.name}({inputs})>"
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Apply(Node):
+    """One JAX primitive without sub-programs: every ordinary operation."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class StopGradient(Node):
+    """Hands on its one input; the gradient ends here. (`stop_gradient` of either library.)"""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class RegionNode(Node):
+    """A node with regions. `_regions` is replaced when a shared region is copied for an edit."""
+
+    _regions: dict[str, Graph] = field(default_factory=dict, repr=False)
+
+    @property
+    def regions(self) -> Mapping[str, Graph]:
+        return MappingProxyType(self._regions)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Call(RegionNode):
+    """One JAX primitive with regions: ``jit`` and control flow.
+
+    A region is named as the parameter that holds it: ``jaxpr`` (jit, scan), ``cond_jaxpr`` and
+    ``body_jaxpr`` (while), ``branches[0]``, ``branches[1]``, ... (cond and switch).
+    """
+
+    @property
+    def name(self) -> str:
+        return str(self.params.get("name", self.op))
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Recompute(RegionNode):
+    """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
+
+    `policy` decides which of them are saved all the same (`jax.checkpoint_policies`);
+    None saves nothing but the inputs.
+    """
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        policy: Callable[..., Any] | None = self.params.get("policy")
+        return policy
+
+    @property
+    def name(self) -> str:
+        return self._regions["jaxpr"].name
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class CustomGradient(RegionNode):
+    """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
+
+    `kind` is ``"vjp"`` (`jax.custom_vjp`, `tracegrad.custom_gradient`) or ``"jvp"``
+    (`jax.custom_jvp`). The rule is Python code until somebody looks: `face` traces it to a graph.
+    An edit must reach all faces, since under differentiation the primal region is not run:
+    lowering refuses a rule whose primal alone was edited.
+    """
+
+    trace_face: Callable[[str], dict[str, Graph]] | None = field(default=None, repr=False)
+
+    def region(self, name: str) -> Graph:
+        return self.primal if name == "call_jaxpr" else self.face(name)
+
+    @property
+    def regions(self) -> Mapping[str, Graph]:
+        """The primal region alone: the faces of the rule are other programs (see `face`)."""
+        return MappingProxyType({"call_jaxpr": self.primal})
+
+    @property
+    def kind(self) -> str:
+        return "jvp" if self.primitive is _jax.CUSTOM_JVP else "vjp"
+
+    @property
+    def name(self) -> str:
+        return self._regions["call_jaxpr"].name
+
+    @property
+    def primal(self) -> Graph:
+        """What runs when nothing is differentiated."""
+        return self._regions["call_jaxpr"]
+
+    def face(self, name: str) -> Graph:
+        """One part of the rule as a graph.
+
+        `name`: for a vjp ``"forward"`` (inputs → outputs and residuals) or ``"backward"``
+        (residuals and output cotangents → cotangents of the inputs of float or complex dtype);
+        for a jvp ``"jvp"`` (inputs and tangents of the float ones → outputs and their tangents).
+        Raises KeyError for another name.
+        """
+        if name not in self._regions:
+            if name not in self.face_names or self.trace_face is None:
+                raise KeyError(f"{self.name} has the faces {self.face_names}, not {name!r}")
+            for key, graph in self.trace_face(name).items():
+                self._regions[key] = graph
+                graph.add_owner(self)
+        return self._regions[name]
+
+    @property
+    def face_names(self) -> tuple[str, ...]:
+        return ("jvp",) if self.kind == "jvp" else ("forward", "backward")
+
+
+def input_values(node: Node) -> Iterator[Value]:
+    """The inputs that are values, literals left out."""
+    return (v for v in node.inputs if isinstance(v, Value))

@@ -1,0 +1,155 @@
+"""Where a node stands: the calls that lead to it, the user's source line, the named scopes.
+
+A shared region can be entered from many places, so origin and scope belong to an *occurrence*: a
+node and the path of calls to it. The traceback of a node in a shared region was taken when its
+function was first traced, and runs through that first caller; only the frames inside the region's
+own function are true of every occurrence. Where none of those is the user's, the origin is that of
+the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jaxlib
+
+from tracegrad import _jax
+from tracegrad.ir.nodes import Node
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_JAX = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (jax, jaxlib))
+_STANDARD_LIBRARY = tuple(
+    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")
+)
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+
+Path = tuple[tuple[Node, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A line of Python code: ``model.py:42 (Block.__call__)``."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """A node, and the calls that lead to it from the graph that was walked.
+
+    `path` holds, from the outside in, each node that was entered and the name of its region.
+    """
+
+    path: Path
+    node: Node
+
+    @property
+    def graph(self) -> Graph:
+        """The region that the node stands in."""
+        assert self.node.graph is not None
+        return self.node.graph
+
+    @property
+    def scope(self) -> str:
+        """All named scopes around it, those of the enclosing calls first: ``encoder/block_0``."""
+        nodes = [node for node, _ in self.path] + [self.node]
+        stacks = (_jax.name_stack(n.source.info) for n in nodes if n.source is not None)
+        return "/".join(stack for stack in stacks if stack)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The user's line that made it; a library's only where no user's frame exists.
+
+        None where JAX recorded no traceback at all.
+        """
+        fallback: Origin | None = None
+        for depth in range(len(self.path), -1, -1):
+            node = self.path[depth][0] if depth < len(self.path) else self.node
+            region = self.path[depth - 1][0].region(self.path[depth - 1][1]) if depth else None
+            found, is_users = _origin_in(node, region)
+            if is_users:
+                return found
+            fallback = fallback or found
+        return fallback
+
+    def __str__(self) -> str:
+        where = " > ".join(node.name for node, _ in self.path)
+        place = f" in {where}" if where else ""
+        origin = self.origin
+        return f"{self.node!r}{place}" + (f" from {origin}" if origin else "")
+
+
+def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
+    """The innermost user's frame of a node inside its region's function.
+
+    Returns the origin (None if there is no frame) and whether it is the user's.
+    """
+    if node.source is None:
+        return None, False
+    stack = _jax.frames(node.source.info)
+    if region is not None:
+        stack = _within(stack, region.function_source)
+    fallback = None
+    for frame in stack:
+        kind = _owner(frame.file_name)
+        if kind == "user":
+            return Origin(frame.file_name, frame.line_num, frame.function_name), True
+        if fallback is None and kind == "library":
+            fallback = Origin(frame.file_name, frame.line_num, frame.function_name)
+    return fallback, False
+
+
+def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
+    """The frames from the innermost one up to the function (``f at /path/file.py:12``)."""
+    match = re.fullmatch(r"(.+?) at (.+):(\d+)", function_source)
+    if match is None:
+        return stack
+    name, file = match[1], match[2]
+    for i, frame in enumerate(stack):
+        if frame.file_name == file and frame.function_name.rsplit(".", 1)[-1] == name:
+            return stack[: i + 1]
+    return stack
+
+
+def calling_line() -> Origin | None:
+    """The line of the user's code that is running now; None if there is none on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            return Origin(code.co_filename, frame.f_lineno, code.co_qualname)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither of JAX, of this package, of an installed library nor Python's."""
+    return _owner(file) == "user"
+
+
+@functools.lru_cache(maxsize=4096)
+def _owner(file: str) -> str:
+    """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""
+    if file.startswith((_PACKAGE, *_JAX)):
+        return "jax"
+    if _INSTALLED.search(file) or file.startswith("<frozen"):
+        return "library"
+    if os.path.realpath(file).startswith(_STANDARD_LIBRARY):
+        return "library"
+    return "user"

@@ -1,0 +1,136 @@
+"""Whether a graph is a program: structure by our rules, types by JAX's own.
+
+Runs after every rewrite in the tests, as `Graph.verify()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tracegrad import _jax
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.nodes import Apply, Call, CustomGradient, Node, Recompute, Value
+from tracegrad.ir.occurrence import Occurrence, Path
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+
+def verify(graph: Graph) -> None:
+    """Raises GraphError, naming the node and its source line, unless `graph` is a program."""
+    _verify(graph, (), set())
+
+
+def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
+    if graph in seen:
+        return
+    seen.add(graph)
+    defined: set[Value] = set(graph.inputs) | set(graph.constants)
+    if len(defined) != len(graph.inputs) + len(graph.constants):
+        raise GraphError(f"{graph.name} lists an input or constant twice")
+    for node in graph.nodes:
+        try:
+            _check_node(graph, node, defined)
+        except GraphError as error:
+            raise GraphError(f"{error}\n  at {Occurrence(path, node)}") from None
+        defined.update(node.outputs)
+        for name, region in node.regions.items():
+            _verify(region, (*path, (node, name)), seen)
+    for value in graph.outputs:
+        if isinstance(value, Value) and value not in defined:
+            raise GraphError(f"{graph.name} returns {value!r}, which nothing in it defines")
+
+
+def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
+    if node.graph is not graph:
+        raise GraphError(f"the node stands in {graph.name} but says otherwise")
+    for value in node.inputs:
+        if not isinstance(value, Value):
+            continue
+        if value not in defined:
+            where = "of another graph" if value.graph is not graph else "defined later, or nowhere"
+            raise GraphError(f"expected inputs that are defined before; {value!r} is {where}")
+        if node not in value.users:
+            raise GraphError(f"the users of {value!r} do not list the node")
+    for value in node.outputs:
+        if value in defined:
+            raise GraphError(f"{value!r} is defined twice")
+        if value.producer is not node:
+            raise GraphError(f"{value!r} names another producer")
+    if isinstance(node, Apply):
+        _check_types(node)
+    for name, region in node.regions.items():
+        _check_operands(node, name, region)
+    if isinstance(node, (Recompute, CustomGradient)) or node.op == "jit":
+        (region,) = node.regions.values()
+        _expect_types("results", [v.aval for v in node.outputs], region.out_avals)
+
+
+def _check_types(node: Node) -> None:
+    avals = [value.aval for value in node.inputs]
+    assert node.source is not None
+    with _jax.equation_context(node.source.info, node.source.settings):
+        try:
+            expected = _jax.abstract_eval(node.primitive, avals, node.params)
+        except Exception as error:
+            raise GraphError(f"{node.op} does not take {_texts(avals)}: {error}") from error
+    if expected is not None:
+        _expect_types("results", [v.aval for v in node.outputs], expected)
+
+
+def _check_operands(node: Node, name: str, region: Graph) -> None:
+    """A region's inputs against the operands that the primitive hands it."""
+    given = _operands(node, name)
+    if given is not None:
+        _expect_types(f"operands of {name}", given, region.in_avals)
+
+
+def _operands(node: Node, region: str) -> Sequence[Any] | None:
+    """The types that a node hands to one of its regions; None if only JAX knows."""
+    avals = [value.aval for value in node.inputs]
+    if isinstance(node, (Recompute, CustomGradient)) or node.op == "jit":
+        return avals
+    if not isinstance(node, Call):
+        return None
+    if node.primitive is _jax.COND:
+        return avals[1:]
+    if node.primitive is _jax.WHILE:
+        conditions, bodies = node.params["cond_nconsts"], node.params["body_nconsts"]
+        carry = avals[conditions + bodies :]
+        own = avals[:conditions] if region == "cond_jaxpr" else avals[conditions:][:bodies]
+        return [*own, *carry]
+    if node.primitive is _jax.SCAN:
+        whole = sum(_jax.scan_split(node.params))
+        return [*avals[:whole], *(_Slice(a.shape[1:], a.dtype) for a in avals[whole:])]
+    return None
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """The type of one step's slice of a scanned operand, as far as it is compared."""
+
+    shape: tuple[Any, ...]
+    dtype: Any
+
+    def str_short(self, short_dtypes: bool) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def _expect_types(what: str, given: Sequence[Any], expected: Sequence[Any]) -> None:
+    if len(given) != len(expected):
+        raise GraphError(f"expected {len(expected)} {what}, found {len(given)}")
+    for i, (a, b) in enumerate(zip(given, expected, strict=True)):
+        if (getattr(a, "shape", None), getattr(a, "dtype", None)) != (
+            getattr(b, "shape", None),
+            getattr(b, "dtype", None),
+        ):
+            raise GraphError(
+                f"{what}: expected {_jax.type_text(b)} at position {i}, "
+                f"found {_jax.type_text(a)}"
+            )
+
+
+def _texts(avals: Sequence[Any]) -> str:
+    return ", ".join(map(_jax.type_text, avals))

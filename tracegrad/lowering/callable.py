@@ -1,0 +1,62 @@
+"""Graph → a function with the signature of the one that was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.ir.graph import set_lowering
+from tracegrad.lowering.evaluate import Lowering, evaluate
+
+
+def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
+    """The function that a graph computes.
+
+    Args:
+      graph: from `tracegrad.graph` (called with the traced function's arguments), or a region
+        (called with flat arguments, returns a list). Later edits of it are not seen by calls that
+        JAX has cached, so make a new function after an edit.
+      rebuild: build every region at every depth anew, even where nothing was edited. The result is
+        the same program; the tests use it to show that.
+
+    Returns:
+      A function that runs under `jit`, `grad`, `vmap`, `jvp`, `scan`, `jax.export`, ... Called with
+      other shapes or dtypes than the graph has, or with another tree, it raises TypeError.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if graph.in_tree is None:
+            flat = list(args)
+        else:
+            flat, tree = jax.tree.flatten((args, kwargs))
+            if tree != graph.in_tree:
+                raise TypeError(
+                    f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
+                    f"it was called with {tree}"
+                )
+        _check_types(graph, flat)
+        outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
+        return outs if graph.out_tree is None else jax.tree.unflatten(graph.out_tree, outs)
+
+    call.__name__ = call.__qualname__ = graph.name
+    return call
+
+
+def _check_types(graph: Graph, args: list[Any]) -> None:
+    if len(args) != len(graph.inputs):
+        raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
+    for value, arg in zip(graph.inputs, args, strict=True):
+        aval = jax.typeof(arg)
+        given = (getattr(aval, "shape", None), getattr(aval, "dtype", None))
+        if given != (getattr(value.aval, "shape", None), getattr(value.aval, "dtype", None)):
+            raise TypeError(
+                f"{graph.name} was traced for {value!r}; it was called with "
+                f"{_jax.type_text(aval)} there. Trace it again for other types"
+            )
+
+
+set_lowering(to_callable)

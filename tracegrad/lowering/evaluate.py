@@ -1,0 +1,82 @@
+"""Graph → JAX: every node bound in order, with the scope and source line that it came with.
+
+A graph that nobody edited is bound from the program that it was imported from. In an edited one
+each node is bound by itself; a node whose regions are as they were keeps its parameters, so JAX
+sees the very sub-program that it made; the others go to `regions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, Literal, Node, Occurrence, RegionNode, Value
+from tracegrad.lowering import regions
+
+
+@dataclass
+class Lowering:
+    """What one lowering remembers: which graphs are clean, and the regions built so far.
+
+    `rebuild`: build every region anew, even unedited ones (to test that building is exact).
+    """
+
+    rebuild: bool = False
+    built: dict[tuple[Graph, Any], Any] = field(default_factory=dict)
+    clean: dict[Graph, bool] = field(default_factory=dict)
+
+    def keeps(self, graph: Graph) -> bool:
+        """Whether the graph is bound from the program that it came from."""
+        return not self.rebuild and graph._is_clean(self.clean)
+
+
+def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering) -> list[Any]:
+    """Runs or traces a graph on flat arguments; returns its flat outputs."""
+    if lowering.keeps(graph):
+        return _jax.eval_program(graph.program, args)
+    values: dict[Value, Any] = dict(graph.constants)
+    values.update(zip(graph.inputs, args, strict=True))
+
+    def read(value: Value | Literal) -> Any:
+        return value.value if isinstance(value, Literal) else values[value]
+
+    last_use = _last_uses(graph)
+    for node in graph.nodes:
+        results = _evaluate_node(node, [read(value) for value in node.inputs], lowering)
+        values.update(zip(node.outputs, results, strict=True))
+        for value in last_use.get(node, ()):
+            del values[value]
+    return [read(value) for value in graph.outputs]
+
+
+def _evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
+    assert node.source is not None
+    try:
+        with _jax.equation_context(node.source.info, node.source.settings):
+            if not isinstance(node, RegionNode):
+                return _jax.bind(node.primitive, args, node.params)
+            graphs = node._regions.values()
+            if not node.is_new and all(map(lowering.keeps, graphs)):
+                return _jax.bind(node.primitive, args, node.params)
+            return regions.bind(node, args, lowering, evaluate)
+    except Exception as error:
+        # The innermost node only: a caller's node adds nothing that the traceback lacks.
+        if not getattr(error, "__notes__", None):
+            error.add_note(f"while lowering {Occurrence((), node)}")
+        raise
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Value]]:
+    """Which values no later node needs, so that eager evaluation frees them as it goes."""
+    kept = {value for value in graph.outputs if isinstance(value, Value)}
+    last: dict[Value, Node] = {}
+    for node in graph.nodes:
+        for value in (*node.inputs, *node.outputs):
+            if isinstance(value, Value) and value not in kept:
+                last[value] = node
+    freed: dict[Node, list[Value]] = {}
+    for value, node in last.items():
+        freed.setdefault(node, []).append(value)
+    return freed

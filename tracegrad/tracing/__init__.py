@@ -1,0 +1,7 @@
+"""Python function → Graph, and the decorator that compiles by way of it."""
+
+from tracegrad.tracing.graphs import Rule as Rule
+from tracegrad.tracing.graphs import graph as graph
+from tracegrad.tracing.retracing import RetraceWarning as RetraceWarning
+from tracegrad.tracing.traced import TracedFunction as TracedFunction
+from tracegrad.tracing.traced import trace as trace

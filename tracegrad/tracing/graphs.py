@@ -1,0 +1,112 @@
+"""Python function → `Graph`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad.ir import Graph
+from tracegrad.tracing.importer import import_program
+from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
+from tracegrad.tracing.user_errors import explained
+
+Rule = Callable[[Graph], Graph]
+
+
+def graph(
+    fun: Callable[..., Any],
+    *,
+    static_argnums: Indices = None,
+    static_argnames: Names = None,
+) -> Callable[..., Graph]:
+    """Traces a function to a `Graph` that can be read, searched, edited and run.
+
+    Args:
+      fun: any function that `jax.jit` takes; a traced function is seen without its own rules.
+      static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
+
+    Returns:
+      A function that takes the arguments of `fun` (arrays, or `jax.ShapeDtypeStruct`s in their
+      place) and returns the graph. Nothing is computed.
+
+    Raises:
+      TypeError: `fun` is not callable, or an argument is neither an array nor static.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(x @ tg.stop_gradient(w)))
+    >>> g = tg.graph(loss)(jax.ShapeDtypeStruct((4, 2), "float32"), jnp.ones((8, 4)))
+    >>> g
+    <Graph loss(f32[4,2], f32[8,4]) -> (f32[]), 4 nodes>
+    >>> [str(o.node.op) for o in g.find(lambda o: isinstance(o.node, tg.ir.StopGradient))]
+    ['stop_gradient']
+    >>> float(g.to_callable()(jnp.zeros((4, 2)), jnp.ones((8, 4))))
+    0.0
+    """
+    if not callable(fun):
+        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
+    static = resolve(fun, static_argnums, static_argnames)
+
+    @functools.wraps(fun, updated=())
+    def make_graph(*args: Any, **kwargs: Any) -> Graph:
+        return trace_to_graph(fun, args, kwargs, static)
+
+    return make_graph
+
+
+def trace_to_graph(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: StaticArguments,
+) -> Graph:
+    """Traces `fun` on these arguments; `in_tree` of the result is that of the dynamic ones."""
+    args = tuple(args)
+    static_kwargs = static.named(kwargs)
+    positions = static.within(args)
+    dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
+
+    # JAX caches traces by the identity of the function, with whatever it closed over at that time:
+    # a fresh wrapper each time sees the world as it is now.
+    @functools.wraps(fun, updated=())
+    def fresh(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs, **static_kwargs)
+
+    fresh.__name__ = fresh.__qualname__ = function_name(fun)
+    with explained():
+        program, shapes = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
+            *args, **dynamic_kwargs
+        )
+    dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+    return import_program(
+        program,
+        name=function_name(fun),
+        in_tree=jax.tree.structure((dynamic, dynamic_kwargs)),
+        out_tree=jax.tree.structure(shapes),
+    )
+
+
+def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
+    """Applies rewriting rules in order.
+
+    Raises TypeError, naming the rule, for one that returns no `Graph`.
+    """
+    for rule in rules:
+        result = rule(graph)
+        if not isinstance(result, Graph):
+            raise TypeError(
+                f"a rule is a function Graph -> Graph; {function_name(rule)} returned "
+                f"{type(result).__name__}"
+            )
+        graph = result
+    return graph
+
+
+def function_name(fun: Callable[..., Any]) -> str:
+    """The name that `jax.jit` gives to the program of a function."""
+    if isinstance(fun, functools.partial):
+        return function_name(fun.func)
+    return str(getattr(fun, "__name__", "<unnamed function>"))

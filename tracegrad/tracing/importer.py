@@ -1,0 +1,175 @@
+"""JAX programs → graphs: `jax.make_jaxpr` traces, this module reads what came out.
+
+Sub-programs that JAX shares (a jitted function called twice) become one shared region. Nothing is
+interpreted and nothing is lost: each node keeps its primitive, parameters, source and effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.ir import (
+    Apply,
+    Call,
+    CustomGradient,
+    Graph,
+    Literal,
+    Node,
+    Recompute,
+    Source,
+    StopGradient,
+    Value,
+)
+
+
+def import_program(
+    program: Any, *, name: str | None = None, in_tree: Any = None, out_tree: Any = None
+) -> Graph:
+    """The graph of a program made by `jax.make_jaxpr`.
+
+    Args:
+      program: a ``ClosedJaxpr`` (or an open one without constants).
+      name: the graph's name; default: the traced function's.
+      in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result.
+    """
+    graph = _import(program, {}, name)
+    graph.in_tree, graph.out_tree = in_tree, out_tree
+    return graph
+
+
+def _import(program: Any, seen: dict[int, Graph], name: str | None = None) -> Graph:
+    if id(program) in seen:  # alive as long as the root program, which holds it
+        return seen[id(program)]
+    source = _jax.function_source(program)
+    graph = Graph(name or _jax.function_name(program), function_source=source, program=program)
+    seen[id(program)] = graph
+    open_form = _jax.opened(program)
+    values: dict[Any, Value] = {}
+    for var, constant in zip(open_form.constvars, _jax.constants_of(program), strict=True):
+        values[var] = graph.add_constant(constant, var.aval)
+    names = _jax.argument_names(program)
+    hints = names if len(names) == len(open_form.invars) else ("",) * len(open_form.invars)
+    for var, hint in zip(open_form.invars, hints, strict=True):
+        values[var] = graph.add_input(var.aval, hint)
+
+    def read(atom: Any) -> Value | Literal:
+        return Literal(atom.val, atom.aval) if hasattr(atom, "val") else values[atom]
+
+    for equation in open_form.eqns:
+        node = _node(equation, tuple(map(read, equation.invars)), seen)
+        graph.append(node, [var.aval for var in equation.outvars])
+        values.update(zip(equation.outvars, node.outputs, strict=True))
+    graph.outputs = [read(atom) for atom in open_form.outvars]
+    return graph
+
+
+def _node(equation: Any, inputs: tuple[Value | Literal, ...], seen: dict[int, Graph]) -> Node:
+    primitive, params = equation.primitive, equation.params
+    kind: type[Node] = Apply
+    more: dict[str, Any] = {}
+    if primitive is _jax.STOP_GRADIENT:
+        kind = StopGradient
+    elif primitive.name not in _jax.OPAQUE_PRIMITIVES:
+        regions = {name: _import(p, seen) for name, p in sub_programs(params)}
+        if regions:
+            kind, more = Call, {"_regions": regions}
+        if primitive is _jax.REMAT:
+            kind = Recompute
+        elif primitive is _jax.CUSTOM_JVP or primitive is _jax.CUSTOM_VJP:
+            kind = CustomGradient
+            avals = [value.aval for value in inputs]
+            more["trace_face"] = lambda face: _trace_rule(primitive, params, avals, face)
+    return kind(
+        primitive=primitive,
+        params=params,
+        inputs=inputs,
+        source=Source(equation.source_info, equation.ctx),
+        effects=frozenset(equation.effects),
+        **more,
+    )
+
+
+def sub_programs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The sub-programs among a primitive's parameters, by the names of their regions.
+
+    ``jaxpr`` for one that is a parameter, ``branches[0]`` for one in a sequence,
+    ``jaxprs.solve`` for one in a named tuple.
+    """
+    for key, value in params.items():
+        if _jax.is_program(value):
+            yield key, value
+        elif isinstance(value, (tuple, list)):
+            fields = getattr(value, "_fields", None)
+            for i, item in enumerate(value):
+                if _jax.is_program(item):
+                    yield (f"{key}.{fields[i]}" if fields else f"{key}[{i}]"), item
+
+
+# ------------------------------------------------------------------------- rules of custom gradients
+
+
+def _trace_rule(
+    primitive: Any, params: Mapping[str, Any], avals: Sequence[Any], face: str
+) -> dict[str, Graph]:
+    """The faces of a rule as graphs, traced by differentiating the node as JAX does.
+
+    A vjp gives both faces at once: the residuals that one returns are what the other takes.
+    """
+
+    def bound(*args: Any) -> list[Any]:
+        return _jax.bind(primitive, args, params)
+
+    if face == "jvp":
+        return {"jvp": _trace_jvp(bound, avals)}
+    forward, shapes = jax.make_jaxpr(lambda *args: jax.vjp(bound, *args), return_shape=True)(*avals)
+    out_shapes, pullback_shape = shapes
+    residuals, pullback_tree = jax.tree.flatten(pullback_shape)
+
+    def backward(*residuals_and_cotangents: Any) -> list[Any]:
+        split = len(residuals)
+        pullback = jax.tree.unflatten(pullback_tree, residuals_and_cotangents[:split])
+        cotangents = [
+            _cotangent(shape, given)
+            for shape, given in _align(out_shapes, residuals_and_cotangents[split:])
+        ]
+        return [ct for ct, aval in zip(pullback(cotangents), avals, strict=True) if _flows(aval)]
+
+    given = [shape for shape in out_shapes if _flows(shape)]
+    backward_program = jax.make_jaxpr(backward)(*residuals, *given)
+    return {
+        "forward": import_program(forward, name="forward"),
+        "backward": import_program(backward_program, name="backward"),
+    }
+
+
+def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
+    def jvp(*primals_and_tangents: Any) -> list[Any]:
+        primals = primals_and_tangents[: len(avals)]
+        given = primals_and_tangents[len(avals) :]
+        tangents = [_cotangent(aval, tangent) for aval, tangent in _align(avals, given)]
+        outs, out_tangents = jax.jvp(bound, primals, tangents)
+        flowing = [t for out, t in zip(outs, out_tangents, strict=True) if _flows(jax.typeof(out))]
+        return [*outs, *flowing]
+
+    tangents = [aval for aval in avals if _flows(aval)]
+    return import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
+
+
+def _flows(aval: Any) -> bool:
+    """Whether a value has a gradient at all: a float or a complex one."""
+    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
+
+
+def _align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs every type with its (co)tangent, None for the types that have none."""
+    rest = iter(flowing)
+    return [(aval, next(rest) if _flows(aval) else None) for aval in avals]
+
+
+def _cotangent(aval: Any, given: Any) -> Any:
+    return np.zeros(aval.shape, jax.dtypes.float0) if given is None else given

@@ -1,0 +1,55 @@
+"""Which arguments of a call are static: Python values that a program is made for, not arrays in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Indices = int | Iterable[int] | None
+Names = str | Iterable[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StaticArguments:
+    """Static arguments by position and by name."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """The static positions of a call with these positional arguments."""
+        count = len(args)
+        return tuple(sorted({p % count for p in self.positions if -count <= p < count}))
+
+    def named(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The static keyword arguments of a call."""
+        return {name: value for name, value in kwargs.items() if name in self.names}
+
+
+def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:
+    """Completes positions by names and names by positions, as `jax.jit` does: where only one of
+    them is given, the other follows from the signature."""
+    positions = _tuple(argnums, int)
+    names = _tuple(argnames, str)
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (ValueError, TypeError):
+        return StaticArguments(frozenset(positions), frozenset(names))
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not variadic:  # from the end only where the end is known
+        positions = tuple(p + len(ordered) if p < 0 else p for p in positions)
+    if argnums is not None and argnames is None:
+        chosen = (ordered[p] for p in positions if 0 <= p < len(ordered))
+        names = tuple(p.name for p in chosen if p.kind is p.POSITIONAL_OR_KEYWORD)
+    elif argnames is not None and argnums is None:
+        positions = tuple(i for i, p in enumerate(ordered) if p.name in names)
+    return StaticArguments(frozenset(positions), frozenset(names))
+
+
+def _tuple(given: Any, kind: type) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, kind) else tuple(given)

@@ -1,0 +1,299 @@
+"""`trace`: a Python function → Graph → rules → XLA, at the cost of `jax.jit`.
+
+One `jax.jit` does the caching and the dispatch, so that a warm call costs what it costs there. The
+function under it is a `Pipeline`: while `jit` traces it, it traces the user's function itself,
+imports the program into a graph, applies the rules and lowers the result into jit's own trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, Recompute
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph
+from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.static import StaticArguments, resolve
+
+
+class Pipeline:
+    """What `jax.jit` sees in place of the user's function: trace → rules → lower.
+
+    It holds the function weakly, because JAX's caches, and ours below, live as long as it does.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
+    ):
+        self._fun = _weak(fun)
+        self.rules = rules
+        self.static = static
+        self.history = TraceHistory(function_name(fun))
+        self.recomputes = False  # whether any program of it held a Recompute
+        self.__name__ = self.__qualname__ = function_name(fun)
+        self.__doc__ = fun.__doc__
+        self.__module__ = getattr(fun, "__module__", __name__)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The user's function: signature, name and source line of messages come from it."""
+        fun = self._fun()
+        assert fun is not None, "the traced function holds it"
+        return fun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self.graph(args, kwargs)
+        positions = self.static.within(args)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+        names = self.static.named(kwargs)
+        flat = jax.tree.leaves((dynamic, {k: v for k, v in kwargs.items() if k not in names}))
+        self._note(args, kwargs, positions)
+        if not self.recomputes and any(isinstance(o.node, Recompute) for o in graph.walk()):
+            self.recomputes = True
+        return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
+
+    def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        return apply_rules(
+            trace_to_graph(self.__wrapped__, args, kwargs, self.static), self.rules
+        )
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int]) -> None:
+        names = _argument_names(self.__wrapped__, len(args))
+        named = {**dict(zip(names, args, strict=True)), **kwargs}
+        fixed = {names[i] for i in static} | set(self.static.named(kwargs))
+        self.history.note(
+            Signature.of(
+                {name: v for name, v in named.items() if name not in fixed},
+                {name: v for name, v in named.items() if name in fixed},
+            )
+        )
+
+
+class TracedFunction:
+    """A function compiled by way of its graph; made by `trace`.
+
+    Call it as the original. Beside that:
+
+      graph(*args, **kwargs): the `Graph` for these arguments, after the rules.
+      lower(*args, **kwargs): `jax.stages.Lowered`, as of a jitted function.
+      eval_shape(*args, **kwargs): the types of the results, without computing them.
+      clear_cache(): forgets compiled programs.
+      __wrapped__: the original function.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        rules: Sequence[Rule] = (),
+        jit_options: dict[str, Any] | None = None,
+    ):
+        options = dict(jit_options or {})
+        functools.update_wrapper(self, fun, updated=())
+        static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
+        self._pipeline = _shared_pipeline(fun, tuple(rules), static)
+        self._options = options
+        # `jax.jit` itself checks the options against the function, in its own words.
+        self._jit = jax.jit(self._pipeline, **options)
+        self._run: Callable[..., Any] = self._first_call
+        self._warned = False
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
+        # Not in `__init__`: asking for the backend starts it.
+        self._run = self._jit if self._outermost is self._jit else self._run_keeping_recompute
+        return self._run(*args, **kwargs)
+
+    @functools.cached_property
+    def _outermost(self) -> Any:
+        """The jit for calls with no transformation around them.
+
+        Where XLA merges recomputed code away unless told not to, it is told so there; JAX refuses
+        compiler options on a nested jit.
+        """
+        extra = _jax.keep_recompute_options(jax.default_backend())
+        if extra is None:
+            return self._jit
+        own = self._options.get("compiler_options") or {}
+        merged = {
+            **own,
+            **{key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()},
+        }
+        return jax.jit(self._pipeline, **{**self._options, "compiler_options": merged})
+
+    def _run_keeping_recompute(self, *args: Any, **kwargs: Any) -> Any:
+        if _jax.at_top_level():
+            return self._outermost(*args, **kwargs)
+        result = self._jit(*args, **kwargs)
+        if self._pipeline.recomputes and not self._warned and _jax.under_jit():
+            self._warned = True
+            options = _jax.keep_recompute_options(jax.default_backend())
+            warnings.warn(
+                f"{function_name(self.__wrapped__)} recomputes, and is called inside another "
+                "compiled function. On this JAX and backend XLA merges recomputed code with the "
+                "original, which saves no memory, unless the outermost function is compiled with "
+                f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
+                f"`jax.jit(..., compiler_options={options})`.",
+                stacklevel=3,
+            )
+        return result
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else BoundTracedFunction(self, instance)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
+        return self._pipeline.graph(args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As ``jax.jit(fun).lower``: StableHLO in `.as_text()`, XLA's in `.compile()`."""
+        lowered: jax.stages.Lowered = self._outermost.lower(*args, **kwargs)
+        return lowered
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The results as `jax.ShapeDtypeStruct`s."""
+        return self._jit.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled: the next call traces again."""
+        self._jit.clear_cache()
+        self._outermost.clear_cache()
+
+    def __repr__(self) -> str:
+        return f"<traced {self.__wrapped__!r}>"
+
+
+class BoundTracedFunction:
+    """A traced method of an instance: all of `TracedFunction`, with ``self`` filled in."""
+
+    def __init__(self, function: TracedFunction, instance: object):
+        self.__func__ = function
+        self.__self__ = instance
+        self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__._run(self.__self__, *args, **kwargs)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        return self.__func__.graph(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<traced {self.__wrapped__!r}>"
+
+
+@overload
+def trace(
+    fun: Callable[..., Any], *, rules: Sequence[Rule] = (), **jit_options: Any
+) -> TracedFunction: ...
+@overload
+def trace(
+    fun: None = None, *, rules: Sequence[Rule] = (), **jit_options: Any
+) -> Callable[[Callable[..., Any]], TracedFunction]: ...
+def trace(
+    fun: Callable[..., Any] | None = None, *, rules: Sequence[Rule] = (), **jit_options: Any
+) -> Any:
+    """Compiles a function by way of its `Graph`, where its gradient annotations are nodes.
+
+    Takes whatever `jax.jit` takes, compiles to the same optimised program and costs the same per
+    call; only what was annotated or rewritten differs. Usable bare (``@trace``), with arguments
+    (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
+
+    Args:
+      fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
+      rules: functions ``Graph -> Graph``, applied in order to the graph of `fun`.
+      **jit_options: every keyword of `jax.jit`: ``static_argnums``, ``donate_argnums``,
+        ``in_shardings``, ``compiler_options``, ...
+
+    Returns:
+      A `TracedFunction`.
+
+    Raises:
+      TypeError, ValueError: as `jax.jit`, for what is not a function and for wrong options.
+
+    Warns:
+      RetraceWarning: one argument changes its shape, dtype, weak type, static value or tree again
+        and again, so that the function is compiled again and again.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> @tg.trace
+    ... def f(x):
+    ...     return x * tg.stop_gradient(x)
+    >>> float(jax.grad(f)(3.0))
+    3.0
+    >>> print(f.graph(jax.ShapeDtypeStruct((2,), "float32")))  # doctest: +ELLIPSIS
+    f(x: f32[2]) -> f32[2]
+      stop_gradient = ■ stop_gradient(x)      f32[2]  ...
+      mul           = mul(x, stop_gradient)   f32[2]  ...
+      return mul
+    """
+    if fun is None:
+        return functools.partial(trace, rules=rules, **jit_options)
+    if not callable(fun):
+        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
+    return TracedFunction(fun, rules, jit_options)
+
+
+# ------------------------------------------------------------------------------------------ caches
+
+_pipelines: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Pipeline]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def _shared_pipeline(
+    fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
+) -> Pipeline:
+    """One pipeline for all wrappers of a function with the same rules: they share its programs."""
+    # Two methods of one object compare equal, but each is gone after its use: no key for a cache.
+    if isinstance(fun, types.MethodType):
+        return Pipeline(fun, rules, static)
+    try:
+        with _lock:
+            known = _pipelines.setdefault(fun, {})
+            if (rules, static) not in known:
+                known[rules, static] = Pipeline(fun, rules, static)
+            return known[rules, static]
+    except TypeError:  # not hashable, or cannot be held weakly
+        return Pipeline(fun, rules, static)
+
+
+def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    if isinstance(fun, types.MethodType):
+        return lambda: fun
+    try:
+        return weakref.ref(fun)
+    except TypeError:
+        return lambda: fun
+
+
+def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` positional arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):
+        return [f"args[{i}]" for i in range(count)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
