@@ -7,12 +7,15 @@ Everything here is probed by ``tests/test_jax.py`` on the oldest and on the newe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
 
@@ -90,6 +93,23 @@ def abstract_eval(
     return list(types) if primitive.multiple_results else [types]
 
 
+def has_gradient(aval: Any) -> bool:
+    """Whether values of a type have cotangents: the float and complex ones."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+def no_cotangent(aval: Any) -> Any:
+    """What JAX takes for the (co)tangent of an integer: zeros of the empty dtype ``float0``."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
+    """One (co)tangent for every type: the given ones, and JAX's empty ones for integers."""
+    rest = iter(flowing)
+    return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
+
+
 def type_text(aval: Any) -> str:
     """``f32[8,4]``; a leading ``~`` marks a weak type."""
     text = aval.str_short(short_dtypes=True)
@@ -105,6 +125,13 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
+
+
+def policy_name(policy: Any) -> str:
+    """The name of a checkpoint policy; 0.10 has objects (``DotsSaveable(...)``) where 0.12 has
+    functions (``dots_saveable``)."""
+    name = getattr(policy, "__name__", None) or type(policy).__name__
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
 
 
 # ------------------------------------------------------------------------------------- provenance
@@ -147,14 +174,22 @@ def hide_frames(directory: str) -> None:
 # ------------------------------------------------------------------------------- where we stand
 
 
-def at_top_level() -> bool:
-    """Whether what is bound now runs at once, with no transformation around it."""
-    return type(jex.find_top_trace(None)).__name__ == "EvalTrace"
+# `current_trace(None)`: the transformation, if any, that what is bound now goes to.
+current_trace: Callable[[None], Any] = jex.find_top_trace
+
+
+def top_level_trace_type() -> type:
+    """The class of `current_trace(None)` where nothing is being transformed: what is bound then
+    runs at once."""
+    # With a new thread comes a new, empty stack of transformations.
+    with ThreadPoolExecutor(1) as fresh:
+        return type(fresh.submit(current_trace, None).result())
 
 
 def under_jit() -> bool:
     """Whether what is bound now becomes part of a program that something around it compiles."""
-    return bool(jex.unsafe_am_i_under_a_jit_DO_NOT_USE())
+    under: Callable[[], bool] = getattr(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")  # noqa: B009
+    return under()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ exactly that.
 from __future__ import annotations
 
 import builtins
+import inspect
 import keyword
 import re
 import weakref
@@ -52,6 +53,7 @@ class Graph:
       nodes: in the order of execution.
       outputs: one `Value` or `Literal` per flat output.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
+      signature: the traced function's, static parameters left out; None where it has none.
       program: the JAX program that it was imported from, or None once edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
 
@@ -71,6 +73,7 @@ class Graph:
         self.function_source = function_source
         self.in_tree = in_tree
         self.out_tree = out_tree
+        self.signature: inspect.Signature | None = None
         self.program = program
         self.inputs: list[Value] = []
         self.constants: dict[Value, Any] = {}
@@ -230,6 +233,7 @@ class Graph:
             out_tree=self.out_tree,
             program=self.program,
         )
+        new.signature = self.signature
         values: dict[Value, Value | Literal] = {
             value: new.add_input(value.aval, value.hint) for value in self.inputs
         }
@@ -437,10 +441,7 @@ class Graph:
 
         produced = {value for node in members for value in node.outputs}
         entering = dict.fromkeys(
-            v
-            for node in members
-            for v in node.inputs
-            if isinstance(v, Value) and v not in produced
+            v for node in members for v in node.inputs if isinstance(v, Value) and v not in produced
         )
         leaving = [
             value

@@ -1,12 +1,12 @@
 """What a program is made of: values, and the five kinds of node that compute them.
 
-| node             | what it is                                                                     |
-|------------------|--------------------------------------------------------------------------------|
-| `Apply`          | one JAX primitive without sub-programs: every ordinary operation               |
-| `Call`           | one JAX primitive with regions: jit, scan, while, cond, shard_map, ...         |
-| `CustomGradient` | a primal region and the rule that replaces its derivative                      |
-| `StopGradient`   | its input, through which no gradient flows                                     |
-| `Recompute`      | a region whose intermediates are computed again in the backward pass           |
+| node             | what it is |
+|------------------|-----------------------------------------------------------------|
+| `Apply`          | one JAX primitive without sub-programs: every ordinary operation |
+| `Call`           | one JAX primitive with regions: jit, scan, while, cond, shard_map, ... |
+| `CustomGradient` | a primal region and the rule that replaces its derivative |
+| `StopGradient`   | its input, through which no gradient flows |
+| `Recompute`      | a region whose intermediates are computed again in the backward pass |
 
 A node belongs to one `Graph`, which alone changes it (`Graph.replace_uses`, `Graph.insert`, ...):
 so the users of every value are always right, and a graph knows whether it was edited.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import os.path
 import re
-import sys
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,12 +129,10 @@ def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
 
 def calling_line() -> Origin | None:
     """The line of the user's code that is running now; None if there is none on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(None):
         code = frame.f_code
         if is_user_file(code.co_filename):
-            return Origin(code.co_filename, frame.f_lineno, code.co_qualname)
-        frame = frame.f_back  # type: ignore[assignment]
+            return Origin(code.co_filename, line, code.co_qualname)
     return None
 
 

@@ -33,12 +33,14 @@ _INDENT = "│ "
 
 # Parameters that repeat what the line says already, or say nothing of the mathematics.
 _SILENT = frozenset(
-    "name jaxpr call_jaxpr num_consts num_carry ft_in ft_out cond_nconsts body_nconsts linear "
-    "in_shardings out_shardings in_layouts out_layouts donated_invars ctx_mesh keep_unused inline "
-    "compiler_options_kvs differentiated prevent_cse symbolic_zeros fwd_jaxpr_thunk bwd out_trees "
-    "jvp_jaxpr_fun shape weak_type accuracy sharding out_sharding policy in_tree out_tree "
-    "jaxprs const_lengths logging_record np_printoptions static_args partitioned "
-    "has_placeholders transpose_unary_op unroll indices_are_sorted unique_indices".split()
+    """
+    name jaxpr call_jaxpr jaxprs num_consts num_carry ft_in ft_out cond_nconsts body_nconsts
+    const_lengths linear unroll in_shardings out_shardings in_layouts out_layouts donated_invars
+    ctx_mesh keep_unused inline compiler_options_kvs differentiated prevent_cse policy
+    symbolic_zeros fwd_jaxpr_thunk bwd out_trees jvp_jaxpr_fun shape weak_type accuracy sharding
+    out_sharding in_tree out_tree logging_record np_printoptions static_args partitioned
+    has_placeholders transpose_unary_op indices_are_sorted unique_indices
+    """.split()  # noqa: SIM905
 )
 
 
@@ -111,7 +113,7 @@ def _statement(node: Node, seen: Mapping[Graph, str]) -> str:
     elif isinstance(node, StopGradient):
         label = f"{STOP} stop_gradient"
     elif isinstance(node, Recompute):
-        policy = "" if node.policy is None else f"[{_callable_name(node.policy)}]"
+        policy = "" if node.policy is None else f"[{_jax.policy_name(node.policy)}]"
         label = f"{RECOMPUTE} recompute{policy} {node.name}"
     elif node.regions:
         label = f"{node.op} {node.name}" if node.name != node.op else node.op
@@ -164,8 +166,3 @@ def _tuple(value: tuple[Any, ...]) -> str:
     if fields is not None:
         parts = [f"{k}={p}" for k, p in zip(fields, parts, strict=True) if p and p != "()"]
     return f"({', '.join(p for p in parts if p)})"
-
-
-def _callable_name(function: Any) -> str:
-    name = getattr(function, "__name__", None) or str(function)
-    return str(name) if " at 0x" not in str(name) else type(function).__name__

@@ -127,8 +127,7 @@ def _expect_types(what: str, given: Sequence[Any], expected: Sequence[Any]) -> N
             getattr(b, "dtype", None),
         ):
             raise GraphError(
-                f"{what}: expected {_jax.type_text(b)} at position {i}, "
-                f"found {_jax.type_text(a)}"
+                f"{what}: expected {_jax.type_text(b)} at position {i}, found {_jax.type_text(a)}"
             )
 
 

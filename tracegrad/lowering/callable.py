@@ -43,6 +43,8 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
         return outs if graph.out_tree is None else jax.tree.unflatten(graph.out_tree, outs)
 
     call.__name__ = call.__qualname__ = graph.name
+    if graph.signature is not None:  # argument names, here and in what XLA prints
+        call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
 
 

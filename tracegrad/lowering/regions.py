@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from tracegrad import _jax
@@ -99,8 +98,10 @@ def _with_programs(params: Any, programs: dict[str, Any]) -> dict[str, Any]:
             new[key] = programs[key]
         elif isinstance(value, (tuple, list)):
             fields = getattr(value, "_fields", None)
-            names = [f"{key}.{f}" for f in fields] if fields else map(f"{key}[{{}}]".format, range(len(value)))
-            items = [programs.get(n, item) for n, item in zip(names, value, strict=True)]
+            items = [
+                programs.get(f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item)
+                for i, item in enumerate(value)
+            ]
             new[key] = type(value)(*items) if fields else type(value)(items)
     return new
 
@@ -114,9 +115,7 @@ def _rule_is_edited(node: CustomGradient, lowering: Lowering) -> bool:
     Raises GraphError for an edit that differentiation would lose: the primal region is not run
     then, the rule's own forward pass is.
     """
-    edited = {
-        name: not region._is_clean(lowering.clean) for name, region in node._regions.items()
-    }
+    edited = {name: not region._is_clean(lowering.clean) for name, region in node._regions.items()}
     running = "jvp" if node.kind == "jvp" else "forward"
     if edited["call_jaxpr"] and not edited.get(running):
         raise GraphError(
@@ -138,7 +137,7 @@ def _bind_rule(
 ) -> list[Any]:
     """Binds a custom gradient built from its faces."""
     primal = function_of("call_jaxpr")
-    flowing = [_flows(value.aval) for value in node.inputs]
+    flowing = [_jax.has_gradient(value.aval) for value in node.inputs]
     outputs = [value.aval for value in node.outputs]
     if node.kind == "jvp":
         rule = jax.custom_jvp(primal)
@@ -148,7 +147,7 @@ def _bind_rule(
         def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
             given = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
             results = run_jvp(*primals, *given)
-            return results[: len(outputs)], _with_zeros(outputs, results[len(outputs) :])
+            return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
 
         rule.defjvp(jvp)
         return list(rule(*args))
@@ -162,23 +161,14 @@ def _bind_rule(
         return results[: len(outputs)], results[len(outputs) :]
 
     def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        given = [ct for ct, aval in zip(cotangents, outputs, strict=True) if _flows(aval)]
+        given = [
+            ct for ct, aval in zip(cotangents, outputs, strict=True) if _jax.has_gradient(aval)
+        ]
         grads = iter(backward(*residuals, *given))
         return tuple(next(grads) if flows else None for flows in flowing)
 
     rule_vjp.defvjp(fwd, bwd)
     return list(rule_vjp(*args))
-
-
-def _flows(aval: Any) -> bool:
-    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
-
-
-def _with_zeros(outputs: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    rest = iter(tangents)
-    return [
-        next(rest) if _flows(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in outputs
-    ]
 
 
 # -------------------------------------------------------------------------------- public functions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,12 +82,14 @@ def trace_to_graph(
             *args, **dynamic_kwargs
         )
     dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
-    return import_program(
+    graph = import_program(
         program,
         name=function_name(fun),
         in_tree=jax.tree.structure((dynamic, dynamic_kwargs)),
         out_tree=jax.tree.structure(shapes),
     )
+    graph.signature = _dynamic_signature(fun, set(positions), static.names)
+    return graph
 
 
 def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
@@ -103,6 +106,24 @@ def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
             )
         graph = result
     return graph
+
+
+def _dynamic_signature(
+    fun: Callable[..., Any], positions: set[int], names: frozenset[str]
+) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(fun)
+    except (ValueError, TypeError):
+        return None
+    kept = [
+        p
+        for i, p in enumerate(signature.parameters.values())
+        if i not in positions and p.name not in names
+    ]
+    try:
+        return signature.replace(parameters=kept)
+    except ValueError:  # a parameter with a default now stands before one without
+        return None
 
 
 def function_name(fun: Callable[..., Any]) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -110,7 +109,7 @@ def sub_programs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                     yield (f"{key}.{fields[i]}" if fields else f"{key}[{i}]"), item
 
 
-# ------------------------------------------------------------------------- rules of custom gradients
+# ---------------------------------------------------------------------- rules of custom gradients
 
 
 def _trace_rule(
@@ -133,13 +132,14 @@ def _trace_rule(
     def backward(*residuals_and_cotangents: Any) -> list[Any]:
         split = len(residuals)
         pullback = jax.tree.unflatten(pullback_tree, residuals_and_cotangents[:split])
-        cotangents = [
-            _cotangent(shape, given)
-            for shape, given in _align(out_shapes, residuals_and_cotangents[split:])
+        cotangents = _jax.align(out_shapes, residuals_and_cotangents[split:])
+        return [
+            ct
+            for ct, aval in zip(pullback(cotangents), avals, strict=True)
+            if _jax.has_gradient(aval)
         ]
-        return [ct for ct, aval in zip(pullback(cotangents), avals, strict=True) if _flows(aval)]
 
-    given = [shape for shape in out_shapes if _flows(shape)]
+    given = [shape for shape in out_shapes if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(*residuals, *given)
     return {
         "forward": import_program(forward, name="forward"),
@@ -151,25 +151,13 @@ def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        tangents = [_cotangent(aval, tangent) for aval, tangent in _align(avals, given)]
-        outs, out_tangents = jax.jvp(bound, primals, tangents)
-        flowing = [t for out, t in zip(outs, out_tangents, strict=True) if _flows(jax.typeof(out))]
+        outs, out_tangents = jax.jvp(bound, primals, _jax.align(avals, given))
+        flowing = [
+            t
+            for out, t in zip(outs, out_tangents, strict=True)
+            if _jax.has_gradient(jax.typeof(out))
+        ]
         return [*outs, *flowing]
 
-    tangents = [aval for aval in avals if _flows(aval)]
+    tangents = [aval for aval in avals if _jax.has_gradient(aval)]
     return import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
-
-
-def _flows(aval: Any) -> bool:
-    """Whether a value has a gradient at all: a float or a complex one."""
-    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
-
-
-def _align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs every type with its (co)tangent, None for the types that have none."""
-    rest = iter(flowing)
-    return [(aval, next(rest) if _flows(aval) else None) for aval in avals]
-
-
-def _cotangent(aval: Any, given: Any) -> Any:
-    return np.zeros(aval.shape, jax.dtypes.float0) if given is None else given

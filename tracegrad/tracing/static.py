@@ -1,4 +1,4 @@
-"""Which arguments of a call are static: Python values that a program is made for, not arrays in it."""
+"""Which arguments of a call are static: Python values that a program is made for."""
 
 from __future__ import annotations
 

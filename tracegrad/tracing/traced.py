@@ -32,9 +32,7 @@ class Pipeline:
     It holds the function weakly, because JAX's caches, and ours below, live as long as it does.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
-    ):
+    def __init__(self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments):
         self._fun = _weak(fun)
         self.rules = rules
         self.static = static
@@ -63,9 +61,7 @@ class Pipeline:
         return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        return apply_rules(
-            trace_to_graph(self.__wrapped__, args, kwargs, self.static), self.rules
-        )
+        return apply_rules(trace_to_graph(self.__wrapped__, args, kwargs, self.static), self.rules)
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int]) -> None:
         names = _argument_names(self.__wrapped__, len(args))
@@ -91,6 +87,10 @@ class TracedFunction:
       __wrapped__: the original function.
     """
 
+    # Python finds `__call__` on the type; as a slot of the type it holds jit's own callable, and
+    # the way from a call to jit's fast path is in C. A method here costs a tenth of a warm call.
+    __slots__ = ("__call__", "__dict__", "__weakref__")
+    __call__: Callable[..., Any]
     __wrapped__: Callable[..., Any]
 
     def __init__(
@@ -105,17 +105,15 @@ class TracedFunction:
         self._pipeline = _shared_pipeline(fun, tuple(rules), static)
         self._options = options
         # `jax.jit` itself checks the options against the function, in its own words.
-        self._jit = jax.jit(self._pipeline, **options)
-        self._run: Callable[..., Any] = self._first_call
+        self._jit: Any = jax.jit(self._pipeline, **options)
+        self.__call__ = self._first_call
         self._warned = False
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         # Not in `__init__`: asking for the backend starts it.
-        self._run = self._jit if self._outermost is self._jit else self._run_keeping_recompute
-        return self._run(*args, **kwargs)
+        direct = self._outermost is self._jit
+        self.__call__ = self._jit if direct else self._keeping_recompute()
+        return self.__call__(*args, **kwargs)
 
     @functools.cached_property
     def _outermost(self) -> Any:
@@ -134,9 +132,20 @@ class TracedFunction:
         }
         return jax.jit(self._pipeline, **{**self._options, "compiler_options": merged})
 
-    def _run_keeping_recompute(self, *args: Any, **kwargs: Any) -> Any:
-        if _jax.at_top_level():
-            return self._outermost(*args, **kwargs)
+    def _keeping_recompute(self) -> Callable[..., Any]:
+        """Dispatches on whether there is a transformation around the call; a warm one costs as
+        little more than the jit's as Python allows, hence the local names."""
+        outermost, nested = self._outermost, self._nested
+        current, top_level = _jax.current_trace, _jax.top_level_trace_type()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if type(current(None)) is top_level:
+                return outermost(*args, **kwargs)
+            return nested(*args, **kwargs)
+
+        return run
+
+    def _nested(self, *args: Any, **kwargs: Any) -> Any:
         result = self._jit(*args, **kwargs)
         if self._pipeline.recomputes and not self._warned and _jax.under_jit():
             self._warned = True
@@ -147,7 +156,7 @@ class TracedFunction:
                 "original, which saves no memory, unless the outermost function is compiled with "
                 f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
                 f"`jax.jit(..., compiler_options={options})`.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return result
 
@@ -185,7 +194,7 @@ class BoundTracedFunction:
         self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__._run(self.__self__, *args, **kwargs)
+        return self.__func__(self.__self__, *args, **kwargs)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         return self.__func__.graph(self.__self__, *args, **kwargs)

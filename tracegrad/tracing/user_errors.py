@@ -26,15 +26,15 @@ _ADVICE: tuple[tuple[type[Exception], str], ...] = (
     ),
     (
         jax.errors.TracerIntegerConversionError,
-        "This line needs a Python integer (an index, a shape, the end of a range), but has an array "
-        "whose value is known only when the compiled program runs. Index with "
+        "This line needs a Python integer (an index, a shape, the end of a range), but has an "
+        "array whose value is known only when the compiled program runs. Index with "
         "`jnp.take(table, i, axis=0)`, loop with `jax.lax.fori_loop`, or make the argument static "
         "(`static_argnames`).",
     ),
     (
         jax.errors.TracerArrayConversionError,
-        "This line hands a traced array to NumPy (or another library), which needs its numbers now. "
-        "Use the function of the same name in `jax.numpy`.",
+        "This line hands a traced array to NumPy (or another library), which needs its "
+        "numbers now. Use the function of the same name in `jax.numpy`.",
     ),
     (
         jax.errors.ConcretizationTypeError,
