@@ -1,0 +1,104 @@
+"""A traced function costs nothing: XLA makes the same program of it as of the function itself.
+
+Compared is XLA's optimised HLO, whole, after removing where instructions come from (their
+``metadata={...}`` and the tables of files and stack frames at the head, to which the metadata
+point), since tracegrad's own frames or none may stand there. Names of instructions, computations
+and the module stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import pytest
+from programs import PROGRAMS, Program
+
+import tracegrad
+from tracegrad.lowering import to_callable
+
+# XLA's CPU pipeline drops the barrier that keeps recomputed code apart unless it is told not to.
+# JAX from 0.11.2 on needs no such option.
+KEEP_RECOMPUTED = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+NEEDS_OPTION = jax.__version_info__ < (0, 11, 2)
+
+METADATA = re.compile(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+TABLES = re.compile(
+    r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*\n?", re.MULTILINE
+)
+
+
+def without_metadata(hlo: str) -> str:
+    return METADATA.sub("", TABLES.sub("", hlo))
+
+
+def optimised(lowered: jax.stages.Lowered) -> str:
+    text = lowered.compile().as_text()
+    assert text is not None
+    return without_metadata(text)
+
+
+def first_difference(got: str, expected: str) -> str:
+    pairs = zip(got.splitlines(), expected.splitlines(), strict=False)
+    for number, (ours, theirs) in enumerate(pairs):
+        if ours != theirs:
+            return f"line {number}\n  got      {ours[:300]}\n  expected {theirs[:300]}"
+    return f"lengths {len(got)} and {len(expected)}"
+
+
+def assert_same(got: str, expected: str, what: str) -> None:
+    # A plain assert would diff a megabyte of text for minutes.
+    if got != expected:
+        pytest.fail(f"{what} differs from jax.jit's at {first_difference(got, expected)}")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_traced_program_compiles_to_the_hlo_of_jit(program: Program) -> None:
+    fun, args = program.build()
+    options = KEEP_RECOMPUTED if program.recomputes and NEEDS_OPTION else None
+
+    theirs = jax.jit(fun, compiler_options=options).lower(*args)
+    stable_hlo, hlo = theirs.as_text(), optimised(theirs)
+
+    traced = tracegrad.trace(fun).lower(*args)
+    assert_same(traced.as_text(), stable_hlo, "StableHLO of the traced function")
+    assert_same(optimised(traced), hlo, "HLO of the traced function")
+
+    rebuilt = to_callable(tracegrad.graph(fun)(*args), rebuild=True)
+    # The same signature: XLA names the parameters of a program after the function's arguments.
+    rebuilt = functools.wraps(fun)(rebuilt)
+    lowered = jax.jit(rebuilt, compiler_options=options).lower(*args)
+    assert_same(lowered.as_text(), stable_hlo, "StableHLO with every region rebuilt")
+    assert_same(optimised(lowered), hlo, "HLO with every region rebuilt")
+
+
+def test_metadata_and_tables_are_removed_and_nothing_else() -> None:
+    hlo = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "a.py"
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+ENTRY %main (x.1: f32[2]) -> f32[2] {
+  %x.1 = f32[2]{0} parameter(0), metadata={op_name="x[\\"{a}\\"]" stack_frame_id=2}
+  ROOT %c = f32[2]{0} custom-call(%x.1), custom_call_target="t", metadata={op_name="p"}, backend_config={"a":{}}
+}
+"""
+    assert without_metadata(hlo).split("\n\n", 1)[1].strip() == (
+        """ENTRY %main (x.1: f32[2]) -> f32[2] {
+  %x.1 = f32[2]{0} parameter(0)
+  ROOT %c = f32[2]{0} custom-call(%x.1), custom_call_target="t", backend_config={"a":{}}
+}"""
+    )
+
+
+def test_a_changed_instruction_is_a_difference() -> None:
+    """The comparison would notice: programs that differ in one constant are not the same."""
+    args = (jax.ShapeDtypeStruct((3,), "float32"),)
+    two = optimised(jax.jit(lambda x: x * 2).lower(*args))
+    three = optimised(jax.jit(lambda x: x * 3).lower(*args))
+    assert two != three
