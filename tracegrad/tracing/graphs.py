@@ -70,13 +70,7 @@ def trace_to_graph(
     positions = static.within(args)
     dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 
-    # JAX caches traces by the identity of the function, with whatever it closed over at that time:
-    # a fresh wrapper each time sees the world as it is now.
-    @functools.wraps(fun, updated=())
-    def fresh(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs, **static_kwargs)
-
-    fresh.__name__ = fresh.__qualname__ = function_name(fun)
+    fresh = _fresh(fun, static_kwargs)
     with explained():
         program, shapes = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
             *args, **dynamic_kwargs
@@ -106,6 +100,22 @@ def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
             )
         graph = result
     return graph
+
+
+def _fresh(fun: Callable[..., Any], static_kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function under a new identity, by which JAX caches traces with whatever the function
+    closed over at that time: under a new one it sees the world as it is now."""
+    if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
+        return functools.partial(_fresh(fun.func, static_kwargs), *fun.args, **fun.keywords)
+
+    @functools.wraps(fun, updated=())
+    def fresh(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs, **static_kwargs)
+
+    fresh.__name__ = fresh.__qualname__ = function_name(fun)
+    if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
+        fresh.__signature__ = signature  # type: ignore[attr-defined]
+    return fresh
 
 
 def _dynamic_signature(

@@ -60,6 +60,9 @@ class Pipeline:
             self.recomputes = True
         return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
 
+    def __repr__(self) -> str:
+        return repr(self._fun())  # what JAX's messages name
+
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         return apply_rules(trace_to_graph(self.__wrapped__, args, kwargs, self.static), self.rules)
 
@@ -81,7 +84,8 @@ class TracedFunction:
     Call it as the original. Beside that:
 
       graph(*args, **kwargs): the `Graph` for these arguments, after the rules.
-      lower(*args, **kwargs): `jax.stages.Lowered`, as of a jitted function.
+      lower(*args, **kwargs), trace(*args, **kwargs): `jax.stages.Lowered` and
+        `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
       clear_cache(): forgets compiled programs.
       __wrapped__: the original function.
@@ -100,11 +104,11 @@ class TracedFunction:
         jit_options: dict[str, Any] | None = None,
     ):
         options = dict(jit_options or {})
+        jax.jit(fun, **options)  # checks the function and the options, in jit's own words
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
         self._pipeline = _shared_pipeline(fun, tuple(rules), static)
         self._options = options
-        # `jax.jit` itself checks the options against the function, in its own words.
         self._jit: Any = jax.jit(self._pipeline, **options)
         self.__call__ = self._first_call
         self._warned = False
@@ -172,6 +176,11 @@ class TracedFunction:
         lowered: jax.stages.Lowered = self._outermost.lower(*args, **kwargs)
         return lowered
 
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """As ``jax.jit(fun).trace``."""
+        traced: jax.stages.Traced = self._outermost.trace(*args, **kwargs)
+        return traced
+
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s."""
         return self._jit.eval_shape(*args, **kwargs)
@@ -201,6 +210,9 @@ class BoundTracedFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self.__func__.trace(self.__self__, *args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
@@ -259,8 +271,6 @@ def trace(
     """
     if fun is None:
         return functools.partial(trace, rules=rules, **jit_options)
-    if not callable(fun):
-        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
     return TracedFunction(fun, rules, jit_options)
 
 
