@@ -340,6 +340,23 @@ class Graph:
                 self._check_mine(value)
                 value._uses.append(node)
 
+    def set_outputs(self, outputs: Sequence[Value | Literal]) -> None:
+        """Gives the graph other outputs: as many, of the same types.
+
+        Raises GraphError if they differ in number or type.
+        """
+        if len(outputs) != len(self.outputs):
+            raise GraphError(
+                f"{self.name} returns {len(self.outputs)} values, {len(outputs)} were given"
+            )
+        for new, old in zip(outputs, self.outputs, strict=True):
+            if isinstance(new, Value):
+                self._check_mine(new)
+            if not _same_type(new.aval, old.aval):
+                raise GraphError(f"{self.name} returns {old!r}; {new!r} is of another type")
+        self._edited()
+        self.outputs = list(outputs)
+
     def insert(
         self,
         program: Graph,
@@ -529,8 +546,8 @@ class Graph:
     def _check_mine(self, value: Value) -> None:
         if value.graph is not self:
             raise GraphError(
-                f"{value!r} is a value of {value.graph.name}, not of {self.name}: a region sees "
-                "only its own inputs"
+                f"{value!r} is not a value of this graph, {self.name}, but of another one "
+                f"({value.graph.name}): a region sees only its own inputs and what it computes"
             )
 
     def _place(self, node: Node) -> str:

@@ -86,7 +86,7 @@ class Source:
     settings: Any  # JAX's JaxprEqnContext: mesh, compute type, random number settings
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Node:
     """What all five kinds share. Not used itself.
 
@@ -101,7 +101,7 @@ class Node:
     source: Source | None = None
     effects: frozenset[Any] = frozenset()
     is_new: bool = False
-    graph: Graph | None = field(default=None, repr=False)
+    graph: Graph | None = None
 
     def __post_init__(self) -> None:
         self.params = MappingProxyType(dict(self.params))
@@ -131,28 +131,28 @@ class Node:
         return f"<{type(self).__name__} {outputs} = {self.name}({inputs})>"
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Apply(Node):
     """One JAX primitive without sub-programs: every ordinary operation."""
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class StopGradient(Node):
     """Hands on its one input; the gradient ends here. (`stop_gradient` of either library.)"""
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class RegionNode(Node):
     """A node with regions. `_regions` is replaced when a shared region is copied for an edit."""
 
-    _regions: dict[str, Graph] = field(default_factory=dict, repr=False)
+    _regions: dict[str, Graph] = field(default_factory=dict)
 
     @property
     def regions(self) -> Mapping[str, Graph]:
         return MappingProxyType(self._regions)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Call(RegionNode):
     """One JAX primitive with regions: ``jit`` and control flow.
 
@@ -165,7 +165,7 @@ class Call(RegionNode):
         return str(self.params.get("name", self.op))
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Recompute(RegionNode):
     """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
 
@@ -183,7 +183,7 @@ class Recompute(RegionNode):
         return self._regions["jaxpr"].name
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class CustomGradient(RegionNode):
     """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
 
@@ -193,7 +193,7 @@ class CustomGradient(RegionNode):
     lowering refuses a rule whose primal alone was edited.
     """
 
-    trace_face: Callable[[str], dict[str, Graph]] | None = field(default=None, repr=False)
+    trace_face: Callable[[str], dict[str, Graph]] | None = None
 
     def region(self, name: str) -> Graph:
         return self.primal if name == "call_jaxpr" else self.face(name)

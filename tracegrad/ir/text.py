@@ -39,7 +39,7 @@ _SILENT = frozenset(
     ctx_mesh keep_unused inline compiler_options_kvs differentiated prevent_cse policy
     symbolic_zeros fwd_jaxpr_thunk bwd out_trees jvp_jaxpr_fun shape weak_type accuracy sharding
     out_sharding in_tree out_tree logging_record np_printoptions static_args partitioned
-    has_placeholders transpose_unary_op indices_are_sorted unique_indices
+    preferred_element_type has_placeholders transpose_unary_op indices_are_sorted unique_indices
     """.split()  # noqa: SIM905
 )
 
@@ -165,4 +165,5 @@ def _tuple(value: tuple[Any, ...]) -> str:
     parts = [_parameter(v) or ("()" if v == () else "") for v in value]
     if fields is not None:
         parts = [f"{k}={p}" for k, p in zip(fields, parts, strict=True) if p and p != "()"]
-    return f"({', '.join(p for p in parts if p)})"
+    parts = [p for p in parts if p]
+    return f"({parts[0]},)" if len(parts) == 1 and fields is None else f"({', '.join(parts)})"

@@ -141,10 +141,13 @@ def _trace_rule(
 
     given = [shape for shape in out_shapes if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(*residuals, *given)
-    return {
+    faces = {
         "forward": import_program(forward, name="forward"),
         "backward": import_program(backward_program, name="backward"),
     }
+    _hint(faces["forward"], ["x"] * len(avals))
+    _hint(faces["backward"], ["residual"] * len(residuals) + ["ct"] * len(given))
+    return faces
 
 
 def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
@@ -160,4 +163,11 @@ def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
         return [*outs, *flowing]
 
     tangents = [aval for aval in avals if _jax.has_gradient(aval)]
-    return import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
+    graph = import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
+    _hint(graph, ["x"] * len(avals) + ["tangent"] * len(tangents))
+    return graph
+
+
+def _hint(graph: Graph, names: Sequence[str]) -> None:
+    for value, name in zip(graph.inputs, names, strict=True):
+        value.hint = name
