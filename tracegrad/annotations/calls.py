@@ -1,0 +1,251 @@
+"""How an annotated function is called: what is traced, what stays a Python value, who is who."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AnnotatedFunction(Generic[P, R]):
+    """A decorated function: every call is ``apply(fun, args, kwargs)``.
+
+    Accessed on an instance it holds the bound method, so that ``self`` is not an argument: it
+    belongs to what the function closes over. ``__wrapped__`` is the function as written.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        apply: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], R],
+    ) -> None:
+        functools.update_wrapper(cast("Callable[..., Any]", self), fun)
+        # After update_wrapper, which copies the attributes of an annotated function around which
+        # this one is put.
+        self._apply = apply
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._apply(self.__wrapped__, args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> AnnotatedFunction[..., R]:
+        bind = getattr(self.__wrapped__, "__get__", None)
+        if bind is None or (instance is None and not isinstance(self.__wrapped__, staticmethod)):
+            return self
+        return AnnotatedFunction(bind(instance, owner), self._apply)
+
+    def __repr__(self) -> str:
+        return f"<annotated {self.__wrapped__!r}>"
+
+
+def require_callable(fun: object, annotation: str) -> None:
+    """Raises TypeError where a decorator was given something that cannot be called."""
+    if not callable(fun):
+        raise TypeError(f"{annotation} decorates a function; it was given {brief(fun)}.")
+
+
+# --------------------------------------------------------------------------------- arguments
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether a leaf of the arguments is an array to JAX, rather than a Python value.
+
+    Arrays and floating point numbers are. Python's ints and bools, and NumPy's integer scalars,
+    are not: they are axes, sizes and flags, which a function may branch on.
+    """
+    if isinstance(leaf, np.generic):
+        return bool(jnp.issubdtype(leaf.dtype, np.inexact))  # bfloat16 is one to JAX only
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.Array | float | complex)
+
+
+def is_array_like(leaf: object) -> bool:
+    """Whether JAX can make an array of a leaf."""
+    return isinstance(leaf, int) or is_traced(leaf) or isinstance(leaf, np.integer | np.bool_)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A tree of arguments: its array leaves, and the Python values in their places around them."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    positions: tuple[int, ...]  # of the arrays among the leaves
+
+    @classmethod
+    def of(cls, arguments: object) -> Arguments:
+        leaves, tree = jax.tree.flatten(arguments)
+        positions = tuple(i for i, leaf in enumerate(leaves) if is_traced(leaf))
+        return cls(tuple(leaves), tree, positions)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return tuple(self.leaves[i] for i in self.positions)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Any:
+        """The same arguments with other arrays in the places of the arrays."""
+        leaves = list(self.leaves)
+        for position, array in zip(self.positions, arrays):
+            leaves[position] = array
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+# ------------------------------------------------------------------------------------- naming
+
+
+def name_of(fun: object) -> str:
+    """The name by which messages and programs know a function."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def described(fun: object) -> str:
+    """A function by name and by the place where it was written: ``'relu' (layers.py:12)``."""
+    code = _code_of(fun)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"'{name_of(fun)}'{place}"
+
+
+def _code_of(fun: Any) -> CodeType | None:
+    """What was written for a function, a method, a partial or an object that can be called."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    fun = inspect.unwrap(fun)
+    if not inspect.isroutine(fun) and not isinstance(fun, type):
+        fun = type(fun).__call__
+    return getattr(getattr(fun, "__func__", fun), "__code__", None)
+
+
+def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
+    """How the user knows each leaf of the positional arguments: ``params['w']``."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # of builtins
+        parameters = []
+    names: list[str] = []
+    for i, arg in enumerate(args):
+        if i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL:
+            name = parameters[i].name
+        elif parameters and any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+            first = next(
+                n for n, p in enumerate(parameters) if p.kind is inspect.Parameter.VAR_POSITIONAL
+            )
+            name = f"{parameters[first].name}[{i - first}]"
+        else:
+            name = f"argument {i}"
+        names += [
+            name + jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
+        ]
+    return tuple(names)
+
+
+def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What the user calls a value that ``fun`` was not given as a positional argument.
+
+    Looked for among the keyword arguments, the variables that the function closes over, the
+    attributes of the object that a method belongs to, and the same of functions held by those.
+    """
+    for name, held in kwargs.items():
+        if (path := _path_to(value, held)) is not None:
+            return f"keyword argument '{name}{path}'"
+    for name, held in _closed_over(fun, depth=2):
+        if (path := _path_to(value, held)) is not None:
+            return f"'{name}{path}'"
+    return None
+
+
+def _path_to(value: object, held: object) -> str | None:
+    """The path of a leaf in a tree, by identity."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(held)[0]:
+        if leaf is value:
+            return str(jax.tree_util.keystr(path))
+    return None
+
+
+def _closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
+    """The variables that a function closes over, reads as globals, or has as defaults."""
+    fun = inspect.unwrap(cast("Any", fun))
+    if depth == 0:
+        return
+    if isinstance(fun, functools.partial):
+        yield from fun.keywords.items()
+        yield from ((f"argument {i} of the partial", held) for i, held in enumerate(fun.args))
+        yield from _closed_over(fun.func, depth)
+        return
+    if (owner := getattr(fun, "__self__", None)) is not None:
+        yield from ((f"self.{name}", held) for name, held in getattr(owner, "__dict__", {}).items())
+        fun = getattr(fun, "__func__", fun)
+    if not inspect.isfunction(fun):
+        return
+    cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
+    variables = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+    variables += [(n, fun.__globals__[n]) for n in fun.__code__.co_names if n in fun.__globals__]
+    yield from variables
+    for name, held in variables:
+        if callable(held):
+            yield from _closed_over(held, depth - 1)
+        elif hasattr(held, "__dict__") and not inspect.ismodule(held):
+            yield from ((f"{name}.{key}", part) for key, part in vars(held).items())
+
+
+def _is_filled(cell: Any) -> bool:
+    """Whether a variable that a function closes over has been assigned yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def named_after(fun: Callable[..., Any], program: Callable[..., R]) -> Callable[..., R]:
+    """Gives the function that JAX traces the user's name and source line.
+
+    Its signature stays its own, which takes arrays by position only: JAX reads it to bind them.
+    """
+    program.__name__ = program.__qualname__ = name_of(fun)
+    array = inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)
+    program.__signature__ = inspect.Signature([array])  # type: ignore[attr-defined]
+    if (code := _code_of(fun)) is not None:
+        # JAX reads the source line here. Not the function itself, which JAX would keep alive with
+        # all that it closes over, but one of the same code.
+        cells = tuple(CellType() for _ in code.co_freevars)
+        program.__wrapped__ = FunctionType(code, {}, closure=cells)  # type: ignore[attr-defined]
+    return program
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+@contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Tells an exception that passes through which annotated function it comes from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note())
+        raise
+
+
+def brief(value: object) -> str:
+    """A value for a message: its type, and its shape if it is an array."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,498 @@
+"""A function with a gradient of its own, as TensorFlow's ``tf.custom_gradient`` writes it.
+
+Each call becomes one ``jax.custom_vjp``, so that it works in plain JAX, and arrives in a Graph in
+the same node as every other custom rule.
+
+Under a transformation the function is first traced by itself, once, together with its gradient
+function. That shows which values of an enclosing trace the two close over. They become arguments
+of the rule: JAX's own rules may not close over them, since the rule runs when the trace that they
+belong to is over (``jax.grad`` of a jitted function), or inside another one (``jax.vmap`` of
+``jax.grad``). Being arguments, they are also seen when they are differentiated, which is an
+error, because the gradient function has no way to give their gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import (
+    AnnotatedFunction,
+    Arguments,
+    brief,
+    captured_name,
+    described,
+    input_names,
+    is_array_like,
+    is_traced,
+    named_after,
+    noted,
+    require_callable,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# A function that asks for a value (``if x > 0``) cannot be traced.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+@overload
+def custom_gradient(
+    f: Callable[P, tuple[R, Callable[..., Any]]],
+) -> AnnotatedFunction[P, R]: ...
+@overload
+def custom_gradient(
+    f: None = None,
+) -> Callable[[Callable[P, tuple[R, Callable[..., Any]]]], AnnotatedFunction[P, R]]: ...
+def custom_gradient(f: Any = None) -> Any:
+    """Gives a function a gradient of its own.
+
+    Usable bare (``@custom_gradient``) or with parentheses, on functions and on methods. A call
+    returns ``y``; under differentiation its gradient is what ``grad_fn`` says.
+
+    The *inputs* are the array leaves of the positional arguments: arrays of any shape and Python
+    floats. Each has one gradient. Python ints, bools, strings, None, functions and other objects
+    among them stay the Python values that they are, and have none. Keyword arguments are passed
+    on, and have none either.
+
+    Arguments:
+        f: a function ``f(*args, **kwargs) -> (y, grad_fn)``. ``y`` is an array or a tree of
+            arrays. ``grad_fn(*dys)`` is given one cotangent per leaf of ``y``, each of that leaf's
+            shape and dtype (zeros for an output that is not used, or is an integer), and returns
+            one gradient per input, of that input's shape and dtype: an array if there is one
+            input, otherwise a sequence of them, flat or nested as the arguments are. ``None``
+            stands for "no gradient" of an input, or of a whole argument. ``grad_fn`` is
+            differentiated in its turn, through the values of ``f`` that it closes over too, so
+            derivatives of any order are defined.
+
+    Returns:
+        A function ``(*args, **kwargs) -> y``; its ``__wrapped__`` is ``f``.
+
+    Raises:
+        TypeError: ``f`` is not callable or does not return ``(y, grad_fn)``; under
+            differentiation, a gradient of another dtype than its input, or no array.
+        ValueError: under differentiation, if ``grad_fn`` returns a wrong number of gradients or
+            one of a wrong shape; or if ``y`` depends on a value that ``f`` closes over, or is
+            given by keyword, and that is being differentiated: it would silently get no gradient.
+            Pass it as a positional argument, or through ``stop_gradient``.
+
+    The logarithm of 1 + eˣ, whose derivative at 100, left to itself, is inf/inf:
+
+    >>> import jax, jax.numpy as jnp
+    >>> @custom_gradient
+    ... def log1pexp(x):
+    ...     e = jnp.exp(x)
+    ...     def grad(dy):
+    ...         return dy * (1 - 1 / (1 + e))
+    ...     return jnp.log(1 + e), grad
+    >>> print(jax.grad(log1pexp)(100.0), jax.grad(jax.grad(log1pexp))(0.0))
+    1.0 0.25
+
+    A function that changes nothing but the gradient that passes through it:
+
+    >>> @custom_gradient
+    ... def clip_gradients(x):
+    ...     return x, lambda dy: jnp.clip(dy, -0.5, 0.5)
+    >>> print(jax.grad(lambda v: clip_gradients(v * v))(2.0))
+    2.0
+
+    The idea and the form are those of TensorFlow's ``tf.custom_gradient``; each call is a
+    ``jax.custom_vjp``, so that, as with any, ``jax.jvp`` refuses it.
+    """
+    if f is None:
+        return custom_gradient
+    require_callable(f, "custom_gradient")
+    return AnnotatedFunction(f, _call)
+
+
+_top_level = functools.cache(_jax.top_level_trace_type)
+
+
+def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a function with a custom gradient."""
+    call = _Call(fun, args, kwargs, Arguments.of(args))
+    if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
+        y, _ = call.run(*map(jnp.asarray, call.arguments.arrays))
+        return jax.tree.map(jnp.asarray, y)
+    try:
+        program, shapes = jax.make_jaxpr(call.forward_or_later, return_shape=True)(
+            *map(jax.typeof, call.arguments.arrays)
+        )
+    except _NEEDS_VALUES:
+        program = None
+    if program is None:
+        # Outside jit there are values, and JAX's rule gives them to the function; under jit it
+        # raises the same error once more.
+        return _bind_with_values(call)
+    return _bind_traced(call, program, jax.tree.structure(shapes))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function with a custom gradient and what it is called with."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: Arguments  # the leaves of args
+    # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
+    pullbacks: list[_Pullback | Exception] = field(default_factory=list)
+
+    def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
+        """Calls the user's function. Variables that it reads are to be collected here."""
+        with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
+            result = self.fun(*self.arguments.with_arrays(arrays), **self.kwargs)
+        pair = isinstance(result, tuple | list) and len(result) == 2
+        if not pair or not callable(result[1]):
+            got = f"a pair with {brief(result[1])} in second place" if pair else brief(result)
+            raise TypeError(
+                f"{described(self.fun)} has a custom gradient, so it must return a pair "
+                f"(y, grad_fn) with a function grad_fn(*dys); it returned {got}."
+            )
+        y, grad_fn = result
+        for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
+            if not is_array_like(leaf):
+                raise TypeError(
+                    f"{described(self.fun)} has a custom gradient, so its outputs must be arrays; "
+                    f"y{jax.tree_util.keystr(path)} is {brief(leaf)}."
+                )
+        return y, grad_fn
+
+    def forward(self, *arrays: Any) -> tuple[Any, _Residuals]:
+        """The output, and what its pullback needs."""
+        y, grad_fn = self.run(*arrays)
+        pullback, values = _pullback(self, grad_fn, arrays, y)
+        self.pullbacks.append(pullback)
+        return y, _Residuals(values, len(self.pullbacks) - 1)
+
+    def forward_or_later(self, *arrays: Any) -> tuple[Any, _Residuals]:
+        """The same; an error in the gradient function waits until the gradient is asked for."""
+        y, grad_fn = self.run(*arrays)
+        pullback: _Pullback | Exception
+        values: list[Any] = []
+        try:
+            pullback, values = _pullback(self, grad_fn, arrays, y)
+        except _NEEDS_VALUES:
+            raise
+        except Exception as error:
+            pullback = error
+        self.pullbacks[:] = [pullback]
+        return y, _Residuals(values, 0)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["pullback"]
+)
+@dataclass(frozen=True)
+class _Residuals:
+    """What one run of the forward pass keeps for the backward pass."""
+
+    values: Sequence[Any]
+    # The number of its pullback in its call. Not the pullback: JAX remembers the structures of
+    # trees, and would keep a new one of every call alive.
+    pullback: int
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A traced function, in which values of the enclosing traces have become arguments."""
+
+    program: Any
+    captured: tuple[int, ...]  # their positions among its constants
+
+    @classmethod
+    def of(cls, program: Any) -> tuple[_Program, list[Any]]:
+        """The program without those values, since it outlives their traces; and the values."""
+        constants = list(_jax.constants_of(program))
+        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
+        values = [constants[i] for i in captured]
+        for i in captured:
+            constants[i] = None
+        return cls(program.replace(consts=constants), captured), values
+
+    def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        constants = list(_jax.constants_of(self.program))
+        for i, value in zip(self.captured, values):
+            constants[i] = value
+        return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
+
+
+def _can_be_argument(constant: object) -> bool:
+    """Whether a value that a program closes over belongs to an enclosing trace; Refs stay."""
+    return isinstance(constant, jax.core.Tracer) and isinstance(
+        jax.typeof(constant), jax.core.ShapedArray
+    )
+
+
+# ------------------------------------------------------------------------------------- the rule
+
+
+def _bind_with_values(call: _Call) -> Any:
+    """JAX's rule around the function itself, which sees values where there are any."""
+
+    def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
+        return _gradients(call.pullbacks, residuals, dy)
+
+    rule = jax.custom_vjp(named_after(call.fun, lambda *arrays: call.run(*arrays)[0]))
+    rule.defvjp(call.forward, backward)
+    try:
+        return rule(*call.arguments.arrays)
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            f"{described(call.fun)} asks for the value of an array, as `if` does, so that it "
+            "cannot be traced by itself. Then it may not close over values that are being "
+            "differentiated or mapped: make them positional arguments, or use jax.lax.cond."
+        )
+        raise
+
+
+def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
+    """JAX's rule around the traced function, with what it closes over as further arguments."""
+    traced, captured = _Program.of(program)
+    names = [captured_name(value, call.fun, call.kwargs) for value in captured]
+    # Not the call itself: its arguments may belong to a trace that the rule outlives.
+    function, pullbacks, given = described(call.fun), call.pullbacks, len(call.arguments.arrays)
+
+    def evaluate(*values: Any) -> Any:
+        return jax.tree.unflatten(out_tree, traced(values[given:], values[:given]))
+
+    def primal(*values: Any) -> Any:
+        return evaluate(*values)[0]
+
+    def forward(*values: Any) -> Any:
+        if isinstance(pullbacks[0], Exception):
+            raise pullbacks[0]
+        if names:
+            perturbed = [value.perturbed for value in values]
+            values = tuple(value.value for value in values)
+            for position, name in enumerate(names, start=given):
+                if perturbed[position] and _depends_on(primal, values, position):
+                    raise ValueError(_captured_message(function, name, values[position]))
+        return evaluate(*values)
+
+    def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
+        return (*_gradients(pullbacks, residuals, dy), *(None for _ in names))
+
+    rule = jax.custom_vjp(named_after(call.fun, primal))
+    # Only a rule that is told about symbolic zeros learns what is being differentiated.
+    rule.defvjp(forward, backward, symbolic_zeros=bool(names))
+    return rule(*call.arguments.arrays, *captured)
+
+
+def _gradients(
+    pullbacks: Sequence[_Pullback | Exception], residuals: _Residuals, dy: Any
+) -> tuple[Any, ...]:
+    """One gradient per input, or None, for the cotangents of the outputs."""
+    pullback = pullbacks[residuals.pullback]
+    assert isinstance(pullback, _Pullback)
+    return tuple(pullback(residuals.values, jax.tree.leaves(dy)))
+
+
+def _depends_on(primal: Callable[..., Any], values: Sequence[Any], position: int) -> bool:
+    """Whether a derivative with respect to one value would not be zero by structure.
+
+    What goes through ``stop_gradient``, or is only used in the gradient function, does not count:
+    zero is right there.
+    """
+    met: list[None] = []
+
+    @jax.custom_jvp
+    def output(y: Any) -> Any:
+        return y
+
+    @functools.partial(output.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
+        met.append(None)
+        return primals[0], tangents[0]
+
+    def along(value: Any) -> Any:
+        changed = (*values[:position], value, *values[position + 1 :])
+        leaves = jax.tree.leaves(primal(*changed))
+        return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
+
+    value = values[position]
+    if not _jax.has_gradient(jax.typeof(value)):
+        return False
+    jax.make_jaxpr(lambda value: jax.vjp(along, value)[0])(jax.typeof(value))
+    return bool(met)
+
+
+def _captured_message(function: str, name: str | None, value: Any) -> str:
+    kind = _jax.type_text(jax.typeof(value))
+    what = f"a value ({kind})" if name is None else f"{name} ({kind})"
+    return (
+        f"{function}, which has a custom gradient, depends on {what}, which is being "
+        "differentiated and is not one of its positional arguments: the gradient function cannot "
+        "return a gradient for it, so it would silently be zero. Make it a positional argument "
+        "and return its gradient as well or, if it is meant as a constant, use stop_gradient of it."
+    )
+
+
+# --------------------------------------------------------------------------------- the gradient
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""
+
+    program: _Program
+    differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
+    given: Sequence[bool]  # for each input, whether the program returns its gradient
+
+    def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        cotangents = [
+            _zeros(dy.aval) if isinstance(dy, SymbolicZero) else dy
+            for dy, differentiable in zip(dys, self.differentiable)
+            if differentiable
+        ]
+        gradients = iter(self.program(residuals, cotangents))
+        return [next(gradients) if given else None for given in self.given]
+
+
+def _pullback(
+    call: _Call, grad_fn: Callable[..., Any], arrays: Sequence[Any], y: Any
+) -> tuple[_Pullback, list[Any]]:
+    """``grad_fn``, traced now, and the values of the forward pass that it closes over.
+
+    Traced in the forward pass, its mistakes are found there.
+    """
+    outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
+    differentiable = [_jax.has_gradient(aval) for aval in outputs]
+    given: list[bool] = []
+
+    def gradients(*cotangents: Any) -> list[Any]:
+        flowing = iter(cotangents)
+        dys = [
+            next(flowing) if real else _zeros(aval) for aval, real in zip(outputs, differentiable)
+        ]
+        # Variables that the forward read would be passed here, as variables=.
+        with noted(lambda: f"in the gradient function {described(grad_fn)}"):
+            returned = grad_fn(*dys)
+        checked = _one_per_input(call, grad_fn, arrays, returned)
+        given[:] = [gradient is not None for gradient in checked]
+        return [gradient for gradient in checked if gradient is not None]
+
+    program, residuals = _Program.of(
+        jax.make_jaxpr(gradients)(
+            *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
+        )
+    )
+    return _Pullback(program, differentiable, given), residuals
+
+
+def _zeros(aval: Any) -> Any:
+    """The cotangent of an output that has none: zeros of its shape and dtype."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
+        return _jax.no_cotangent(aval)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _one_per_input(
+    call: _Call, grad_fn: Callable[..., Any], arrays: Sequence[Any], returned: Any
+) -> list[Any]:
+    """What a gradient function returned, as one checked gradient or None per input."""
+    names = input_names(call.fun, call.args)
+    names = tuple(names[i] for i in call.arguments.positions)
+    found = _by_argument(call, returned)
+    if found is None:
+        flat = jax.tree.leaves(returned, is_leaf=_is_none)
+        slots = _slots(call.args)
+        if len(flat) == len(arrays):
+            found = flat
+        elif len(flat) == len(slots):
+            found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
+        else:
+            raise ValueError(
+                f"The gradient function {described(grad_fn)} of {described(call.fun)} returned "
+                f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
+                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
+                "Return one per input, or None for an input that has no gradient."
+            )
+    return [
+        _checked(gradient, name, jax.typeof(array), call, grad_fn)
+        for gradient, name, array in zip(found, names, arrays, strict=True)
+    ]
+
+
+def _by_argument(call: _Call, returned: Any) -> list[Any] | None:
+    """Gradients nested as the arguments are, None standing for whole arguments too; else None."""
+    if not isinstance(returned, tuple | list) or len(returned) != len(call.args):
+        return None
+    found: list[Any] = []
+    for argument, gradient in zip(call.args, returned):
+        slots = _slots(argument)
+        if gradient is None:
+            found += [None] * sum(slots)
+            continue
+        leaves = jax.tree.leaves(gradient, is_leaf=_is_none)
+        if not _same_tree(gradient, argument):
+            return None
+        found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
+    return found
+
+
+def _same_tree(one: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(t, is_leaf=_is_none) for t in (one, other)]
+    return bool(structures[0] == structures[1])
+
+
+def _is_none(tree: object) -> bool:
+    return tree is None
+
+
+def _slots(tree: Any) -> list[bool]:
+    """For each leaf, with None as one, whether it is an input."""
+    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_none)]
+
+
+def _checked(
+    gradient: Any, name: str, expected: Any, call: _Call, grad_fn: Callable[..., Any]
+) -> Any:
+    """A gradient of the shape and dtype of its input; None if there is none."""
+    if gradient is None or not _jax.has_gradient(expected):
+        return None  # an integer input has no gradient, whatever was returned for it
+
+    def problem(got: str, advice: str) -> str:
+        return (
+            f"The gradient function {described(grad_fn)} of {described(call.fun)} returned {got} "
+            f"for the input {name}, which is {_jax.type_text(expected)}. {advice}"
+        )
+
+    try:
+        array = jnp.asarray(gradient)
+    except (TypeError, ValueError):
+        message = problem(brief(gradient), "Return an array of that type, or None.")
+        raise TypeError(message) from None
+    got = jax.typeof(array)
+    if got.shape != expected.shape:
+        raise ValueError(
+            problem(
+                f"a gradient {_jax.type_text(got)}",
+                "A gradient has the shape of its input: sum over axes that were broadcast.",
+            )
+        )
+    if got.dtype == expected.dtype:
+        return array
+    complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
+    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
+        return array.astype(expected.dtype)
+    raise TypeError(
+        problem(
+            f"a gradient {_jax.type_text(got)}",
+            f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
+        )
+    )

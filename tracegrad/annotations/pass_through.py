@@ -1,0 +1,110 @@
+"""A function whose gradient is that of the identity: a straight-through estimator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import (
+    AnnotatedFunction,
+    Arguments,
+    described,
+    input_names,
+    require_callable,
+)
+from tracegrad.annotations.custom_gradient import custom_gradient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def grad_pass_through(f: Callable[P, R]) -> AnnotatedFunction[P, R]: ...
+@overload
+def grad_pass_through(f: None = None) -> Callable[[Callable[P, R]], AnnotatedFunction[P, R]]: ...
+def grad_pass_through(f: Any = None) -> Any:
+    """Keeps the values of a function and replaces its gradient by that of the identity.
+
+    Arguments:
+        f: a function with as many output arrays as it has inputs (the array leaves of its
+            positional arguments, as in `custom_gradient`), each output of the shape of the input
+            in the same place.
+
+    Returns:
+        A function with the values of ``f``, in which each input gets the cotangent of the output
+        in its place, unchanged but for the dtype. Its ``__wrapped__`` is ``f``. Usable bare, with
+        parentheses and on methods.
+
+    Raises:
+        ValueError: on a call, if there are not as many outputs as inputs, or their shapes differ;
+            under differentiation, if the result depends on a value closed over, or given by
+            keyword, that is being differentiated.
+        TypeError: on a call, if an output cannot carry the gradient of its input: an integer or
+            complex output of a real input, and the like.
+
+    >>> import jax, jax.numpy as jnp
+    >>> quantise = grad_pass_through(jnp.round)
+    >>> print(quantise(1.7), jax.grad(lambda x: quantise(x) ** 2)(1.7))
+    2.0 4.0
+
+    As ``tf.grad_pass_through``. The idea: Bengio, Léonard and Courville, "Estimating or
+    propagating gradients through stochastic neurons for conditional computation", 2013.
+    """
+    if f is None:
+        return grad_pass_through
+    require_callable(f, "grad_pass_through")
+    return AnnotatedFunction(f, _call)
+
+
+def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a function whose gradient is passed through."""
+
+    @functools.wraps(fun)
+    def with_identity(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
+        y = fun(*args, **kwargs)
+        outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
+        arguments = Arguments.of(args)
+        inputs = [jax.typeof(array) for array in arguments.arrays]
+        names = input_names(fun, args)
+        _check(fun, [names[i] for i in arguments.positions], inputs, outputs)
+
+        def identity(*dys: Any) -> list[Any]:
+            return [
+                dy.astype(aval.dtype) if _jax.has_gradient(aval) else None
+                for dy, aval in zip(dys, inputs)
+            ]
+
+        return y, identity
+
+    return custom_gradient(with_identity)(*args, **kwargs)
+
+
+def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:
+    """Raises where the cotangent of an output cannot be the gradient of its input."""
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "
+            f"have as many outputs as inputs; it has {len(outputs)} and {len(inputs)} "
+            f"({', '.join(names) or 'no arrays'}). Give it the others by keyword."
+        )
+    for i, (name, given, got) in enumerate(zip(names, inputs, outputs)):
+        passes = f"{described(fun)} passes the gradient of its output {i} on to its input {name}"
+        types = f"the output is {_jax.type_text(got)}, the input {_jax.type_text(given)}"
+        if got.shape != given.shape:
+            raise ValueError(f"{passes}, so their shapes must be the same; {types}.")
+        if _jax.has_gradient(given) and not _same_kind(given.dtype, got.dtype):
+            raise TypeError(
+                f"{passes}; {types}, which has no such gradient. Return it as {given.dtype}."
+            )
+
+
+def _same_kind(one: Any, other: Any) -> bool:
+    return any(
+        jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind)
+        for kind in (jnp.floating, jnp.complexfloating)
+    )

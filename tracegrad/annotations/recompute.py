@@ -1,0 +1,104 @@
+"""A function whose intermediate values are computed again in the backward pass, not kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+
+from tracegrad.annotations.calls import (
+    AnnotatedFunction,
+    Arguments,
+    brief,
+    described,
+    named_after,
+    require_callable,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def recompute_grad(
+    f: Callable[P, R], *, policy: Callable[..., Any] | None = None
+) -> AnnotatedFunction[P, R]: ...
+@overload
+def recompute_grad(
+    f: None = None, *, policy: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], AnnotatedFunction[P, R]]: ...
+def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -> Any:
+    """Keeps only the arguments of ``f`` for the backward pass, which then runs ``f`` again.
+
+    Costs one more run of ``f`` per gradient, and frees the memory (bytes) of all values inside it
+    between the forward and the backward pass.
+
+    Arguments:
+        f: a function of arrays, nested as they like, by position or by keyword. Array and floating
+            point leaves are traced, and differentiated with respect to; Python ints, bools,
+            strings, None, functions and other objects stay the Python values that they are.
+        policy: which values to keep nevertheless, one of ``jax.checkpoint_policies``; None keeps
+            none.
+
+    Returns:
+        A function that computes the same as ``f``, derivatives of every order in reverse and
+        forward mode included; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on
+        methods. What ``f`` closes over gets its gradient too, and is kept.
+
+    Raises:
+        TypeError: ``f`` or ``policy`` is not callable.
+        NotImplementedError: on a call, if ``f`` has a side effect that may not happen twice
+            (``io_callback``).
+
+    >>> import jax, jax.numpy as jnp
+    >>> @recompute_grad
+    ... def block(w, x, *, depth=2):
+    ...     for _ in range(depth):
+    ...         x = jnp.tanh(w * x)
+    ...     return x
+    >>> print(block(1.0, 0.0, depth=3), jax.grad(block, argnums=1)(2.0, 0.0, depth=3))
+    0.0 8.0
+
+    As ``tf.recompute_grad``; each call is a ``jax.checkpoint``. XLA on the CPU undoes it in
+    programs compiled by ``jax.jit`` of JAX before 0.11.2; those compiled by tracegrad's ``trace``
+    do recompute.
+    """
+    if f is None:
+        return functools.partial(recompute_grad, policy=policy)
+    require_callable(f, "recompute_grad")
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            "recompute_grad takes a policy of jax.checkpoint_policies, "
+            f"for example jax.checkpoint_policies.dots_saveable; it was given {brief(policy)}."
+        )
+    return AnnotatedFunction(f, functools.partial(_call, policy))
+
+
+def _call(
+    policy: Callable[..., Any] | None,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """One call of a recomputed function."""
+    arguments = Arguments.of((args, kwargs))
+
+    # A new function for every call: JAX keeps the programs of functions that it knows, with the
+    # values that they closed over when it first saw them.
+    def run(*arrays: Any) -> Any:
+        positional, keywords = arguments.with_arrays(arrays)
+        return fun(*positional, **keywords)
+
+    try:
+        return jax.checkpoint(named_after(fun, run), policy=policy)(*arguments.arrays)
+    except Exception as error:
+        error.add_note(f"in {described(fun)}, which is recomputed in the backward pass")
+        if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
+            error.add_note(
+                "recompute_grad runs it once more for a gradient, so a side effect in it would "
+                "happen twice: move the io_callback out of it, or use jax.debug.callback, which "
+                "may run again, or jax.pure_callback, which has no side effect."
+            )
+        raise

@@ -1,0 +1,49 @@
+"""A value that derivatives do not pass through."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+from tracegrad.annotations.calls import brief, is_array_like
+
+T = TypeVar("T")
+
+
+def stop_gradient(tree: T) -> T:
+    """The same values, as constants to differentiation.
+
+    Arguments:
+        tree: an array or Python number, or any tree of them, of any shapes and dtypes.
+
+    Returns:
+        The same tree. No derivative, of any order, in reverse or forward mode, goes through it.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number; the message gives its path.
+
+    A straight-through rounding: the forward value is rounded, the gradient is that of x.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def quantised(x):
+    ...     return x + stop_gradient(jnp.round(x) - x)
+    >>> print(quantised(1.7), jax.grad(quantised)(1.7))
+    2.0 1.0
+
+    As ``tf.stop_gradient``, for trees; each floating point leaf goes through
+    ``jax.lax.stop_gradient``, integers have no derivative to begin with.
+    """
+
+    def stopped(path: Any, leaf: Any) -> Any:
+        if not is_array_like(leaf):
+            place = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"stop_gradient takes arrays, numbers and trees of them; "
+                f"{'the leaf at ' + place if place else 'it'} is {brief(leaf)}. "
+                "Take the arrays out of what holds them first."
+            )
+        return jax.lax.stop_gradient(leaf)
+
+    stopped_tree: T = jax.tree_util.tree_map_with_path(stopped, tree)
+    return stopped_tree
