@@ -15,6 +15,8 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Literal, Node, Occurrence, RegionNode, Value
 from tracegrad.lowering import regions
 
+_NOTE = "while lowering"
+
 
 @dataclass
 class Lowering:
@@ -44,14 +46,15 @@ def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering) -> list[Any]
 
     last_use = _last_uses(graph)
     for node in graph.nodes:
-        results = _evaluate_node(node, [read(value) for value in node.inputs], lowering)
+        results = evaluate_node(node, [read(value) for value in node.inputs], lowering)
         values.update(zip(node.outputs, results, strict=True))
         for value in last_use.get(node, ()):
             del values[value]
     return [read(value) for value in graph.outputs]
 
 
-def _evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
+def evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
+    """The results of one node on `args`, under its own scope, source line and settings."""
     assert node.source is not None
     try:
         with _jax.equation_context(node.source.info, node.source.settings):
@@ -63,8 +66,8 @@ def _evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]
             return regions.bind(node, args, lowering, evaluate)
     except Exception as error:
         # The innermost node only: a caller's node adds nothing that the traceback lacks.
-        if not getattr(error, "__notes__", None):
-            error.add_note(f"while lowering {Occurrence((), node)}")
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE} {Occurrence((), node)}")
         raise
 
 
