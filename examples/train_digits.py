@@ -1,0 +1,257 @@
+"""Trains a classifier of handwritten digits whose gradient is changed in four places.
+
+The data are scikit-learn's digits: 1797 images of 8 × 8 pixels. The network is small and residual,
+and four things about its gradient are not what plain differentiation would give:
+
+* the last layer computes with weights of three bits each, and learns as if they were not rounded;
+* no single image can push the network harder than a limit;
+* the residual blocks keep nothing for the backward pass, which computes it again;
+* the first layer was fitted beforehand and is frozen: chosen by name, and out of the reach of
+  weight decay.
+
+Prints the graph of the loss, in which all that can be seen; trains; checks that the frozen
+parameters stayed where they were; saves a picture of the learning curve. See ``--help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from sklearn.decomposition import PCA
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import tracegrad as tg
+
+GOAL = 0.95  # test accuracy
+BATCH = 64  # images
+FEATURES, HIDDEN, BLOCKS = 40, 128, 2
+
+
+# ------------------------------------------------------------------------- changes to the gradient
+
+
+@tg.custom_gradient
+def quantise(weight):
+    """Rounds to the eight levels -1, -3/4, ..., 3/4, so that three bits hold a weight.
+
+    The derivative of rounding is zero wherever it exists, so nothing would be learnt. The
+    *straight-through* gradient is that of a function which does not round.
+    """
+    rounded = jnp.clip(jnp.round(4 * weight), -4, 3) / 4
+    return rounded, lambda cotangent: cotangent
+
+
+@tg.custom_gradient
+def limit_each_image(x):
+    """Hands on f32[batch, features], and limits the norm of each row of the gradient coming back.
+
+    Optimisers clip too, but they get the sum over the batch. In here every image still has a row
+    of its own, and an odd one is held back without the others.
+    """
+    limit = 0.3 / len(x)  # the loss is a mean: every image has a share of 1 / batch in it
+
+    def clipped(cotangent):
+        norm = jnp.linalg.norm(cotangent, axis=1, keepdims=True)
+        return cotangent * jnp.minimum(1, limit / jnp.maximum(norm, 1e-30))
+
+    return x, clipped
+
+
+@tg.recompute_grad
+def residual_block(block, x):
+    """x + relu(x W₁ + b) W₂, of which only the arguments are kept until the backward pass."""
+    return x + jax.nn.relu(x @ block["expand"] + block["bias"]) @ block["contract"]
+
+
+def is_trained(path, leaf):
+    """All but the leaves under "stem"; `path` holds the keys that lead to a leaf."""
+    return path[0].key != "stem"
+
+
+# --------------------------------------------------------------------------- an ordinary JAX model
+
+
+def initial_params(images, seed):
+    """A stem that is fitted to the images without their labels, and random weights behind it."""
+    pca = PCA(FEATURES).fit(images)
+    basis = pca.components_.T / np.sqrt(pca.explained_variance_)
+    # Pixels that are always white leave weights around 1e-40, which XLA on a CPU takes for zero.
+    stem = {"mean": pca.mean_, "basis": basis.round(6)}
+    draw = np.random.default_rng(seed).normal
+    blocks = {
+        f"block_{i}": {
+            "expand": draw(scale=FEATURES**-0.5, size=(FEATURES, HIDDEN)),
+            "bias": np.zeros(HIDDEN),
+            "contract": draw(scale=0.5 * HIDDEN**-0.5, size=(HIDDEN, FEATURES)),
+        }
+        for i in range(BLOCKS)
+    }
+    head = {"weight": draw(scale=0.3, size=(FEATURES, 10)), "bias": np.zeros(10)}
+    return jax.tree.map(jnp.float32, {"stem": stem, **blocks, "head": head})
+
+
+def logits(params, images):
+    """f32[batch, 64] → f32[batch, 10]."""
+    x = (images - params["stem"]["mean"]) @ params["stem"]["basis"]
+    for i in range(BLOCKS):
+        x = residual_block(params[f"block_{i}"], x)
+    x = limit_each_image(x)
+    return x @ quantise(params["head"]["weight"]) + params["head"]["bias"]
+
+
+def loss(params, images, labels):
+    """The mean cross-entropy. `labels` are one-hot: f32[batch, 10]."""
+    log_probabilities = jax.nn.log_softmax(logits(params, images))
+    return -jnp.mean(jnp.sum(labels * log_probabilities, axis=1))
+
+
+@tg.trace
+def accuracy(params, images, labels):
+    return jnp.mean(jnp.argmax(logits(params, images), 1) == jnp.argmax(labels, 1))
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+class Digits(NamedTuple):
+    images: np.ndarray  # f32[n, 64], 0 white to 1 black
+    labels: np.ndarray  # f32[n, 10], one-hot
+
+
+def load_data(seed):
+    """Three quarters to train on, one quarter to test."""
+    images, classes = load_digits(return_X_y=True)
+    images, labels = np.float32(images / 16), np.eye(10, dtype=np.float32)[classes]
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, labels, test_size=0.25, stratify=classes, random_state=seed
+    )
+    return Digits(train_x, train_y), Digits(test_x, test_y)
+
+
+def make_optimizer(params, steps):
+    """AdamW for what is trained.
+
+    A gradient of zero would not be enough to freeze the rest: weight decay moves a parameter
+    without any gradient. `select` gives optax the mask that keeps the whole of AdamW away.
+    """
+    adamw = optax.adamw(optax.cosine_decay_schedule(2e-3, steps), weight_decay=0.05)
+    return optax.masked(adamw, tg.select(params, is_trained))
+
+
+def make_step(optimizer):
+    # Nothing is computed for the parameters that are not chosen: their gradients are zeros.
+    loss_and_gradients = tg.value_and_grad(loss, wrt=is_trained)
+
+    @tg.trace(donate_argnums=(0, 1))  # the new parameters and state take the old ones' memory
+    def step(params, state, images, labels):
+        value, gradients = loss_and_gradients(params, images, labels)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def train(params, data, test, epochs, seed, progress):
+    """Returns the trained parameters, the loss of every step, the test accuracy of every epoch."""
+    steps = len(data.images) // BATCH  # an epoch
+    optimizer = make_optimizer(params, epochs * steps)
+    step, state = make_step(optimizer), optimizer.init(params)
+    params = jax.tree.map(jnp.copy, params)  # the step donates: the caller keeps the originals
+    shuffle = np.random.default_rng(seed).permutation
+    losses, accuracies = [], []
+    for _ in (bar := tqdm(range(epochs), unit="epoch", disable=not progress)):
+        for batch in shuffle(len(data.images))[: steps * BATCH].reshape(steps, BATCH):
+            params, state, value = step(params, state, data.images[batch], data.labels[batch])
+            losses.append(value)  # not read yet: nothing waits for the device inside an epoch
+        accuracies.append(float(accuracy(params, *test)))
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", accuracy=f"{accuracies[-1]:.1%}")
+    return params, np.array(losses), np.array(accuracies)
+
+
+# --------------------------------------------------------------------------------- what came of it
+
+
+def largest_changes(before, after):
+    """The largest change of any number, for each part of the network."""
+    change = jax.tree.map(lambda old, new: float(jnp.max(jnp.abs(new - old))), before, after)
+    return {part: max(leaves.values()) for part, leaves in change.items()}
+
+
+def save_learning_curve(path, losses, accuracies):
+    epochs = len(accuracies)
+    by_epoch = losses.reshape(epochs, -1)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.semilogy(np.linspace(0, epochs, losses.size), losses, color="0.8", label="step")
+    left.semilogy(np.arange(epochs) + 0.5, by_epoch.mean(1), "C0.-", label="mean of an epoch")
+    left.set(ylabel="cross-entropy (nats)", title="Training loss")
+    right.plot(np.arange(epochs) + 1, 100 * accuracies, "C0.-", label="after an epoch")
+    right.axhline(100 * GOAL, color="0.5", linestyle="--", linewidth=1, label=f"goal: {GOAL:.0%}")
+    right.set(ylabel="correct (%)", title=f"Test accuracy: {accuracies[-1]:.1%} in the end")
+    for axes in (left, right):
+        axes.set(xlabel="epoch", xlim=(0, epochs + 0.2))
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the data (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights, the order")
+    parser.add_argument(
+        "--out", type=Path, default=Path("learning_curve.png"), help="where the picture goes"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="without a progress bar")
+    arguments = parser.parse_args()
+    if arguments.epochs < 1:
+        parser.error(f"--epochs must be at least 1, not {arguments.epochs}")
+    if not arguments.out.parent.is_dir():  # better said now than after the training
+        parser.error(f"--out: there is no folder {arguments.out.parent}")
+    if arguments.out.suffix not in (".pdf", ".png", ".svg"):
+        parser.error(f"--out must end in .png, .pdf or .svg, not {arguments.out.name}")
+    return arguments
+
+
+def main():
+    arguments = read_arguments()
+    data, test = load_data(arguments.seed)
+    before = initial_params(data.images, arguments.seed)
+
+    print("The graph of the loss: ◆ has a gradient of its own, ↻ is computed again, ■ has none.\n")
+    print(tg.graph(loss)(before, data.images[:BATCH], data.labels[:BATCH]), "\n")
+
+    after, losses, accuracies = train(
+        before, data, test, arguments.epochs, arguments.seed, not arguments.no_progress
+    )
+
+    print("\nThe largest change of a number in each part of the network:")
+    changes = largest_changes(before, after)
+    for part, change in changes.items():
+        print(f"  {part:8} {change:.4f}" if change else f"  {part:8} none: frozen")
+    levels = len(np.unique(quantise(after["head"]["weight"])))
+    print(f"The {after['head']['weight'].size} weights of the head take {levels} values.")
+
+    replaced = " (in place of the one that was there)" if arguments.out.exists() else ""
+    save_learning_curve(arguments.out, losses, accuracies)
+    print(f"Learning curve: {arguments.out}{replaced}")
+
+    print(f"Test accuracy: {accuracies[-1]:.2%}")
+    if changes["stem"] != 0:
+        sys.exit("The stem was frozen, and has moved.")
+    if accuracies[-1] < GOAL:
+        sys.exit(f"That is below the goal of {GOAL:.0%}: more epochs?")
+
+
+if __name__ == "__main__":
+    main()
