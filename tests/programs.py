@@ -6,6 +6,7 @@ quickly. `PROGRAMS` holds losses, training steps, and `jax.value_and_grad` of ev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,7 @@ def softmax_relu() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def mlp_params(*widths: int) -> list[dict[str, jax.Array]]:
     return [
         {"w": array(n, m, seed=i), "b": jnp.zeros(m)}
-        for i, (n, m) in enumerate(zip(widths, widths[1:], strict=False))
+        for i, (n, m) in enumerate(itertools.pairwise(widths))
     ]
 
 

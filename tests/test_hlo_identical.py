@@ -85,13 +85,13 @@ StackFrames
 
 ENTRY %main (x.1: f32[2]) -> f32[2] {
   %x.1 = f32[2]{0} parameter(0), metadata={op_name="x[\\"{a}\\"]" stack_frame_id=2}
-  ROOT %c = f32[2]{0} custom-call(%x.1), custom_call_target="t", metadata={op_name="p"}, backend_config={"a":{}}
+  ROOT %c = f32[2]{0} custom-call(%x.1), api=1, metadata={op_name="p"}, backend_config={"a":{}}
 }
 """
     assert without_metadata(hlo).split("\n\n", 1)[1].strip() == (
         """ENTRY %main (x.1: f32[2]) -> f32[2] {
   %x.1 = f32[2]{0} parameter(0)
-  ROOT %c = f32[2]{0} custom-call(%x.1), custom_call_target="t", backend_config={"a":{}}
+  ROOT %c = f32[2]{0} custom-call(%x.1), api=1, backend_config={"a":{}}
 }"""
     )
 

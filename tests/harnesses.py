@@ -1,0 +1,165 @@
+"""JAX's own collection of small programs, one group a primitive, and what is asked of each.
+
+`harnesses()` lists them (some 5,500, in 130-odd groups); `check` runs one twice, as JAX does and
+through tracegrad with every region of it and of its derivative rebuilt, and compares bit by bit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.internal_test_util import test_harnesses
+
+import tracegrad
+from tracegrad.lowering import to_callable
+
+Harness = test_harnesses.Harness
+
+# "same": the derivative was compared as well. "no floats": nothing to differentiate.
+# "jax cannot": JAX raises on the derivative of the plain function (see `REFUSED`).
+Derivative = Literal["same", "no floats", "jax cannot"]
+
+# How many programs of a group JAX refuses to differentiate, at most: some primitives have no
+# derivative, or one for some parameters or dtypes only, and some programs bind a primitive without
+# a parameter that its derivative needs (`mul`, `conj`, `reduce_max`).
+REFUSED = {
+    "clamp": 7,
+    "conj": 3,
+    "cummax": 2,
+    "cummin": 2,
+    "custom_linear_solve": 1,
+    "eig": 18,
+    "max": 6,
+    "min": 6,
+    "mul": 6,
+    "nextafter": 5,
+    "reduce": 4,
+    "reduce_max": 4,
+    "reduce_min": 4,
+    "reduce_window_add": 7,
+    "reduce_window_max": 7,
+    "reduce_window_min": 2,
+    "reduce_window_mul": 12,
+    "regularized_incomplete_beta": 3,
+    "scatter_mul": 70,
+    "select_and_gather_add": 2,
+    "svd": 6,
+}
+
+# Both sides alike: most of the time goes to optimising machine code that runs once.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Mismatch(AssertionError):
+    """tracegrad's answer is not JAX's."""
+
+
+def harnesses() -> dict[str, list[Harness]]:
+    """By group, all that JAX says run on the CPU, sorted: their order differs between runs."""
+    groups = defaultdict(list)
+    for harness in test_harnesses.all_harnesses:
+        if harness.filter("cpu"):
+            groups[harness.group_name].append(harness)
+    return {name: sorted(groups[name], key=lambda h: h.fullname) for name in sorted(groups)}
+
+
+def sample(group: Sequence[Harness], count: int) -> list[Harness]:
+    """At most `count` of a group, evenly spread: the same ones in every run."""
+    count = min(count, len(group))
+    return [group[i * len(group) // count] for i in range(count)]
+
+
+def arguments(harness: Harness) -> list[Any]:
+    """The arguments of `harness.dyn_fun`, the same numbers in every run."""
+    seed = zlib.crc32(harness.fullname.encode())
+    return list(harness.dyn_args_maker(np.random.RandomState(seed)))
+
+
+def is_inexact(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.inexact)
+
+
+def cotangent(out: Any) -> Any:
+    """A cotangent whose entries differ; float0 zeros for what has no gradient."""
+    if not is_inexact(out):
+        return np.zeros(out.shape, jax.dtypes.float0)
+    entries = np.linspace(0.5, 1.5, out.size).reshape(out.shape)
+    return jnp.asarray(entries).astype(out.dtype)
+
+
+def with_pullback(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """`fun` that returns ``(outputs, cotangents of the inexact args)``; None without floats."""
+    where = [i for i, arg in enumerate(args) if is_inexact(arg)]
+    if not where or not any(map(is_inexact, jax.tree.leaves(jax.eval_shape(fun, *args)))):
+        return None
+
+    def run(*args: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            every = list(args)
+            for i, x in zip(where, floats, strict=True):
+                every[i] = x
+            return fun(*every)
+
+        out, pullback = jax.vjp(of_floats, *(args[i] for i in where))
+        return out, pullback(jax.tree.map(cotangent, out))
+
+    return run
+
+
+def rebuilt(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    return to_callable(tracegrad.graph(fun)(*args), rebuild=True)
+
+
+def differentiable(harness: Harness) -> Derivative:
+    """What JAX alone does with the derivative; "same" if it can be traced."""
+    args = arguments(harness)
+    fun = with_pullback(harness.dyn_fun, args)
+    if fun is None:
+        return "no floats"
+    try:
+        jax.eval_shape(fun, *args)
+    except Exception:  # whatever JAX raises: the question is only whether it does
+        return "jax cannot"
+    return "same"
+
+
+def check(harness: Harness) -> Derivative:
+    """Compares one harness under jit, forward and, where JAX can, its VJP.
+
+    Raises `Mismatch` if a type, a shape or a bit differs. What JAX raises on the plain function
+    is raised: no harness that JAX lists for the CPU fails there.
+    """
+    args = arguments(harness)
+    plain, ours = harness.dyn_fun, rebuilt(harness.dyn_fun, args)
+    derivative = differentiable(harness)
+    if derivative == "same":
+        plain = with_pullback(harness.dyn_fun, args)
+        # Also the transposed program is rebuilt.
+        ours = rebuilt(with_pullback(ours, args), args)
+    expected = jax.jit(plain, compiler_options=QUICK)(*args)
+    got = jax.jit(ours, compiler_options=QUICK)(*args)
+    assert_bits_equal(got, expected, harness.fullname)
+    return derivative
+
+
+def assert_bits_equal(got: Any, expected: Any, name: str) -> None:
+    if jax.tree.structure(got) != jax.tree.structure(expected):
+        raise Mismatch(f"{name}: {jax.tree.structure(got)} != {jax.tree.structure(expected)}")
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    for ours, theirs in pairs:
+        if jax.typeof(ours) != jax.typeof(theirs):
+            raise Mismatch(f"{name}: {jax.typeof(ours)} != {jax.typeof(theirs)}")
+        if bits(ours) != bits(theirs):
+            raise Mismatch(f"{name}: {ours} != {theirs}")
+
+
+def bits(x: Any) -> bytes:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x).tobytes()
