@@ -4,6 +4,10 @@ import os as _os
 
 from tracegrad import _jax as _jax
 from tracegrad import ir as ir
+from tracegrad.annotations import custom_gradient as custom_gradient
+from tracegrad.annotations import grad_pass_through as grad_pass_through
+from tracegrad.annotations import recompute_grad as recompute_grad
+from tracegrad.annotations import stop_gradient as stop_gradient
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.tracing import RetraceWarning as RetraceWarning

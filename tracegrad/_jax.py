@@ -171,6 +171,11 @@ def hide_frames(directory: str) -> None:
     source_info_util.register_exclusion(directory)
 
 
+def filters_tracebacks() -> bool:
+    """Whether the user wants tracebacks without frames of libraries (JAX's own setting)."""
+    return str(getattr(jax.config, "jax_traceback_filtering", "")) != "off"
+
+
 # ------------------------------------------------------------------------------- where we stand
 
 

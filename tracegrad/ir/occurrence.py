@@ -141,6 +141,11 @@ def is_user_file(file: str) -> bool:
     return _owner(file) == "user"
 
 
+def is_own_file(file: str) -> bool:
+    """Whether a file is one of this package or of JAX."""
+    return _owner(file) == "jax"
+
+
 @functools.lru_cache(maxsize=4096)
 def _owner(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""

@@ -117,7 +117,7 @@ def _statement(node: Node, seen: Mapping[Graph, str]) -> str:
         label = f"{RECOMPUTE} recompute{policy} {node.name}"
     elif node.regions:
         label = f"{node.op} {node.name}" if node.name != node.op else node.op
-    parameters = "" if isinstance(node, CustomGradient) else _parameters(node.params)
+    parameters = "" if isinstance(node, CustomGradient) else _parameters(node)
     # A reader who has met a region above is told so, and not shown it again.
     known = " (as above)" if any(region in seen for region in node.regions.values()) else ""
     return f"{results} = {label}({operands}){parameters}{known}"
@@ -134,10 +134,24 @@ def _operand(value: Value | Literal) -> str:
     return str(value.value if array is None else array.item())
 
 
-def _parameters(params: Mapping[str, Any]) -> str:
-    shown = {key: _parameter(value) for key, value in params.items() if key not in _SILENT}
+def _parameters(node: Node) -> str:
+    shown = {key: _parameter(value) for key, value in node.params.items() if key not in _SILENT}
+    if node.op == "dot_general":
+        shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
     text = " ".join(f"{key}={value}" for key, value in shown.items() if value)
     return f" {text}" if text else ""
+
+
+def _product_axes(node: Node) -> dict[str, str]:
+    """The contracted and batch axes of a product; nothing for the ordinary ``x @ w``."""
+    contracted, batch = node.params["dimension_numbers"]
+    ordinary = ((len(node.inputs[0].aval.shape) - 1,), (0,))
+    pairs = {"contract": () if contracted == ordinary else contracted, "batch": batch}
+    return {
+        key: "·".join(f"({','.join(map(str, axes))})" for axes in sides)
+        for key, sides in pairs.items()
+        if any(sides)
+    }
 
 
 def _parameter(value: Any) -> str:

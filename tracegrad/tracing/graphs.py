@@ -12,7 +12,7 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
-from tracegrad.tracing.user_errors import explained
+from tracegrad.tracing.user_errors import explain
 
 Rule = Callable[[Graph], Graph]
 
@@ -53,7 +53,10 @@ def graph(
 
     @functools.wraps(fun, updated=())
     def make_graph(*args: Any, **kwargs: Any) -> Graph:
-        return trace_to_graph(fun, args, kwargs, static)
+        try:
+            return trace_to_graph(fun, args, kwargs, static)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     return make_graph
 
@@ -71,10 +74,9 @@ def trace_to_graph(
     dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 
     fresh = _fresh(fun, static_kwargs)
-    with explained():
-        program, shapes = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
-            *args, **dynamic_kwargs
-        )
+    program, shapes = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
+        *args, **dynamic_kwargs
+    )
     dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
     graph = import_program(
         program,

@@ -24,6 +24,7 @@ from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.user_errors import explain
 
 
 class Pipeline:
@@ -50,7 +51,10 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        graph = self.graph(args, kwargs)
+        try:
+            graph = self.graph(args, kwargs)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
         positions = self.static.within(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
         names = self.static.named(kwargs)
@@ -169,7 +173,10 @@ class TracedFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._pipeline.graph(args, kwargs)
+        try:
+            return self._pipeline.graph(args, kwargs)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As ``jax.jit(fun).lower``: StableHLO in `.as_text()`, XLA's in `.compile()`."""

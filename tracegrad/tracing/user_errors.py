@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 import jax
 
-from tracegrad.ir.occurrence import is_user_file
+from tracegrad import _jax
+from tracegrad.ir.occurrence import is_own_file, is_user_file
 
 # Most special first: the first three are kinds of the last.
 _ADVICE: tuple[tuple[type[Exception], str], ...] = (
@@ -45,25 +45,41 @@ _ADVICE: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Adds the user's line and the way out to errors of tracing."""
-    try:
-        yield
-    except Exception as error:
-        advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
-        if advice is not None and not getattr(error, "__notes__", None):
-            line = _innermost_user_line(error.__traceback__)
-            error.add_note(f"{line}\n{advice}" if line else advice)
-        raise
+def explain(error: Exception) -> Exception:
+    """The same error with the user's line and the way out added, and without our frames.
+
+    Raise what it returns at the outermost frame of this package, which then is the only one left
+    between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
+    """
+    advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
+    if advice is not None and not any(advice in note for note in getattr(error, "__notes__", ())):
+        line = _innermost_user_line(error.__traceback__)
+        error.add_note(f"{line}\n{advice}" if line else advice)
+    if _jax.filters_tracebacks():
+        error = error.with_traceback(_without_our_frames(error.__traceback__))
+    return error
 
 
 def _innermost_user_line(traceback: TracebackType | None) -> str:
     found = ""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for entry in _entries(traceback):
+        code = entry.tb_frame.f_code
         if is_user_file(code.co_filename):
-            text = linecache.getline(code.co_filename, traceback.tb_lineno).strip()
-            found = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_qualname}: {text}"
-        traceback = traceback.tb_next
+            text = linecache.getline(code.co_filename, entry.tb_lineno).strip()
+            found = f"{code.co_filename}:{entry.tb_lineno} in {code.co_qualname}: {text}"
     return found
+
+
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    kept: TracebackType | None = None
+    for entry in reversed(list(_entries(traceback))):
+        if not is_own_file(entry.tb_frame.f_code.co_filename):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    # An error of our own, or of an argument, has no frame of the user's to show.
+    return traceback if kept is None else kept
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

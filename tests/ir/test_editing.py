@@ -1,0 +1,212 @@
+"""Editing a graph: what changes, what stays, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.ir import Literal, Occurrence, Recompute
+
+
+def multiply_result(graph, occurrence, fun=lambda v: v * 10.0):
+    """Writes `fun` behind a node, in regions that only this occurrence enters."""
+    here = graph.own(occurrence)
+    (value,) = here.node.outputs
+    users = set(value.users)
+    (new,) = here.graph.insert(tg.graph(fun)(value.aval), [value], after=here.node)
+    here.graph.replace_uses(value, new, where=lambda node: node in users)
+    graph.verify()
+
+
+@jax.jit
+def inner(x):
+    return jnp.sin(x)
+
+
+def calls_twice(x):
+    return inner(x) + 2 * inner(x)
+
+
+def sines(graph):
+    return graph.find(lambda o: o.node.op == "sin")
+
+
+def test_editing_one_call_of_a_shared_region_leaves_the_other_alone():
+    graph = tg.graph(calls_twice)(1.0)
+    first, _ = sines(graph)
+    multiply_result(graph, first)
+    np.testing.assert_allclose(graph.to_callable()(1.0), 12 * np.sin(1.0), rtol=1e-6)
+
+
+def test_occurrences_found_before_an_edit_are_good_after_it():
+    graph = tg.graph(calls_twice)(1.0)
+    for occurrence in sines(graph):
+        multiply_result(graph, occurrence)
+    np.testing.assert_allclose(graph.to_callable()(1.0), 30 * np.sin(1.0), rtol=1e-6)
+
+
+def test_an_edit_of_a_copy_leaves_the_original_clean():
+    graph = tg.graph(calls_twice)(1.0)
+    copy = graph.copy()
+    for occurrence in sines(graph):  # found in the original
+        multiply_result(copy, occurrence)
+    assert (graph.is_clean, copy.is_clean) == (True, False)
+    np.testing.assert_allclose(graph.to_callable()(1.0), 3 * np.sin(1.0), rtol=1e-6)
+    again = copy.copy()
+    multiply_result(again, sines(graph)[0])
+    np.testing.assert_allclose(again.to_callable()(1.0), 120 * np.sin(1.0), rtol=1e-6)
+
+
+def test_regions_that_no_edit_touches_stay_shared():
+    graph = tg.graph(lambda x: calls_twice(jnp.cos(x)))(1.0)
+    region = next(n for n in graph.nodes if n.regions).regions["jaxpr"]
+    multiply_result(graph, graph.find(lambda o: o.node.op == "cos")[0])
+    assert {n.regions["jaxpr"] for n in graph.nodes if n.regions} == {region}
+
+
+def test_deeply_shared_regions_are_copied_along_the_path_only():
+    @jax.jit
+    def middle(x):
+        return inner(x) + inner(x)
+
+    graph = tg.graph(lambda x: middle(x) + middle(x))(1.0)
+    found = sines(graph)
+    assert len(found) == 4
+    multiply_result(graph, found[2])
+    np.testing.assert_allclose(graph.to_callable()(1.0), 13 * np.sin(1.0), rtol=1e-6)
+
+
+def test_outputs_and_literals_can_be_replaced():
+    graph = tg.graph(lambda x: (x + 1.0, x))(jnp.float32(1))
+    two = Literal(np.float32(2), jax.typeof(np.float32(2)))
+    graph.replace_uses(graph.inputs[0], two)
+    graph.verify()
+    assert graph.to_callable()(jnp.float32(5)) == (3.0, 2.0)
+
+
+def test_a_value_of_another_graph_or_type_is_refused():
+    a, b = (tg.graph(lambda x: jnp.sum(jnp.sin(x)))(jnp.ones(3)) for _ in range(2))
+    with pytest.raises(tg.GraphError, match="not a value of this graph"):
+        a.replace_uses(a.inputs[0], b.inputs[0])
+    with pytest.raises(tg.GraphError, match=r"f32\[3\], f32\[\]"):
+        a.replace_uses(a.inputs[0], a.nodes[-1].outputs[0])
+    assert a.is_clean
+
+
+def test_insert_refuses_a_wrong_number_or_type_of_inputs():
+    graph = tg.graph(jnp.sin)(jnp.ones(3))
+    program = tg.graph(lambda x, y: x + y)(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(tg.GraphError, match="takes 2 inputs, 1 were given"):
+        graph.insert(program, graph.inputs)
+    scalar = Literal(np.float32(2), jax.typeof(np.float32(2)))
+    with pytest.raises(tg.GraphError, match=r"takes y: f32\[3\]"):
+        graph.insert(program, [graph.inputs[0], scalar])
+    with pytest.raises(ValueError, match="not both"):
+        graph.insert(program, graph.inputs, before=graph.nodes[0], after=graph.nodes[0])
+
+
+def test_erase_refuses_what_is_used_and_what_has_effects():
+    def f(x):
+        jax.debug.print("here")
+        return jnp.sin(x) + 0 * jnp.cos(x)
+
+    graph = tg.graph(f)(1.0)
+    by_op = {n.op: n for n in graph.nodes}
+    with pytest.raises(tg.GraphError, match="mul still uses it"):
+        graph.erase(by_op["cos"])
+    with pytest.raises(tg.GraphError, match="an edit must not drop"):
+        graph.erase(by_op["debug_print"])
+    graph.replace_uses(by_op["add"].outputs[0], by_op["sin"].outputs[0])
+    for op in ("add", "mul", "cos"):
+        graph.erase(by_op[op])
+    graph.verify()
+    assert [n.op for n in graph.nodes] == ["debug_print", "sin"]
+    with pytest.raises(tg.GraphError, match="not a node of f"):
+        graph.own(Occurrence((), by_op["cos"]))
+
+
+def net(x, w):
+    a = jnp.sin(x)
+    b = a @ w
+    c = jnp.tanh(b)
+    return jnp.sum((c + a) ** 2)
+
+
+ARGUMENTS = (jnp.linspace(0, 1, 9).reshape(3, 3), jnp.eye(3) * 0.5)
+
+
+def nodes_of(graph, *ops):
+    return [n for n in graph.nodes if n.op in ops]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_group_is_a_region_that_computes_the_same(recompute):
+    graph = tg.graph(net)(*ARGUMENTS)
+    node = graph.group(nodes_of(graph, "sin", "dot_general", "tanh"), recompute=recompute)
+    graph.verify()
+    assert isinstance(node, Recompute) == recompute
+    assert [n.op for n in node.regions["jaxpr"].nodes] == ["sin", "dot_general", "tanh"]
+    f = graph.to_callable()
+    np.testing.assert_array_equal(f(*ARGUMENTS), net(*ARGUMENTS))
+    for got, expected in zip(
+        jax.grad(f, (0, 1))(*ARGUMENTS), jax.grad(net, (0, 1))(*ARGUMENTS), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert ("remat" in str(jax.make_jaxpr(f)(*ARGUMENTS))) == recompute
+
+
+def test_a_recompute_group_saves_only_its_inputs():
+    graph = tg.graph(net)(*ARGUMENTS)
+    graph.group(graph.nodes[:3], recompute=True)
+
+    def residual_bytes(f):
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], *ARGUMENTS))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    assert residual_bytes(graph.to_callable()) < residual_bytes(net)
+
+
+def test_a_set_that_is_not_convex_is_refused_by_the_names_of_its_nodes():
+    graph = tg.graph(net)(*ARGUMENTS)
+    with pytest.raises(tg.GraphError, match=r"dot_general.*tanh.*not convex"):
+        graph.group(nodes_of(graph, "sin", "tanh"))
+    with pytest.raises(tg.GraphError, match="no nodes to group"):
+        graph.group([])
+    assert graph.is_clean
+
+
+def prints(x):
+    a = jnp.sin(x)
+    jax.debug.print("first {}", a)
+    b = jnp.cos(a)
+    jax.debug.print("second {}", x)
+    c = jnp.tanh(b)
+    jax.debug.print("third {}", c)
+    return c
+
+
+def test_grouping_never_reorders_effects(capfd):
+    graph = tg.graph(prints)(1.0)
+    first, _, third = nodes_of(graph, "debug_print")
+    with pytest.raises(tg.GraphError, match=r"effect before|not convex"):
+        graph.group([first, third])
+    graph.group(nodes_of(graph, "sin", "cos", "tanh"))
+    graph.verify()
+    graph.to_callable()(1.0)
+    jax.effects_barrier()
+    words = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
+    assert words == ["first", "second", "third"]
+
+
+def test_an_effect_inside_a_group_stays_in_its_place(capfd):
+    graph = tg.graph(prints)(1.0)
+    first, second, _ = nodes_of(graph, "debug_print")
+    between = graph.nodes[graph.nodes.index(first) : graph.nodes.index(second) + 1]
+    graph.group(between)
+    graph.verify()
+    jax.jit(graph.to_callable())(1.0)
+    jax.effects_barrier()
+    words = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
+    assert sorted(words) == ["first", "second", "third"]
+    assert len(words) == 3

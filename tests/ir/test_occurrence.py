@@ -1,0 +1,138 @@
+"""Where a node stands: the user's line and function, the full scope, at any depth of calls."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+
+
+def line_of(function, offset):
+    return function.__code__.co_firstlineno + offset
+
+
+def only(graph, op):
+    (found,) = graph.find(lambda o: o.node.op == op)
+    return found
+
+
+def two_lines(x):
+    y = jnp.sin(x)
+    return jnp.cos(y)
+
+
+def test_an_origin_is_the_users_file_line_and_function():
+    origin = only(tg.graph(two_lines)(1.0), "cos").origin
+    assert origin.file == __file__
+    assert origin.line == line_of(two_lines, 2)
+    assert origin.function == "two_lines"
+
+
+def uses_library_functions(x):
+    return jax.nn.gelu(jnp.linalg.norm(x))
+
+
+def test_an_origin_inside_jax_is_the_line_that_called_it():
+    graph = tg.graph(uses_library_functions)(jnp.ones(3))
+    first = line_of(uses_library_functions, 1)
+    lines = {o.origin.line for o in graph.walk()}
+    assert lines <= {first, first + 1}
+    assert {o.origin.file for o in graph.walk()} == {__file__}
+
+
+@jax.jit
+def shared(x):
+    return jax.nn.relu(x)
+
+
+def calls_it_twice(x):
+    a = shared(x)
+    return a + shared(a)
+
+
+def test_a_node_of_a_shared_region_is_in_the_regions_own_line():
+    found = tg.graph(calls_it_twice)(1.0).find(lambda o: o.node.op == "max")
+    assert [o.origin.line for o in found] == [line_of(shared.__wrapped__, 2)] * 2
+
+
+def relu_on_two_lines(x):
+    a = jax.nn.relu(x)
+    return a + jax.nn.relu(a)
+
+
+def test_a_librarys_shared_region_is_on_the_line_of_each_of_its_callers():
+    found = tg.graph(relu_on_two_lines)(1.0).find(lambda o: o.node.op == "max")
+    assert [o.origin.line for o in found] == [
+        line_of(relu_on_two_lines, 1),
+        line_of(relu_on_two_lines, 2),
+    ]
+
+
+def scans(xs):
+    def body(carry, x):
+        return jnp.sin(carry) * x, None
+
+    return jax.lax.scan(body, 0.0, xs)[0]
+
+
+def test_a_node_of_a_scan_body_is_in_the_bodys_line():
+    assert only(tg.graph(scans)(jnp.ones(3)), "sin").origin.line == line_of(scans, 2)
+
+
+def test_the_scope_of_a_node_includes_that_of_every_call_to_it():
+    @jax.jit
+    def block(x):
+        with jax.named_scope("attention"):
+            return jnp.sin(x)
+
+    def net(x):
+        for i in range(2):
+            with jax.named_scope(f"block_{i}"):
+                x = block(x)
+        return x
+
+    found = tg.graph(net)(1.0).find(lambda o: o.node.op == "sin")
+    assert [o.scope for o in found] == ["block_0/attention", "block_1/attention"]
+    assert found[0].node is found[1].node
+
+
+def test_a_flax_module_is_in_the_users_line_and_in_its_modules_scope():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    graph = tg.graph(lambda x: model(x))(jnp.ones((1, 3)))
+    dot = only(graph, "dot_general")
+    assert dot.origin.file == __file__
+
+
+def test_an_equinox_module_is_in_the_users_line():
+    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    graph = tg.graph(lambda x: model(x))(jnp.ones(3))
+    assert {o.origin.file for o in graph.walk()} == {__file__}
+
+
+def test_walk_goes_to_any_depth_in_the_order_of_execution():
+    def f(x):
+        y = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
+        return jax.lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c), y)
+
+    ops = [o.node.op for o in tg.graph(f)(1.0).walk()]
+    wanted = ["gt", "cond", "cos", "sin", "scan", "tanh"]
+    assert [op for op in ops if op in wanted] == wanted
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_path_of_an_occurrence_is_its_calls_from_the_outside_in(depth):
+    def f(x):
+        return jnp.sin(x)
+
+    for i in range(depth):
+
+        def f(x, inner=f):
+            return jax.jit(inner)(x)
+
+        f.__name__ = f"level_{i}"
+    found = only(tg.graph(f)(1.0), "sin")
+    assert len(found.path) == depth
+    assert found.path[-1][0].name == "f"
+    assert found.graph is found.path[-1][0].regions["jaxpr"]

@@ -1,0 +1,152 @@
+"""Everything that `tracegrad._jax` takes from JAX without a public promise, probed one by one."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tracegrad import _jax
+
+
+def equation(fun, *args):
+    return jax.make_jaxpr(fun)(*args).jaxpr.eqns[-1]
+
+
+def test_every_primitive_that_we_know_by_identity_is_bound_by_its_function():
+    one = jnp.ones(3)
+
+    @jax.custom_vjp
+    def vjp(x):
+        return x
+
+    vjp.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    jvp = jax.custom_jvp(lambda x: x)
+    jvp.defjvp(lambda p, t: (p[0], t[0]))
+    assert equation(jax.jit(jnp.sin), one).primitive is _jax.JIT
+    assert equation(jax.checkpoint(jnp.sin), one).primitive is _jax.REMAT
+    assert equation(lambda x: jax.lax.scan(lambda c, y: (c, y), 0.0, x), one).primitive is _jax.SCAN
+    assert (
+        equation(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), one).primitive is _jax.COND
+    )
+    loop = equation(lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: c + 1, x), one)
+    assert loop.primitive is _jax.WHILE
+    assert equation(jax.lax.stop_gradient, one).primitive is _jax.STOP_GRADIENT
+    assert equation(vjp, one).primitive is _jax.CUSTOM_VJP
+    assert equation(jvp, one).primitive is _jax.CUSTOM_JVP
+
+
+def test_remat_binds_an_open_program():
+    assert equation(jax.checkpoint(jnp.sin), 1.0).primitive.name in _jax.OPEN_PROGRAM_PRIMITIVES
+
+
+def test_a_scans_operands_are_split_into_constants_and_carry():
+    constant = jnp.ones(3)
+
+    def f(a, b, xs):
+        return jax.lax.scan(lambda c, x: ((c[0] + x * constant.sum() * b, -c[1]), x), (a, a), xs)
+
+    eqn = equation(lambda a, b, xs: f(a, b, xs), 1.0, 2.0, jnp.ones(4))
+    constants, carry = _jax.scan_split(eqn.params)
+    assert carry == 2
+    assert constants + carry + 1 == len(eqn.invars)
+
+
+def test_a_program_evaluates_with_its_constants():
+    table = jnp.arange(4.0)
+    program = jax.make_jaxpr(lambda i: table[i] * 2)(1)
+    (result,) = _jax.eval_program(program, [3])
+    assert result == 6.0
+
+
+def test_an_equation_binds_under_its_own_scope_and_line():
+    def f(x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    eqn = equation(f, 1.0)
+
+    def again(x):
+        with jax.named_scope("outer"), _jax.equation_context(eqn.source_info, eqn.ctx):
+            return _jax.bind(eqn.primitive, [x], eqn.params)[0]
+
+    new = equation(again, 1.0)
+    assert _jax.name_stack(new.source_info) == "outer/inner"
+    lines = [(f.file_name, f.function_name) for f in _jax.frames(new.source_info)]
+    assert any(file == __file__ and name.endswith("<locals>.f") for file, name in lines)
+
+
+def test_functions_and_arguments_of_a_program_have_names():
+    def loss(params, x):
+        return params["w"] * x
+
+    program = jax.make_jaxpr(loss)({"w": 1.0}, 2.0)
+    assert _jax.function_name(program) == "loss"
+    assert _jax.function_source(program).endswith(f"{__file__}:{loss.__code__.co_firstlineno}")
+    assert _jax.argument_names(program) == ("params['w']", "x")
+
+
+def test_types_print_with_their_weakness():
+    assert _jax.type_text(jax.typeof(jnp.ones((2, 3), "bfloat16"))) == "bf16[2,3]"
+    assert _jax.type_text(jax.typeof(1.0)) == "~f32[]"
+
+
+def test_typing_rules_give_results_for_one_and_for_many():
+    (one,) = _jax.abstract_eval(
+        equation(jnp.sin, 1.0).primitive, [jax.typeof(jnp.ones(3))], {"accuracy": None}
+    )
+    assert one.shape == (3,)
+    top_k = equation(lambda x: jax.lax.top_k(x, 2), jnp.ones(3))
+    many = _jax.abstract_eval(top_k.primitive, [v.aval for v in top_k.invars], top_k.params)
+    assert [aval.dtype for aval in many] == [np.float32, np.int32]
+
+
+def test_the_policies_of_recompute_have_one_name_on_every_version():
+    assert _jax.policy_name(jax.checkpoint_policies.dots_saveable) == "dots_saveable"
+
+
+def test_it_knows_whether_a_transformation_is_around():
+    found = {}
+
+    def look(name):
+        top = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
+        found[name] = (top, _jax.under_jit())
+
+    look("nothing")
+    jax.jit(lambda x: (look("jit"), x)[1])(1.0)
+    jax.vmap(lambda x: (look("vmap"), x)[1])(jnp.ones(2))
+    jax.grad(lambda x: (look("grad"), x)[1])(1.0)
+    jax.jit(jax.vmap(lambda x: (look("jit of vmap"), x)[1]))(jnp.ones(2))
+    thread = threading.Thread(target=look, args=("thread",))
+    thread.start()
+    thread.join()
+    assert found == {
+        "nothing": (True, False),
+        "jit": (False, True),
+        "vmap": (False, False),
+        "grad": (False, False),
+        "jit of vmap": (False, True),
+        "thread": (True, False),
+    }
+
+
+def test_compiler_options_that_keep_recompute_are_asked_for_only_where_they_are_needed():
+    options = _jax.keep_recompute_options("cpu")
+    assert (options is None) == (_jax.VERSION >= (0, 11, 2))
+    assert _jax.keep_recompute_options("gpu") is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_floats_have_cotangents(dtype):
+    assert _jax.has_gradient(jax.typeof(jnp.ones(3, dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_integers_have_empty_cotangents(dtype):
+    aval = jax.typeof(jnp.ones(3, dtype))
+    assert not _jax.has_gradient(aval)
+    _, vjp = jax.vjp(lambda x: x.astype(jnp.float32), jnp.ones(3, dtype))
+    (ct,) = vjp(jnp.ones(3))
+    assert ct.dtype == _jax.no_cotangent(aval).dtype
+    assert ct.shape == _jax.no_cotangent(aval).shape

@@ -1,0 +1,75 @@
+"""One function that is traced again and again says which argument does it, and how."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+DTYPES = ("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "bool")
+
+CHANGES = {
+    "shape": (lambda i: {"x": jnp.ones(i + 1)}, r"shape of `x` changed.*\[8\] to \[9\].*pad"),
+    "dtype": (
+        lambda i: {"x": jnp.ones((), DTYPES[i])},
+        r"dtype of `x` changed.*from uint16 to bool",
+    ),
+    "weak type": (
+        lambda i: {"x": [1.0 if i >> k & 1 else np.float32(1) for k in range(4)]},
+        r"weak type of `x\[0\]` changed.*from a Python number's to an array's",
+    ),
+    "static value": (lambda i: {"x": 1.0, "n": i}, r"static value of `n` changed.*from 7 to 8"),
+    "tree": (
+        lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},
+        r"tree of the arguments changed",
+    ),
+}
+
+
+def fresh_function():
+    def step(x, y=None, n=None):
+        return x
+
+    return tg.trace(step, static_argnames="n")
+
+
+def repeat(step, calls):
+    for arguments in calls:
+        step(**arguments)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_the_argument_and_its_change_are_named(kind):
+    make, message = CHANGES[kind]
+    step = fresh_function()
+    calls = [make(i) for i in range(9)]
+    with pytest.warns(tg.RetraceWarning, match=message) as caught:
+        repeat(step, calls)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_leaves_are_named_by_their_path():
+    step = fresh_function()
+    calls = [{"x": {"w": [jnp.ones(i)]}} for i in range(9)]
+    with pytest.warns(tg.RetraceWarning, match=r"shape of `x\['w'\]\[0\]`"):
+        repeat(step, calls)
+
+
+def test_a_few_signatures_are_nobodys_fault():
+    step = fresh_function()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            for n in range(5):
+                step(jnp.ones(n))
+
+
+def test_it_is_said_at_doubling_counts_only():
+    step = fresh_function()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(40):
+            step(jnp.ones(i))
+    assert len(caught) == 3  # at 8, 16 and 32 retraces

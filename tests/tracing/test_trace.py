@@ -1,0 +1,353 @@
+"""`trace`: takes what `jax.jit` takes, rejects what it rejects, and shares its programs."""
+
+import functools
+import gc
+import inspect
+import threading
+import weakref
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tracegrad as tg
+
+
+def scaled_sum(x, *, scale=1.0):
+    """Documentation."""
+    return jnp.sum(x) * scale
+
+
+def test_bare_with_arguments_and_as_a_function_it_is_the_same():
+    decorated = tg.trace(scaled_sum)
+    with_arguments = tg.trace(keep_unused=True)(scaled_sum)
+    x = jnp.arange(3.0)
+    assert decorated(x, scale=2.0) == with_arguments(x, scale=2.0) == 6.0
+
+
+def test_it_carries_the_data_of_the_function():
+    traced = tg.trace(scaled_sum)
+    assert traced.__name__ == "scaled_sum"
+    assert traced.__doc__ == "Documentation."
+    assert traced.__wrapped__ is scaled_sum
+    assert inspect.signature(traced) == inspect.signature(scaled_sum)
+    assert "scaled_sum" in repr(traced)
+    assert callable(traced)
+
+
+def test_every_call_goes_through_the_graph_and_its_rules():
+    seen = []
+
+    def rule(graph):
+        seen.append(repr(graph))
+        return graph
+
+    traced = tg.trace(jnp.sin, rules=[rule])
+    traced(jnp.ones(3))
+    traced(jnp.ones(3))
+    assert seen == ["<Graph sin(f32[3]) -> (f32[3]), 1 nodes>"]
+
+
+def test_a_rule_changes_what_is_compiled():
+    def doubled(graph):
+        (new,) = graph.insert(tg.graph(lambda v: v * 2)(graph.out_avals[0]), graph.outputs)
+        graph.set_outputs([new])
+        return graph
+
+    np.testing.assert_allclose(tg.trace(jnp.sin, rules=[doubled, doubled])(1.0), 4 * np.sin(1.0))
+
+
+def test_a_rule_that_returns_no_graph_is_named():
+    def forgetful(graph):
+        pass
+
+    with pytest.raises(TypeError, match="forgetful returned NoneType"):
+        tg.trace(jnp.sin, rules=[forgetful])(1.0)
+
+
+def test_pytrees_and_keywords_come_and_go():
+    @tg.trace
+    def f(tree, *rest, **named):
+        return {"tree": tree, "rest": rest, "named": named, "none": None}
+
+    given = ({"a": 1.0, "b": [2.0, (3.0,)]}, 4.0)
+    result = f(*given, k=5.0)
+    assert jax.tree.map(float, result) == {
+        "tree": {"a": 1.0, "b": [2.0, (3.0,)]},
+        "rest": (4.0,),
+        "named": {"k": 5.0},
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "kwargs"),
+    [
+        ({"static_argnums": 1}, (3.0, 2), {}),
+        ({"static_argnums": -1}, (3.0, 2), {}),
+        ({"static_argnums": (1,)}, (3.0,), {"n": 2}),
+        ({"static_argnames": "n"}, (3.0, 2), {}),
+        ({"static_argnames": ("n",)}, (3.0,), {"n": 2}),
+        ({"static_argnums": 1, "static_argnames": "n"}, (3.0,), {"n": 2}),
+    ],
+)
+def test_static_arguments_by_position_and_by_name(options, args, kwargs):
+    def power(x, n):
+        assert isinstance(n, int)
+        return functools.reduce(lambda a, b: a * b, [x] * n)
+
+    assert tg.trace(power, **options)(*args, **kwargs) == 9.0
+    graph = tg.trace(power, **options).graph(*args, **kwargs)
+    assert [v.name for v in graph.inputs] == ["x"]
+
+
+def test_methods_and_their_graphs():
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @functools.partial(tg.trace, static_argnums=0)
+        def __call__(self, x):
+            return x * self.scale
+
+    model = Model(2.0)
+    assert model(3.0) == 6.0
+    bound = model.__call__
+    assert bound.graph(3.0).name == "__call__"
+    assert "stablehlo" in bound.lower(3.0).as_text()
+    assert bound.eval_shape(3.0).shape == ()
+    assert Model(5.0)(3.0) == 15.0
+
+
+def test_partials_and_their_names():
+    traced = tg.trace(functools.partial(scaled_sum, scale=3.0))
+    assert traced(jnp.ones(2)) == 6.0
+    assert "@jit_scaled_sum" in traced.lower(jnp.ones(2)).as_text()
+
+
+def test_donated_buffers_are_given_up():
+    x = jnp.ones(1000)
+    tg.trace(lambda x: x + 1, donate_argnums=0)(x)
+    assert x.is_deleted()
+
+
+def test_shardings_are_followed():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("i"))
+    traced = tg.trace(lambda x: x * 2, in_shardings=split, out_shardings=split)
+    assert traced(jnp.arange(8.0)).sharding.is_equivalent_to(split, 1)
+
+
+def test_compiler_options_reach_the_compiler():
+    with pytest.raises(Exception, match="no_such_option"):
+        tg.trace(jnp.sin, compiler_options={"xla_no_such_option": True})(1.0)
+
+
+TRANSFORMATIONS = {
+    "grad": lambda f: jax.grad(f)(2.0),
+    "jit": lambda f: jax.jit(f)(2.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.arange(3.0)),
+    "jvp": lambda f: jax.jvp(f, (2.0,), (1.0,)),
+    "linearize": lambda f: jax.linearize(f, 2.0)[1](1.0),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (f(c), f(x)), 1.0, jnp.arange(3.0)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(2.0),
+    "hessian": lambda f: jax.hessian(f)(2.0),
+    "make_jaxpr": lambda f: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(2.0))(2.0),
+    "eval_shape": lambda f: jnp.ones((), jax.eval_shape(f, 2.0).dtype),
+    "export": lambda f: jax.export.export(f)(2.0).call(2.0),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_it_runs_under_every_transformation(name):
+    def f(x):
+        return jax.nn.relu(jnp.sin(x)) * tg.stop_gradient(x)
+
+    apply = TRANSFORMATIONS[name]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, apply(tg.trace(f)), apply(jax.jit(f)))
+
+
+def test_it_closes_over_values_that_are_being_traced():
+    def outer(y):
+        return tg.trace(lambda x: x * y)(2.0)
+
+    assert jax.grad(outer)(3.0) == 2.0
+    np.testing.assert_array_equal(jax.vmap(outer)(jnp.arange(3.0)), [0.0, 2.0, 4.0])
+    assert jax.jit(jax.grad(outer))(3.0) == 2.0
+
+
+def test_symbolic_shapes_are_exported():
+    spec = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")
+    exported = jax.export.export(tg.trace(lambda x: jax.nn.softmax(x)))(spec)
+    x = np.ones((5, 3), "float32")
+    np.testing.assert_allclose(exported.call(x), x / 3, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ caches
+
+
+def test_wrappers_of_one_function_share_its_programs():
+    traces = []
+
+    def f(x):
+        traces.append(None)
+        return x + 1
+
+    for _ in range(3):
+        tg.trace(f)(1.0)
+    tg.trace(f)(2.0)
+    assert len(traces) == 1
+    tg.trace(f, rules=[lambda g: g])(1.0)
+    assert len(traces) == 2
+
+
+def test_a_function_that_nobody_holds_is_freed():
+    def use():
+        def f(x):
+            return x + 1
+
+        tg.trace(f)(1.0)
+        return weakref.ref(f)
+
+    gone = use()
+    gc.collect()
+    assert gone() is None
+
+
+def test_it_may_be_called_from_many_threads():
+    traced = tg.trace(lambda x: jnp.sin(x) * 2)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(float(traced(1.0)))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_allclose(results, 2 * np.sin(1.0), rtol=1e-6)
+
+
+def test_a_global_changed_between_two_graphs_is_seen():
+    scale = [2.0]
+
+    def f(x):
+        return x * scale[0]
+
+    assert tg.graph(f)(1.0).to_callable()(1.0) == 2.0
+    scale[0] = 3.0
+    assert tg.graph(f)(1.0).to_callable()(1.0) == 3.0
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+def branches(x):
+    if x > 0:
+        return x
+    return -x
+
+
+BAD_VALUES = {
+    "if": (branches, jax.errors.TracerBoolConversionError, "if x > 0:", "jnp.where"),
+    "range": (
+        lambda n: sum(range(n)),
+        jax.errors.TracerIntegerConversionError,
+        "sum(range(n))",
+        "fori_loop",
+    ),
+    "numpy": (
+        lambda x: np.sin(x),
+        jax.errors.TracerArrayConversionError,
+        "np.sin(x)",
+        "jax.numpy",
+    ),
+    "float": (lambda x: float(x), jax.errors.ConcretizationTypeError, "float(x)", "static_argn"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_VALUES)
+@pytest.mark.parametrize("wrap", [tg.trace, tg.graph])
+def test_python_on_a_traced_value_names_the_line_and_the_way_out(kind, wrap):
+    fun, error, line, advice = BAD_VALUES[kind]
+    with pytest.raises(error) as caught:
+        wrap(fun)(1)
+    notes = "\n".join(caught.value.__notes__)
+    assert "test_trace.py" in notes
+    assert line in notes
+    assert advice in notes
+
+
+REJECTED = {
+    "not callable": (lambda wrap: wrap(3), TypeError),
+    "generator": (lambda wrap: wrap(lambda x: (yield x)), TypeError),
+    "unknown option": (lambda wrap: wrap(jnp.sin, no_such=1), TypeError),
+    "static position out of range": (
+        lambda wrap: wrap(lambda x: x, static_argnums=3),
+        ValueError,
+    ),
+    "not an array": (lambda wrap: wrap(lambda x: x)("text"), TypeError),
+    "unhashable static": (
+        lambda wrap: wrap(lambda x, n: x, static_argnums=1)(1.0, [1]),
+        ValueError,
+    ),
+    "result that is no array": (lambda wrap: wrap(lambda x: "text")(1.0), TypeError),
+    "too many arguments": (lambda wrap: wrap(branches)(1.0, 2.0), TypeError),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_it_rejects_what_jit_rejects_in_the_same_words(case):
+    build, error = REJECTED[case]
+
+    def message(wrap):
+        with pytest.raises(error) as caught:
+            build(wrap)
+        text = str(caught.value)
+        return " ".join(word for word in text.split() if "0x" not in word)
+
+    assert message(tg.trace) == message(jax.jit)
+
+
+def test_graph_rejects_what_is_no_function_and_no_array():
+    with pytest.raises(TypeError, match="expected a function to trace, got 3 of type int"):
+        tg.graph(3)
+    with pytest.raises(TypeError, match=r"<class 'str'>.*path x"):
+        tg.graph(lambda x: x)("text")
+
+
+def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours():
+    def loss(x):
+        return helper(x)
+
+    def helper(x):
+        raise RuntimeError("out of cheese")
+
+    with pytest.raises(RuntimeError, match="out of cheese") as caught:
+        tg.trace(loss)(1.0)
+    frames = [(entry.path.name, entry.name) for entry in caught.traceback]
+    here = "test_trace.py"
+    assert frames[0][0] == here
+    assert frames[-2:] == [(here, "loss"), (here, "helper")]
+    assert {file for file, _ in frames} <= {here, "traced.py"}
+
+
+def test_a_failed_trace_leaves_nothing_behind():
+    traced = tg.trace(branches)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        traced(1.0)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        traced(1.0)
+    assert tg.trace(lambda x: x + 1)(1.0) == 2.0
+
+
+def test_a_graphs_function_rejects_other_types_and_trees():
+    f = tg.graph(lambda x: x * 2)(jnp.ones(3)).to_callable()
+    np.testing.assert_array_equal(f(np.ones(3, "float32")), [2, 2, 2])
+    with pytest.raises(TypeError, match=r"traced for x: f32\[3\].*f32\[4\]"):
+        f(jnp.ones(4))
+    with pytest.raises(TypeError, match="structure"):
+        f([jnp.ones(3)])
