@@ -62,7 +62,7 @@ def limit_each_image(x):
 
     def clipped(cotangent):
         norm = jnp.linalg.norm(cotangent, axis=1, keepdims=True)
-        return cotangent * jnp.minimum(1, limit / jnp.maximum(norm, 1e-30))
+        return cotangent * jnp.minimum(1, limit / norm)
 
     return x, clipped
 
@@ -74,8 +74,8 @@ def residual_block(block, x):
 
 
 def is_trained(path, leaf):
-    """All but the leaves under "stem"; `path` holds the keys that lead to a leaf."""
-    return path[0].key != "stem"
+    """Everything but the stem. The path of a leaf reads "block_0/bias"."""
+    return not path.startswith("stem/")
 
 
 # --------------------------------------------------------------------------- an ordinary JAX model

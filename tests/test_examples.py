@@ -1,0 +1,76 @@
+"""Every example runs as a user runs it, and the main one does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAIN = ROOT / "examples" / "train_digits.py"
+OTHERS = sorted(set((ROOT / "examples").glob("*.py")) - {MAIN})
+
+
+def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a folder for what it writes, with this checkout; warnings are errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(example), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+@pytest.mark.parametrize("example", OTHERS, ids=lambda example: example.stem)
+def test_an_example_runs(example: Path, tmp_path: Path):
+    done = run(example, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_main_example_reaches_its_goal(tmp_path: Path):
+    done = run(MAIN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    graph, report = done.stdout.split("\n\n\n")
+    for node in (
+        "◆ custom_gradient[vjp] quantise",
+        "◆ custom_gradient[vjp] limit_each_image",
+        "↻ recompute residual_block",
+        "■ stop_gradient",
+    ):
+        assert node in graph
+    assert re.search(r"^  stem +none: frozen$", report, re.M)
+    assert not re.search(r"^  (block_0|block_1|head) +none", report, re.M)
+    (percent,) = re.findall(r"^Test accuracy: (.*)%$", report, re.M)
+    assert float(percent) > 95
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "epoch/s" in done.stderr  # the progress bar
+
+
+def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(tmp_path: Path):
+    picture = tmp_path / "curve.svg"
+    picture.write_text("another one")
+    done = run(MAIN, tmp_path, "--epochs=1", "--seed=1", "--out=curve.svg", "--no-progress")
+    assert done.returncode == 1
+    assert done.stderr.startswith("That is below the goal of 95%")  # and no progress bar
+    assert "curve.svg (in place of the one that was there)" in done.stdout
+    assert "</svg>" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        ("--epochs=0", "--epochs must be at least 1, not 0"),
+        ("--out=nowhere/curve.png", "there is no folder nowhere"),
+        ("--out=curve.txt", "must end in .png, .pdf or .svg, not curve.txt"),
+    ],
+)
+def test_the_main_example_refuses_before_it_trains(argument, complaint, tmp_path: Path):
+    done = run(MAIN, tmp_path, argument)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stdout == ""
