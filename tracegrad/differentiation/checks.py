@@ -1,0 +1,94 @@
+"""What the derivative functions check: what they are given, and what the function returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad.differentiation.selection import (
+    Selection,
+    check_wrt,
+    is_differentiable,
+    is_numeric,
+    type_of,
+)
+from tracegrad.tracing.graphs import function_name
+
+UNCONNECTED = ("zero", "none", "raise")
+
+
+def check(fun: Callable[..., Any], wrt: Any, unconnected: str = "zero") -> None:
+    if not callable(fun):
+        raise TypeError(f"expected a function to differentiate, got {fun!r}")
+    check_wrt(wrt)
+    if unconnected not in UNCONNECTED:
+        raise ValueError(f"unconnected is one of {', '.join(UNCONNECTED)}; got {unconnected!r}")
+
+
+def named_after(
+    fun: Callable[..., Any], what: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a derivative the name and signature of its function."""
+
+    def decorate(derivative: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = functools.wraps(fun, updated=())(derivative)
+        wrapped.__doc__ = f"{what} of {function_name(fun)}; takes the same arguments."
+        return wrapped
+
+    return decorate
+
+
+def differentiable_leaves(
+    selection: Selection, unconnected: str = "zero", allow_int: bool = False
+) -> list[bool]:
+    """Which of the selected leaves JAX is to differentiate.
+
+    Raises TypeError for one that it cannot, unless the caller takes None for an answer.
+    """
+    flags = []
+    for leaf, path in zip(selection.leaves, selection.paths, strict=True):
+        fits = is_differentiable(leaf)
+        if not fits and unconnected != "none" and not (allow_int and is_numeric(leaf)):
+            aval = type_of(leaf)
+            kind = f"{type(leaf).__name__}" if aval is None else f"{aval.dtype}"
+            raise TypeError(
+                f"wrt selects {path}, which is {kind}: only float and complex arrays have "
+                "gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or take "
+                'None for it, with `unconnected="none"`'
+                + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
+            )
+        flags.append(fits or (unconnected != "none" and allow_int))
+    return flags
+
+
+def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> Any:
+    """The function's result, checked: a scalar, or a pair of one and something else."""
+    value, aux = pair(fun, result) if has_aux else (result, None)
+    leaves = jax.tree.leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        raise TypeError(
+            f"a gradient is that of one scalar; {function_name(fun)} returns a "
+            f"{type(value).__name__}. Return one scalar"
+            + ("" if has_aux else ", with has_aux=True beside other results")
+            + ", or take `jacobian`"
+        )
+    if jnp.shape(value) != ():
+        raise TypeError(
+            f"a gradient is that of one scalar; {function_name(fun)} returns an array of shape "
+            f"{jnp.shape(value)}. Return its sum or mean, or take `jacobian`"
+        )
+    return (value, aux) if has_aux else value
+
+
+def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"has_aux=True: {function_name(fun)} is to return a pair (value, aux); it returns "
+            f"a {type(result).__name__}"
+            + (f" of length {len(result)}" if isinstance(result, tuple) else "")
+        )
+    return result

@@ -1,0 +1,179 @@
+"""What depends on what in a program: for every result, the inputs that can reach it.
+
+A set of inputs is a bit mask: bit i for the i-th. `spread` carries masks forward through a graph;
+what a node does to them is the caller's rule, so that the same walk answers "which inputs does
+this output depend on" and "which inputs get a gradient from it".
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
+
+Masks = list[int]
+Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
+Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
+
+# One program on the operands as they are.
+_CALLS = frozenset({"jit", "closed_call", "core_call"})
+# Each result is computed from the operand in the same place.
+_ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
+
+
+def dependence(graph: Graph) -> Masks:
+    """For every output of a graph, the inputs that it depends on through any data flow.
+
+    Exact for what is computed from operands; through a loop it is the fixed point over all
+    iterations, through a branch the union over the branches (and the predicate). Where JAX alone
+    knows what a region means, every result depends on every operand.
+    """
+    return spread(graph, [1 << i for i in range(len(graph.inputs))], data_flow)
+
+
+def data_flow(node: Node, ins: Masks) -> Masks:
+    """The rule of plain data flow."""
+    if not any(ins):
+        return [0] * len(node.outputs)
+    if node.op in _ELEMENTWISE_TUPLES:
+        return ins
+    entered = enter(node, ins, lambda region, masks: spread(region, masks, data_flow))
+    return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+
+
+def node_dependence(node: Node) -> Masks:
+    """For every result of a node, the operands (by position) that it depends on."""
+    return data_flow(node, [1 << i for i in range(len(node.inputs))])
+
+
+def spread(
+    graph: Graph, inputs: Masks, rule: Rule, record: MutableMapping[Value, int] | None = None
+) -> Masks:
+    """Carries masks from the inputs of a graph to its outputs; returns those.
+
+    `record`, if given, is filled with the mask of every value.
+    """
+    masks: MutableMapping[Value, int] = {} if record is None else record
+    masks.update(zip(graph.inputs, inputs, strict=True))
+    for node in graph.nodes:
+        ins = [mask_of(value, masks) for value in node.inputs]
+        outs = rule(node, ins)
+        masks.update(zip(node.outputs, outs, strict=True))
+        for value in node.inputs:
+            if isinstance(value, Value) and is_reference(value.aval):
+                # It may have been written to.
+                masks[value] = joined(ins)
+    return [mask_of(value, masks) for value in graph.outputs]
+
+
+def joined(masks: Iterable[int]) -> int:
+    """The union of masks."""
+    return functools.reduce(operator.or_, masks, 0)
+
+
+def mask_of(value: Value | Literal, masks: Mapping[Value, int]) -> int:
+    """The mask of a node's operand; constants and literals have none."""
+    return masks.get(value, 0) if isinstance(value, Value) else 0
+
+
+def is_reference(aval: object) -> bool:
+    """Whether a type is not that of an array, but of a place that arrays are written to."""
+    return not isinstance(aval, jax.core.ShapedArray)
+
+
+def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | None:
+    """Carries masks through the regions of a node, to the fixed point of its loop.
+
+    Returns the masks of its results, and for each region the masks of its inputs; None for a node
+    without regions, or with regions of which only JAX knows how they are called.
+    """
+    names = list(node.regions)
+    if not names or any(is_reference(v.aval) for v in node.inputs):
+        return None
+    if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
+        return run(node.regions[names[0]], ins), {names[0]: ins}
+    if node.primitive is _jax.COND:
+        branches = [run(node.regions[name], ins[1:]) for name in names]
+        outs = [ins[0] | joined(masks) for masks in zip(*branches, strict=True)]
+        return outs, dict.fromkeys(names, ins[1:])
+    if node.primitive is _jax.SCAN:
+        return _enter_scan(node, ins, run)
+    if node.primitive is _jax.WHILE:
+        return _enter_while(node, ins, run)
+    return None
+
+
+def _enter_scan(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
+    constants, carried = _jax.scan_split(node.params)
+    first, last = constants, constants + carried
+    while True:
+        outs = run(node.regions["jaxpr"], ins)
+        carry = [a | b for a, b in zip(ins[first:last], outs, strict=False)]
+        if carry == ins[first:last]:
+            # With no iteration at all, what went in comes out.
+            return [*carry, *outs[carried:]], {"jaxpr": ins}
+        ins = [*ins[:first], *carry, *ins[last:]]
+
+
+def _enter_while(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
+    split = node.params["cond_nconsts"]
+    start = split + node.params["body_nconsts"]
+    condition, body = node.regions["cond_jaxpr"], node.regions["body_jaxpr"]
+    carry = ins[start:]
+    while True:
+        (again,) = run(condition, [*ins[:split], *carry])
+        outs = run(body, [*ins[split:start], *carry])
+        more = [a | b | again for a, b in zip(carry, outs, strict=True)]
+        if more == carry:
+            regions = {
+                "cond_jaxpr": [*ins[:split], *carry],
+                "body_jaxpr": [*ins[split:start], *carry],
+            }
+            return carry, regions
+        carry = more
+
+
+# --------------------------------------------------------------------------------------- liveness
+
+
+def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
+    """The values from which data flows to the chosen outputs of a graph."""
+    live = {
+        value
+        for value, chosen in zip(graph.outputs, outputs, strict=True)
+        if chosen and isinstance(value, Value)
+    }
+    for node in reversed(graph.nodes):
+        wanted = [value in live for value in node.outputs]
+        if any(wanted):
+            for mask, is_wanted in zip(node_dependence(node), wanted, strict=True):
+                if is_wanted:
+                    live |= {
+                        v
+                        for i, v in enumerate(node.inputs)
+                        if isinstance(v, Value) and mask >> i & 1
+                    }
+    return live
+
+
+def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
+    """Which outputs of a node's region flow to the chosen results of the node."""
+    region = node.regions[name]
+    if node.primitive is _jax.WHILE:
+        return [True] * len(region.outputs)  # each may decide when the loop ends
+    wanted = list(outputs)
+    if node.primitive is not _jax.SCAN:
+        return wanted
+    constants, carried = _jax.scan_split(node.params)
+    while True:
+        live = leading_to(region, wanted)
+        carry = region.inputs[constants : constants + carried]
+        more = [w or v in live for w, v in zip(wanted, carry, strict=False)] + wanted[carried:]
+        if more == wanted:
+            return wanted
+        wanted = more

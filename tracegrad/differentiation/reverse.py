@@ -1,0 +1,280 @@
+"""Gradients and Jacobians of functions, traced or plain, with respect to what the caller selects.
+
+`jax.value_and_grad` and `jax.jacrev` do the work, on the selected leaves alone. Where the answer
+must tell "no gradient" from "a gradient of zero", the function is traced to a `Graph` as well,
+which knows (see `connectivity`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad.differentiation.checks import (
+    check,
+    differentiable_leaves,
+    named_after,
+    pair,
+    scalar_result,
+)
+from tracegrad.differentiation.connectivity import (
+    UnconnectedError,
+    connections,
+    explain_unconnected,
+)
+from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
+from tracegrad.ir import Graph
+from tracegrad.tracing.graphs import function_name, graph
+
+
+def grad(
+    fun: Callable[..., Any],
+    wrt: Wrt = 0,
+    has_aux: bool = False,
+    unconnected: str = "zero",
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """The gradient of a scalar function, with respect to what `wrt` selects.
+
+    Args:
+      fun: a traced or plain function that returns one float scalar (shape ``[]``).
+      wrt: what to differentiate with respect to:
+
+        - a position, or an argument's name, however the argument is passed: all its leaves;
+        - several of these: the answer is a tuple;
+        - a predicate ``(path, leaf) -> bool`` over the leaves of the first argument, where ``path``
+          is ``"layers/0/kernel"``. The answer has the structure of that argument; leaves that are
+          not selected get zeros of their shape and dtype, Python numbers the zero of their type,
+          and what is no number (functions, strings, random keys) gets None. They need not be
+          differentiable. Zeros do not freeze a weight under weight decay: see `select`.
+      has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
+      unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
+        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None; ``"raise"``: an
+        `UnconnectedError` that names the leaf and the line that cuts it off. The last two
+        trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
+        `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
+        ceil, sign and comparisons cut, and so does a custom gradient that returns nothing.
+      holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
+      allow_int: whether integer leaves may be selected; their gradients have dtype ``float0``.
+
+    Returns:
+      A function of the same arguments. It returns the gradient, or ``(gradient, aux)``, in the
+      structure of the selected argument(s); each leaf has the shape and dtype of its own.
+      Complex numbers follow JAX's convention: for ``f(x + iy)`` the gradient of a real ``f``
+      is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
+
+    Raises:
+      TypeError: `wrt` is of no such kind; a selected leaf is no float or complex array (but with
+        ``unconnected="none"`` it gets None); the result is no scalar.
+      ValueError: another `unconnected`; `wrt` selects nothing, or what the call does not have.
+      UnconnectedError: see `unconnected`.
+
+    >>> import jax.numpy as jnp
+    >>> from tracegrad.differentiation import grad
+    >>> def loss(params, x):
+    ...     return jnp.sum(params["kernel"] * x) + params["bias"]
+    >>> params = {"kernel": jnp.array([1.0, 2.0]), "bias": jnp.array(0.5)}
+    >>> print(grad(loss, wrt="x")(params, jnp.ones(2)))
+    [1. 2.]
+
+    Freeze everything but the biases:
+
+    >>> gradient = grad(loss, wrt=lambda path, leaf: path.endswith("bias"))(params, jnp.ones(2))
+    >>> print(gradient["bias"], gradient["kernel"])
+    1.0 [0. 0.]
+
+    Tell "no gradient" from zero:
+
+    >>> def rounded(x, y):
+    ...     return jnp.round(x) + 0.0 * y
+    >>> print(grad(rounded, (0, 1), unconnected="none")(1.5, 2.0))
+    (None, Array(0., dtype=float32, weak_type=True))
+    """
+    both = value_and_grad(
+        fun, wrt, has_aux, unconnected, holomorphic=holomorphic, allow_int=allow_int
+    )
+
+    @named_after(fun, "Gradient")
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, answer = both(*args, **kwargs)
+        return (answer, value[1]) if has_aux else answer
+
+    return gradient
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    wrt: Wrt = 0,
+    has_aux: bool = False,
+    unconnected: str = "zero",
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """The value of a scalar function together with its gradient; arguments as of `grad`.
+
+    Returns:
+      A function of the same arguments that returns ``(value, gradient)``, or
+      ``((value, aux), gradient)``. Complex numbers follow JAX's convention, as in `grad`.
+
+    Raises:
+      as `grad`.
+
+    >>> import jax.numpy as jnp
+    >>> from tracegrad.differentiation import value_and_grad
+    >>> value, (dx, dy) = value_and_grad(lambda x, y: jnp.sin(x) * y, wrt=("x", "y"))(0.0, 3.0)
+    >>> print(value, dx, dy)
+    0.0 3.0 0.0
+    """
+    check(fun, wrt, unconnected)
+
+    @named_after(fun, "Value and gradient")
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        selection = resolve(fun, wrt, args, kwargs)
+        differentiable = differentiable_leaves(selection, unconnected, allow_int)
+        chosen = selection.refined(differentiable)
+
+        def scalar(leaves: list[Any]) -> Any:
+            return scalar_result(fun, chosen.call(leaves), has_aux)
+
+        value, results = jax.value_and_grad(
+            scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+        )(chosen.leaves)
+        if unconnected != "zero":
+            (results,) = _marked(chosen, _main(scalar, has_aux), unconnected, [results])
+        return value, selection.answer(_spread_out(results, differentiable))
+
+    return value_and_gradient
+
+
+def jacobian(
+    fun: Callable[..., Any],
+    wrt: Wrt = 0,
+    has_aux: bool = False,
+    unconnected: str = "zero",
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian of a function, by reverse mode: one pass backward, batched over the outputs.
+
+    Args:
+      fun: a traced or plain function that returns a pytree of float arrays.
+      wrt, holomorphic, allow_int: as in `grad`.
+      has_aux: whether `fun` returns ``(outputs, aux)``.
+      unconnected: as in `grad`, for each pair of an output leaf and a selected leaf by itself.
+
+    Returns:
+      A function of the same arguments. It returns a tree like `fun`'s result, in which each leaf
+      is a tree like the selected argument(s); of an output ``f32[m]`` and a leaf ``f32[n]`` it
+      holds ``f32[m, n]``: the shape of the output followed by that of the leaf. With `has_aux`
+      ``(jacobian, aux)``. Complex numbers follow JAX's convention, as in `jax.jacrev`.
+
+    Raises:
+      as `grad`, save that the result need be no scalar.
+
+    >>> import jax.numpy as jnp
+    >>> from tracegrad.differentiation import jacobian
+    >>> def rotated(angle, point):
+    ...     c, s = jnp.cos(angle), jnp.sin(angle)
+    ...     return jnp.array([[c, -s], [s, c]]) @ point
+    >>> by_angle, by_point = jacobian(rotated, wrt=(0, 1))(0.0, jnp.array([3.0, 4.0]))
+    >>> print(by_angle)
+    [-4.  3.]
+    >>> print(by_point)
+    [[1. 0.]
+     [0. 1.]]
+    """
+    check(fun, wrt, unconnected)
+
+    @named_after(fun, "Jacobian")
+    def jacobian_of(*args: Any, **kwargs: Any) -> Any:
+        selection = resolve(fun, wrt, args, kwargs)
+        differentiable = differentiable_leaves(selection, unconnected, allow_int)
+        chosen = selection.refined(differentiable)
+        shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
+
+        def flat(leaves: list[Any]) -> Any:
+            outputs, aux = chosen.call(leaves), None
+            if has_aux:
+                outputs, aux = pair(fun, outputs)
+            flat_outputs, structure = jax.tree.flatten(outputs)
+            shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
+            return flat_outputs, aux
+
+        rows, aux = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)(
+            chosen.leaves
+        )
+        if unconnected != "zero":
+            rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
+        structure, shapes = shape_of_result
+        blocks = [
+            selection.answer(_spread_out(row, differentiable), functools.partial(zero_block, shape))
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        answer = jax.tree.unflatten(structure, blocks)
+        return (answer, aux) if has_aux else answer
+
+    return jacobian_of
+
+
+# -------------------------------------------------------------------------------- unconnected
+
+
+def _spread_out(results: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+    """One entry per selected leaf: None for those that were not differentiated."""
+    rest = iter(results)
+    return [next(rest) if is_present else None for is_present in present]
+
+
+def _main(scalar: Callable[[list[Any]], Any], has_aux: bool) -> Callable[[list[Any]], Any]:
+    return (lambda leaves: scalar(leaves)[0]) if has_aux else scalar
+
+
+def _marked(
+    chosen: Selection, outputs: Callable[[list[Any]], Any], unconnected: str, rows: list[list[Any]]
+) -> list[list[Any]]:
+    """Derivatives (one row per output leaf), with None for those that nothing connects.
+
+    Raises UnconnectedError instead if the caller wants that.
+    """
+    program = _traced(chosen, outputs)
+    linked = connections(program)
+    if unconnected == "raise":
+        _require_connected(chosen, program, linked)
+    return [
+        [result if i in inputs else None for i, result in enumerate(row)]
+        for row, inputs in zip(rows, linked, strict=True)
+    ]
+
+
+def _traced(chosen: Selection, outputs: Callable[[list[Any]], Any]) -> Graph:
+    def traced(leaves: list[Any]) -> Any:
+        return outputs(leaves)
+
+    traced.__name__ = function_name(chosen.fun)
+    return graph(traced)(chosen.leaves)
+
+
+def _require_connected(chosen: Selection, program: Graph, linked: Sequence[frozenset[int]]) -> None:
+    paths = chosen.paths
+    lines = []
+    for output, inputs in enumerate(linked):
+        whence = "" if len(linked) == 1 else f" from output {output}"
+        lines += [
+            f"  {path}{whence}: {explain_unconnected(program, i, output)}"
+            for i, path in enumerate(paths)
+            if i not in inputs
+        ]
+    if lines:
+        more = [f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else []
+        raise UnconnectedError(
+            f"no gradient of {function_name(chosen.fun)} flows to\n"
+            + "\n".join([*lines[:20], *more])
+        )

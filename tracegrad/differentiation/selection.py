@@ -1,0 +1,366 @@
+"""Which leaves of a call's arguments are differentiated, and what stands for the others.
+
+``wrt`` says it by position, by argument name, or by a predicate on each leaf of the first argument
+and its path. Only the selected leaves go through JAX's differentiation, so that the others need
+not be arrays at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.tracing.graphs import function_name
+
+Predicate = Callable[[str, Any], Any]
+Wrt = int | str | Sequence[int | str] | Predicate
+
+
+def select(tree: Any, predicate: Predicate) -> Any:
+    """A mask of a tree: True where a leaf is selected, as the gradient functions' ``wrt`` does it.
+
+    Gradients of zero do not freeze a weight under an optimiser that changes weights by themselves,
+    as weight decay does. The mask is what optimisers take to leave them alone.
+
+    Args:
+      tree: a pytree.
+      predicate: ``(path, leaf) -> bool``; ``path`` is ``"layers/0/kernel"``, that is
+        ``jax.tree_util.keystr(path, simple=True, separator="/")``.
+
+    Returns:
+      A tree of Python bools with the structure of `tree`.
+
+    Raises:
+      ValueError: the predicate selects no leaf.
+
+    >>> import jax.numpy as jnp, optax, tracegrad as tg
+    >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+    >>> def is_bias(path, leaf):
+    ...     return path.endswith("bias")
+    >>> select(params, is_bias)
+    {'bias': True, 'kernel': False}
+
+    Zeros alone do not freeze the kernel, since the decay shrinks it all the same; the mask does:
+
+    >>> from tracegrad.differentiation import grad, select
+    >>> gradient = grad(lambda p: jnp.sum(p["kernel"] * p["bias"]), wrt=is_bias)(params)
+    >>> print(gradient["kernel"], gradient["bias"])
+    [0. 0.] [1. 1.]
+    >>> def step(optimiser):
+    ...     updates, _ = optimiser.update(gradient, optimiser.init(params), params)
+    ...     return optax.apply_updates(params, updates)["kernel"]
+    >>> decaying = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1.0))
+    >>> print(step(decaying), step(optax.masked(decaying, select(params, is_bias))))
+    [0.9 0.9] [1. 1.]
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [path_text(path) for path, _ in leaves]
+    mask = [bool(predicate(path, leaf)) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    if not any(mask):
+        raise ValueError(_nothing_selected(paths))
+    return jax.tree.unflatten(structure, mask)
+
+
+def path_text(path: Any) -> str:
+    """A leaf's path as predicates see it: ``layers/0/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+# --------------------------------------------------------------------------------- one argument
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call, of which some leaves are selected."""
+
+    key: int | str  # its position among the positional arguments, or its keyword
+    name: str
+    leaves: list[Any]
+    paths: list[str]
+    structure: Any
+    mask: list[bool]
+
+    def filled(self, chosen: Iterable[Any]) -> Any:
+        """The argument with others in place of its selected leaves."""
+        rest = iter(chosen)
+        leaves = [next(rest) if m else leaf for leaf, m in zip(self.leaves, self.mask, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def answer(self, chosen: Iterable[Any], absent: Callable[[Any], Any]) -> Any:
+        """A tree like the argument: what was computed, and ``absent(leaf)`` for the others."""
+        rest = iter(chosen)
+        leaves = [
+            next(rest) if m else absent(leaf)
+            for leaf, m in zip(self.leaves, self.mask, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The leaves of one call with respect to which a function is differentiated.
+
+    `arguments` are those that `wrt` names, in its order; `single` is whether the answer is that of
+    the one argument itself rather than a tuple.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: tuple[Argument, ...]
+    single: bool
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The selected leaves, flat, in the order of `arguments`."""
+        return [
+            leaf
+            for argument in self.arguments
+            for leaf, m in zip(argument.leaves, argument.mask, strict=True)
+            if m
+        ]
+
+    @property
+    def paths(self) -> list[str]:
+        """For each selected leaf the argument's name and the path in it: ``params/0/kernel``."""
+        return [
+            f"{argument.name}/{path}" if path else argument.name
+            for argument in self.arguments
+            for path, m in zip(argument.paths, argument.mask, strict=True)
+            if m
+        ]
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """The function with these in place of its selected leaves."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        rest = iter(leaves)
+        for argument in self.arguments:
+            value = argument.filled([next(rest) for m in argument.mask if m])
+            if isinstance(argument.key, int):
+                args[argument.key] = value
+            else:
+                kwargs[argument.key] = value
+        return self.fun(*args, **kwargs)
+
+    def answer(self, results: Sequence[Any], absent: Callable[[Any], Any] | None = None) -> Any:
+        """One result per selected leaf, in the structure that the caller gave to `wrt`."""
+        rest = iter(results)
+        trees = tuple(
+            argument.answer([next(rest) for m in argument.mask if m], absent or zeros_for)
+            for argument in self.arguments
+        )
+        return trees[0] if self.single else trees
+
+    def flatten(self, answer: Any) -> list[Any]:
+        """The entries for the selected leaves of a tree like an answer.
+
+        Raises ValueError if the structure is another one. None may stand for what is not selected.
+        """
+        trees = (answer,) if self.single else tuple(answer)
+        if len(trees) != len(self.arguments):
+            raise ValueError(
+                f"expected {len(self.arguments)} trees, one per argument in wrt; got {len(trees)}"
+            )
+        entries: list[Any] = []
+        for argument, tree in zip(self.arguments, trees, strict=True):
+            flat = argument.structure.flatten_up_to(tree)
+            entries += [entry for entry, m in zip(flat, argument.mask, strict=True) if m]
+        return entries
+
+    def refined(self, keep: Sequence[bool]) -> Selection:
+        """The same with only some of the selected leaves."""
+        rest = iter(keep)
+        arguments = tuple(
+            dataclasses.replace(argument, mask=[m and next(rest) for m in argument.mask])
+            for argument in self.arguments
+        )
+        return dataclasses.replace(self, arguments=arguments)
+
+
+def zeros_for(leaf: Any) -> Any:
+    """The gradient of a leaf that was not selected.
+
+    Zeros of its shape and dtype for an array of numbers or booleans, the zero of its own type for
+    a Python number, None for anything else (functions, strings, random keys).
+    """
+    if isinstance(leaf, (bool, int, float, complex)):
+        return type(leaf)(0)
+    return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
+
+
+def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
+    """The derivative of an output of this shape by a leaf that was not selected; see `grad`."""
+    zeros = zeros_for(leaf)
+    if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
+        return zeros
+    return jnp.zeros((*shape, *jnp.shape(zeros)), jnp.result_type(zeros))
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers or booleans, or such a number."""
+    aval = type_of(leaf)
+    return isinstance(aval, jax.core.ShapedArray) and not jnp.issubdtype(
+        aval.dtype, jax.dtypes.extended
+    )
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf is a float or complex array, or such a number."""
+    return isinstance(type_of(leaf), jax.core.ShapedArray) and _jax.has_gradient(type_of(leaf))
+
+
+def type_of(leaf: Any) -> Any:
+    """The JAX type of a leaf; None if it has none."""
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        return None
+
+
+# ------------------------------------------------------------------------------- reading `wrt`
+
+
+def check_wrt(wrt: Any) -> None:
+    """Raises TypeError for what is no way to select, ValueError for an empty one."""
+    if callable(wrt) or _is_key(wrt):
+        return
+    if not isinstance(wrt, Sequence) or not all(map(_is_key, wrt)):
+        raise TypeError(
+            "wrt is a position, an argument name, several of these, or a predicate "
+            f"(path, leaf) -> bool over the leaves of the first argument; got {wrt!r}"
+        )
+    if not wrt:
+        raise ValueError("wrt=() selects nothing to differentiate with respect to")
+
+
+def _is_key(wrt: Any) -> bool:
+    return isinstance(wrt, str) or (hasattr(wrt, "__index__") and not isinstance(wrt, bool))
+
+
+def resolve(
+    fun: Callable[..., Any], wrt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Selection:
+    """The leaves that `wrt` selects in a call of `fun`.
+
+    Raises ValueError for an argument that the call does not have, listing the function's
+    parameters; for one that is selected twice; and for a predicate that selects nothing.
+    """
+    if callable(wrt):
+        key = _first_argument(fun, args, kwargs)
+        return Selection(fun, args, kwargs, (_argument(fun, key, args, kwargs, wrt),), True)
+    wanted = (wrt,) if _is_key(wrt) else tuple(wrt)
+    keys = [_locate(fun, which, args, kwargs) for which in wanted]
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise ValueError(f"wrt={wrt!r} selects the same argument twice: {wanted[i]!r}")
+    arguments = tuple(_argument(fun, key, args, kwargs, None) for key in keys)
+    return Selection(fun, args, kwargs, arguments, _is_key(wrt))
+
+
+def _argument(
+    fun: Callable[..., Any],
+    key: int | str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    predicate: Predicate | None,
+) -> Argument:
+    tree = args[key] if isinstance(key, int) else kwargs[key]
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [path_text(path) for path, _ in flat]
+    leaves = [leaf for _, leaf in flat]
+    mask = [True] * len(leaves)
+    if predicate is not None:
+        mask = [bool(predicate(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+        if not any(mask):
+            raise ValueError(_nothing_selected(paths))
+    name = key if isinstance(key, str) else _positional_name(fun, key)
+    return Argument(key, name, leaves, paths, structure, mask)
+
+
+def _first_argument(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str:
+    if args:
+        return 0
+    first = next((p.name for p in _parameters(fun) if p.name in kwargs), None)
+    if first is None and len(kwargs) == 1:
+        (first,) = kwargs
+    if first is None:
+        raise ValueError(
+            f"a predicate selects leaves of the first argument; {_described(fun)} was called "
+            "without one"
+        )
+    return first
+
+
+def _locate(
+    fun: Callable[..., Any], which: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str:
+    """Where in the call the argument is that a position or name means."""
+    parameters = _parameters(fun)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not isinstance(which, str):
+        position = operator.index(which)
+        if -len(args) <= position < len(args):
+            return position % len(args)
+        if 0 <= position < len(positional) and positional[position].name in kwargs:
+            return positional[position].name
+        raise ValueError(
+            f"wrt={position}: {_described(fun)} was called with {len(args)} positional "
+            f"argument{'s' * (len(args) != 1)}"
+        )
+    if which in kwargs:
+        return which
+    names = [p.name for p in positional]
+    if which in names and names.index(which) < len(args):
+        return names.index(which)
+    if any(p.name == which for p in parameters):
+        raise ValueError(
+            f"wrt={which!r}: {_described(fun)} was called without it; its default is not "
+            "differentiated, so pass it"
+        )
+    near = difflib.get_close_matches(which, [*names, *kwargs], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"wrt={which!r} is no parameter of {_described(fun)}{hint}")
+
+
+def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (ValueError, TypeError):  # of builtins
+        return []
+
+
+def _positional_name(fun: Callable[..., Any], position: int) -> str:
+    parameters = _parameters(fun)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if position < len(names):
+        return names[position]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return f"{rest}[{position - len(names)}]"
+
+
+def _described(fun: Callable[..., Any]) -> str:
+    """A function with its parameters: ``loss(params, x, y)``."""
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    names = [marks.get(p.kind, "") + p.name for p in _parameters(fun)]
+    return f"{function_name(fun)}({', '.join(names) or '...'})"
+
+
+def _nothing_selected(paths: Sequence[str]) -> str:
+    shown = ", ".join(repr(path) for path in paths[:8])
+    more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
+    what = f"the leaves are {shown}{more}" if paths else "the tree has no leaves"
+    return f"the predicate selects nothing; {what}"
