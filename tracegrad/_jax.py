@@ -134,6 +134,15 @@ def policy_name(policy: Any) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
 
 
+def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords with which `jax.shard_map` makes such an equation again, but for mesh and specs.
+
+    Its manual axes are called ``newly_manual_axes`` in the versions that we know.
+    """
+    axes = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
+    return {"axis_names": axes, "check_vma": params["check_vma"]}
+
+
 # ------------------------------------------------------------------------------------- provenance
 
 

@@ -13,9 +13,8 @@ def multiply_result(graph, occurrence, fun=lambda v: v * 10.0):
     """Writes `fun` behind a node, in regions that only this occurrence enters."""
     here = graph.own(occurrence)
     (value,) = here.node.outputs
-    users = set(value.users)
-    (new,) = here.graph.insert(tg.graph(fun)(value.aval), [value], after=here.node)
-    here.graph.replace_uses(value, new, where=lambda node: node in users)
+    (new,) = here.graph.insert(fun, [value], after=here.node)
+    here.graph.replace_uses(value, new)
     graph.verify()
 
 
@@ -92,6 +91,15 @@ def test_a_value_of_another_graph_or_type_is_refused():
     with pytest.raises(tg.GraphError, match=r"f32\[3\], f32\[\]"):
         a.replace_uses(a.inputs[0], a.nodes[-1].outputs[0])
     assert a.is_clean
+
+
+def test_what_computes_the_new_value_goes_on_taking_the_old_one():
+    graph = tg.graph(lambda x: jnp.cos(x) + x)(0.5)
+    (new,) = graph.insert(lambda v: jnp.sin(v) * v + v, graph.inputs, before=graph.nodes[0])
+    graph.replace_uses(graph.inputs[0], new)
+    graph.verify()
+    y = np.sin(0.5) * 0.5 + 0.5
+    np.testing.assert_allclose(graph.to_callable()(0.5), np.cos(y) + y, rtol=1e-6)
 
 
 def test_insert_refuses_a_wrong_number_or_type_of_inputs():

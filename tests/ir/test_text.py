@@ -77,6 +77,15 @@ def test_a_shared_region_is_printed_once():
     assert text.count("(as above)") == 1
 
 
+def test_a_function_traced_anew_for_each_call_is_printed_once_too():
+    def block(x):
+        return jax.checkpoint(lambda v: jnp.sin(v) * 3)(x)
+
+    text = str(tg.graph(lambda x: block(block(block(x))))(1.0))
+    assert text.count("sin(") == 1
+    assert text.count("(as above)") == 2
+
+
 def test_every_line_names_the_line_of_the_user():
     lines = model_text().splitlines()
     statements = [line for line in lines if " = " in line and "tanh(" in line]

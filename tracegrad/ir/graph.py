@@ -21,6 +21,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import text, verification
+from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.nodes import (
     Call,
@@ -32,15 +33,6 @@ from tracegrad.ir.nodes import (
     Value,
 )
 from tracegrad.ir.occurrence import Occurrence, Path
-
-# Set by `tracegrad.lowering`, which stands above this package: see `Graph.to_callable`.
-_to_callable: Callable[[Graph], Callable[..., Any]] | None = None
-
-
-def set_lowering(to_callable: Callable[[Graph], Callable[..., Any]]) -> None:
-    """Tells graphs how they become functions (the one thing that they need from above)."""
-    global _to_callable
-    _to_callable = to_callable
 
 
 class Graph:
@@ -152,6 +144,14 @@ class Graph:
         slots = (region for owner in self._owners for region in owner._regions.values())
         return sum(region is self for region in slots) > 1
 
+    def enclosing(self) -> list[RegionNode]:
+        """The nodes around this graph, if it is a region, from the inside out.
+
+        Of a shared region, those around one of the places that enter it.
+        """
+        node = next(iter(self._owners), None)
+        return [] if node is None or node.graph is None else [node, *node.graph.enclosing()]
+
     def walk(self) -> Iterator[Occurrence]:
         """Every node at any depth with the calls that lead to it, in the order of execution.
 
@@ -183,13 +183,12 @@ class Graph:
         base = re.sub(r"\W+", "_", hint).strip("_") or "value"
         if base[0].isdigit():
             base = f"v{base}"
-        if keyword.iskeyword(base) or hasattr(builtins, base):
-            base = f"{base}_"  # a name that a reader can type, as torch.fx has it
-        name = base
+        # A name that a reader can type, as torch.fx has it.
+        name = f"{base}_" if keyword.iskeyword(base) or hasattr(builtins, base) else base
         while name in self._names:  # `x_1` may be an argument's own name
-            self._names[base] += 1
+            self._names[base] = self._names.get(base, 0) + 1
             name = f"{base}_{self._names[base]}"
-        self._names[name] = 0
+        self._names.setdefault(name, 0)
         value._name = name
 
     def __str__(self) -> str:
@@ -215,9 +214,7 @@ class Graph:
         It runs under every JAX transformation. A graph that is a region takes and returns flat
         lists.
         """
-        if _to_callable is None:
-            raise RuntimeError("import tracegrad first: it brings the lowering")
-        return _to_callable(self)
+        return engine.to_callable(self)
 
     # -------------------------------------------------------------------------------- copying
 
@@ -301,12 +298,12 @@ class Graph:
         *,
         outputs: bool = True,
     ) -> None:
-        """Makes the users of `old` take `new` instead.
+        """Makes the users of `old` take `new` instead, all but those that compute `new` from it.
 
         Args:
           old: a value of this graph.
           new: a value of this graph of the same type, defined before those users, or a literal.
-          where: only the users for which it is true (not the producer of `new`, of course).
+          where: only the users for which it is true.
           outputs: whether the graph's own outputs follow too.
 
         Raises GraphError if the types differ or a value is of another graph.
@@ -320,8 +317,9 @@ class Graph:
                 f"({_jax.type_text(old.aval)}, {_jax.type_text(new.aval)})"
             )
         self._edited()
+        between = _nodes_between(old, new)
         for user in old.users:
-            if where(user):
+            if user not in between and where(user):
                 inputs = tuple(new if v is old else v for v in user.inputs)
                 self.set_inputs(user, inputs)
         if outputs:
@@ -359,27 +357,40 @@ class Graph:
 
     def insert(
         self,
-        program: Graph,
+        program: Graph | Callable[..., Any],
         inputs: Sequence[Value | Literal],
         *,
         before: Node | None = None,
         after: Node | None = None,
     ) -> list[Value | Literal]:
-        """Writes the nodes of another graph into this one.
+        """Writes the nodes of another program into this one.
 
         Args:
-          program: usually ``tracegrad.graph(fun)(*types)``; it is copied.
+          program: a function of as many arrays, which is traced for this place (inside a
+            `jax.shard_map`, in its mesh), or a `Graph`, which is copied.
           inputs: one value of this graph (or literal) for each of its inputs.
           before, after: the node of this graph beside which the new ones stand; at most one of
             them. Neither: at the end.
 
         Returns:
-          The values that the outputs of `program` have become; nothing uses them yet.
+          The values that the outputs of `program` have become; nothing uses them yet: see
+          `replace_uses`.
 
         Raises GraphError for a wrong number or type of inputs.
+
+        >>> import jax.numpy as jnp, tracegrad as tg
+        >>> g = tg.graph(lambda x: jnp.sin(x) + 1)(0.5)
+        >>> sin = g.nodes[0]
+        >>> (clipped,) = g.insert(lambda v: jnp.minimum(v, 0.25), sin.outputs, after=sin)
+        >>> g.replace_uses(sin.outputs[0], clipped)
+        >>> float(g.to_callable()(0.5))
+        1.25
         """
         if before is not None and after is not None:
             raise ValueError("give `before` or `after`, not both")
+        beside = before or after
+        if not isinstance(program, Graph):
+            program = engine.trace_at(program, [value.aval for value in inputs], self)
         if len(inputs) != len(program.inputs):
             raise GraphError(
                 f"{program.name} takes {len(program.inputs)} inputs, {len(inputs)} were given"
@@ -390,7 +401,7 @@ class Graph:
             if not _same_type(given.aval, expected.aval):
                 raise GraphError(f"{program.name} takes {expected!r}, not {given!r}")
         index = len(self.nodes)
-        if beside := (before or after):
+        if beside is not None:
             self._check_node(beside)
             index = self.nodes.index(beside) + (after is not None)
         values: dict[Value, Value | Literal] = dict(zip(program.inputs, inputs, strict=True))
@@ -554,6 +565,19 @@ class Graph:
         return str(Occurrence((), node))
 
 
+def _nodes_between(old: Value, new: Value | Literal) -> set[Node]:
+    """The nodes by which `new` is computed, back to `old`."""
+    found: set[Node] = set()
+    pending = [new]
+    while pending:
+        value = pending.pop()
+        producer = value.producer if isinstance(value, Value) and value is not old else None
+        if producer is not None and producer not in found:
+            found.add(producer)
+            pending.extend(producer.inputs)
+    return found
+
+
 def _copy_node(node: Node, inputs: Sequence[Value | Literal]) -> Node:
     common: dict[str, Any] = {
         "primitive": node.primitive,
@@ -571,9 +595,11 @@ def _copy_node(node: Node, inputs: Sequence[Value | Literal]) -> Node:
 
 
 def _same_type(a: Any, b: Any) -> bool:
-    """Whether one value can stand for the other: all but the weak type is equal."""
-    strong = [
-        aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
-        for aval in (a, b)
-    ]
-    return bool(strong[0] == strong[1])
+    """Whether one value can stand for the other: of one shape and dtype.
+
+    Weak types and the mesh axes over which a value varies follow from where it stands, and
+    lowering works them out anew.
+    """
+    if hasattr(a, "shape") and hasattr(b, "shape"):
+        return bool(type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype))
+    return bool(a == b)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os.path
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -45,8 +46,13 @@ class Origin:
     line: int
     function: str
 
+    @property
+    def place(self) -> str:
+        """``model.py:42``; in a notebook ``In[3]:42``."""
+        return f"{_short_name(self.file)}:{self.line}"
+
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
+        return f"{self.place} ({self.function})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,16 @@ def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
         if frame.file_name == file and frame.function_name.rsplit(".", 1)[-1] == name:
             return stack[: i + 1]
     return stack
+
+
+def _short_name(file: str) -> str:
+    ipython = sys.modules.get("IPython")  # a notebook's: nothing is imported for it
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell.compile, "format_code_name"):
+        named = shell.compile.format_code_name(file)
+        if named is not None:
+            return str(named[1])  # ("Cell", "In[3]")
+    return os.path.basename(file)
 
 
 def calling_line() -> Origin | None:

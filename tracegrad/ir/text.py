@@ -8,7 +8,7 @@ addresses, no absolute paths, and the same program prints the same text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
 _WIDTH = 100
 _INDENT = "│ "
+_KNOWN = " (as above)"
 
 # Parameters that repeat what the line says already, or say nothing of the mathematics.
 _SILENT = frozenset(
@@ -46,10 +47,10 @@ _SILENT = frozenset(
 
 def format_graph(graph: Graph) -> str:
     """The whole text of a graph, regions included; see `Graph.__str__`."""
-    return "\n".join(_graph_lines(graph, (), {}))
+    return "\n".join(_graph_lines(graph, (), set(), set()))
 
 
-def _graph_lines(graph: Graph, path: Path, seen: dict[Graph, str]) -> list[str]:
+def _graph_lines(graph: Graph, path: Path, seen: set[Graph], texts: set[str]) -> list[str]:
     graph.name_values()
     lines = _header(graph)
     rows = []
@@ -60,14 +61,19 @@ def _graph_lines(graph: Graph, path: Path, seen: dict[Graph, str]) -> list[str]:
             rows.append(("scope", inner or "(no scope)", "", ""))
             scope = inner
         origin = Occurrence(path, node).origin
-        place = "" if origin is None else f"{origin.file.rsplit('/', 1)[-1]}:{origin.line}"
+        place = "" if origin is None else origin.place
         rows.append(("node", _statement(node, seen), _types(node.outputs), place))
         for name, region in node.regions.items():
             if region not in seen:
-                seen[region] = region.name
+                seen.add(region)
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
-                body = _graph_lines(region, (*path, (node, name)), seen)
+                body = _graph_lines(region, (*path, (node, name)), seen, texts)
                 body[0] = title + body[0]
+                # A function that was traced anew for each call is one thing to a reader.
+                if (text := "\n".join(body)) in texts:
+                    rows[-1] = ("node", f"{rows[-1][1]}{_KNOWN}", *rows[-1][2:])
+                    continue
+                texts.add(text)
                 rows.extend(("text", _INDENT + line, "", "") for line in body)
     lines += _aligned(rows)
     lines.append(f"  return {', '.join(map(_operand, graph.outputs))}".rstrip())
@@ -104,7 +110,7 @@ def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     return lines
 
 
-def _statement(node: Node, seen: Mapping[Graph, str]) -> str:
+def _statement(node: Node, seen: set[Graph]) -> str:
     results = ", ".join(v.name for v in node.outputs) or "_"
     operands = ", ".join(map(_operand, node.inputs))
     label = node.op
@@ -119,7 +125,7 @@ def _statement(node: Node, seen: Mapping[Graph, str]) -> str:
         label = f"{node.op} {node.name}" if node.name != node.op else node.op
     parameters = "" if isinstance(node, CustomGradient) else _parameters(node)
     # A reader who has met a region above is told so, and not shown it again.
-    known = " (as above)" if any(region in seen for region in node.regions.values()) else ""
+    known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
     return f"{results} = {label}({operands}){parameters}{known}"
 
 

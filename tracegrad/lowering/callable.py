@@ -9,7 +9,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.graph import set_lowering
+from tracegrad.ir.engine import engine
 from tracegrad.lowering.evaluate import Lowering, evaluate
 
 
@@ -61,4 +61,4 @@ def _check_types(graph: Graph, args: list[Any]) -> None:
             )
 
 
-set_lowering(to_callable)
+engine.to_callable = to_callable

@@ -260,7 +260,6 @@ def _shard_map(
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=params.get("newly_manual_axes", params.get("manual_axes", frozenset())),
-        check_vma=params["check_vma"],
+        **_jax.shard_map_options(params),
     )
     return list(mapped(*args))

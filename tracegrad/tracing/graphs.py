@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
-from tracegrad.ir import Graph
+from tracegrad import _jax
+from tracegrad.ir import Graph, Node
+from tracegrad.ir.engine import engine
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
@@ -86,6 +88,46 @@ def trace_to_graph(
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
     return graph
+
+
+def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Graph:
+    def flat(*args: Any) -> list[Any]:
+        return jax.tree.leaves(fun(*args))
+
+    programs: list[Any] = []
+
+    def trace() -> None:
+        programs.append(jax.make_jaxpr(flat)(*avals))
+
+    for node in place.enclosing():
+        if node.op == "shard_map":
+            trace = _inside(node, trace)
+    trace()
+    return import_program(programs[0], name=function_name(fun))
+
+
+def _inside(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
+    """Tracing inside a `jax.shard_map`, where a value's type tells over which axes it varies."""
+
+    def body() -> tuple[()]:
+        trace()
+        return ()
+
+    mapped: Callable[[], tuple[()]] = jax.shard_map(
+        body,
+        mesh=shard_map.params["mesh"],
+        in_specs=(),
+        out_specs=(),
+        **_jax.shard_map_options(shard_map.params),
+    )
+
+    def trace_inside() -> None:
+        jax.make_jaxpr(lambda: mapped())()
+
+    return trace_inside
+
+
+engine.trace_at = _trace_at
 
 
 def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:

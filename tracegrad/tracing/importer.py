@@ -154,7 +154,7 @@ def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        outs, out_tangents = jax.jvp(bound, primals, _jax.align(avals, given))
+        outs, out_tangents = jax.jvp(bound, primals, tuple(_jax.align(avals, given)))
         flowing = [
             t
             for out, t in zip(outs, out_tangents, strict=True)

@@ -27,6 +27,13 @@ from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 
 
+class _Tracing(threading.local):
+    depth = 0  # how many pipelines are tracing on this thread, one inside the other
+
+
+_tracing = _Tracing()
+
+
 class Pipeline:
     """What `jax.jit` sees in place of the user's function: trace → rules → lower.
 
@@ -51,10 +58,13 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _tracing.depth += 1
         try:
             graph = self.graph(args, kwargs)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
+        finally:
+            _tracing.depth -= 1
         positions = self.static.within(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
         names = self.static.named(kwargs)
@@ -155,7 +165,10 @@ class TracedFunction:
 
     def _nested(self, *args: Any, **kwargs: Any) -> Any:
         result = self._jit(*args, **kwargs)
-        if self._pipeline.recomputes and not self._warned and _jax.under_jit():
+        # Inside another traced function that one sees to it, or warns itself.
+        if not self._pipeline.recomputes or self._warned or _tracing.depth:
+            return result
+        if _jax.under_jit():
             self._warned = True
             options = _jax.keep_recompute_options(jax.default_backend())
             warnings.warn(

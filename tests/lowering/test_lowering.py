@@ -1,0 +1,330 @@
+"""Lowering: clean graphs are what came in, edited regions are rebuilt, and no edit gets lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.ir import CustomGradient, Literal, Occurrence
+from tracegrad.lowering import to_callable
+
+
+def multiply(graph, occurrence, by):
+    """Writes ``v * by`` behind a node; `by` may be a tracer."""
+    here = graph.own(occurrence)
+    (value,) = here.node.outputs
+    (new,) = here.graph.insert(lambda v: v * by, [value], after=here.node)
+    here.graph.replace_uses(value, new)
+    return here
+
+
+def sine_inside(graph):
+    return next(o for o in graph.walk() if o.node.op == "sin" and o.path)
+
+
+# Each program once as it is, and once as a person would have written the edited one.
+PROGRAMS = {
+    "jit": (
+        lambda x: jax.jit(jnp.sin)(x),
+        lambda x, by: jax.jit(lambda v: jnp.sin(v) * by)(x),
+    ),
+    "scan": (
+        lambda x: jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), x, jnp.arange(1.0, 4)),
+        lambda x, by: jax.lax.scan(lambda c, y: (jnp.sin(c) * by * y, c), x, jnp.arange(1.0, 4)),
+    ),
+    "scan reversed": (
+        lambda x: jax.lax.scan(
+            lambda c, y: (jnp.sin(c) + y * x, y), x, jnp.arange(3.0), reverse=True, unroll=2
+        ),
+        lambda x, by: jax.lax.scan(
+            lambda c, y: (jnp.sin(c) * by + y * x, y), x, jnp.arange(3.0), reverse=True, unroll=2
+        ),
+    ),
+    "cond": (
+        lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x),
+        lambda x, by: jax.lax.cond(x > 0, lambda v: jnp.sin(v) * by, jnp.cos, x),
+    ),
+    "switch": (
+        lambda x: jax.lax.switch(1, [jnp.cos, jnp.sin, jnp.tanh], x),
+        lambda x, by: jax.lax.switch(1, [jnp.cos, lambda v: jnp.sin(v) * by, jnp.tanh], x),
+    ),
+    "fori": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + i, x),
+        lambda x, by: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * by + i, x),
+    ),
+    "checkpoint": (
+        lambda x: jax.checkpoint(lambda v: jnp.sin(jnp.sin(v)))(x),
+        lambda x, by: jax.checkpoint(lambda v: jnp.sin(jnp.sin(v) * by))(x),
+    ),
+    "nested": (
+        lambda x: jax.lax.scan(lambda c, _: (jax.jit(jnp.sin)(c), c), x, None, length=3),
+        lambda x, by: jax.lax.scan(
+            lambda c, _: (jax.jit(lambda v: jnp.sin(v) * by)(c), c), x, None, length=3
+        ),
+    ),
+}
+RUNS = {
+    "run": lambda f: f(0.7, 3.0),
+    "jit": lambda f: jax.jit(f)(0.7, 3.0),
+    "grad": lambda f: jax.grad(lambda x, by: jax.tree.leaves(f(x, by))[0], (0, 1))(0.7, 3.0),
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x, by: jax.tree.leaves(f(x, by))[0], (0, 1)))(
+        0.7, 3.0
+    ),
+    "jvp": lambda f: jax.jvp(f, (0.7, 3.0), (1.0, 2.0)),
+    "vmap": lambda f: jax.vmap(f)(jnp.arange(2.0) + 1, jnp.arange(2.0) + 3),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_edit_in_a_region_acts_under_every_transformation(program, run):
+    fun, edited = PROGRAMS[program]
+
+    def by_edit(x, by):
+        graph = tg.graph(fun)(x)
+        multiply(graph, sine_inside(graph), 3.0)
+        graph.verify()
+        return graph.to_callable()(x)
+
+    def by_hand(x, by):
+        return edited(x, 3.0)
+
+    close(RUNS[run](by_edit), RUNS[run](by_hand))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_edit_that_captures_an_outer_tracer_keeps_its_gradient(program, run):
+    fun, edited = PROGRAMS[program]
+
+    def by_edit(x, by):
+        graph = tg.graph(fun)(x)
+        multiply(graph, sine_inside(graph), by)
+        return graph.to_callable()(x)
+
+    close(RUNS[run](by_edit), RUNS[run](edited))
+
+
+def test_a_while_loop_that_captures_an_outer_tracer_keeps_its_tangent():
+    def fun(x):
+        return jax.lax.while_loop(lambda c: c < 5.0, lambda c: jnp.sin(c) + 4.2, x)
+
+    def edited(by):
+        return jax.lax.while_loop(lambda c: c < 5.0, lambda c: jnp.sin(c) * by + 4.2, 0.7)
+
+    def by_edit(by):
+        graph = tg.graph(fun)(0.7)
+        multiply(graph, sine_inside(graph), by)
+        return graph.to_callable()(0.7)
+
+    close(jax.jvp(by_edit, (1.3,), (1.0,)), jax.jvp(edited, (1.3,), (1.0,)))
+
+
+def test_a_capture_that_no_public_function_can_make_an_operand_is_refused():
+    def fun(x):
+        return jax.lax.custom_linear_solve(
+            lambda v: 2 * v, x, lambda _, b: jnp.sin(b), symmetric=True
+        )
+
+    def by_edit(by):
+        graph = tg.graph(fun)(1.0)
+        multiply(graph, sine_inside(graph), by)
+        return graph.to_callable()(1.0)
+
+    with pytest.raises(tg.GraphError, match=r"custom_linear_solve.*silently be zero"):
+        jax.grad(by_edit)(3.0)
+
+
+def test_a_jit_with_settings_of_its_own_refuses_a_capture():
+    inner = jax.jit(jnp.sin, donate_argnums=0)
+
+    def by_edit(by):
+        graph = tg.graph(lambda x: inner(x))(1.0)
+        multiply(graph, sine_inside(graph), by)
+        return graph.to_callable()(1.0)
+
+    with pytest.raises(tg.GraphError, match="donated arguments"):
+        jax.grad(by_edit)(3.0)
+
+
+def test_a_shard_map_is_rebuilt_in_its_mesh():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def fun(x):
+        local = lambda v: jax.lax.psum(jnp.sin(v), "i")  # noqa: E731
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+        )(x)
+
+    x = jnp.arange(4.0)
+    graph = tg.graph(fun)(x)
+    multiply(graph, sine_inside(graph), 2.0)
+    close(jax.jit(graph.to_callable())(x), 2 * fun(x))
+    close(
+        jax.jit(jax.grad(lambda x: graph.to_callable()(x)[0]))(x),
+        2 * jax.jit(jax.grad(lambda x: fun(x)[0]))(x),
+    )
+
+
+def test_a_clean_graph_is_the_very_program_that_came_in():
+    def fun(x):
+        return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), x, jnp.arange(3.0))
+
+    program = jax.make_jaxpr(fun)(1.0)
+    again = jax.make_jaxpr(tg.graph(fun)(1.0).to_callable())(1.0)
+    assert str(again) == str(program)
+    assert str(jax.make_jaxpr(to_callable(tg.graph(fun)(1.0), rebuild=True))(1.0)) == str(program)
+
+
+def test_a_region_shared_by_many_calls_is_rebuilt_once():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+
+    def fun(x):
+        for _ in range(5):
+            x = inner(x)
+        return x
+
+    text = jax.jit(to_callable(tg.graph(fun)(1.0), rebuild=True)).lower(1.0).as_text()
+    assert text.count("func.func") == 2
+
+
+def test_results_are_freed_as_a_graph_runs_eagerly():
+    def fun(x):
+        for _ in range(20):
+            x = x + 1
+        return x
+
+    graph = tg.graph(fun)(jnp.ones(1000))
+    graph.program = None  # evaluate node by node
+    before = len(jax.live_arrays())
+    most = []
+
+    def spying(x):
+        most.append(len(jax.live_arrays()) - before)
+        return x
+
+    (new,) = graph.insert(lambda v: jax.pure_callback(spying, v, v), [graph.outputs[0]])
+    graph.set_outputs([new])
+    graph.to_callable()(jnp.ones(1000)).block_until_ready()
+    assert most[0] < 10
+
+
+# ------------------------------------------------------------------------------------ custom rules
+
+
+@jax.custom_vjp
+def sevenfold(x):
+    return jnp.sin(x) * 2
+
+
+sevenfold.defvjp(lambda x: (jnp.sin(x) * 2, x), lambda x, ct: (7.0 * ct * x,))
+
+
+@jax.custom_jvp
+def ninefold(x):
+    return jnp.sin(x) * 2
+
+
+ninefold.defjvp(lambda p, t: (jnp.sin(p[0]) * 2, 9.0 * t[0] * p[0]))
+
+
+def rule_of(graph):
+    (found,) = graph.find(lambda o: isinstance(o.node, CustomGradient))
+    return graph.own(found)
+
+
+def multiply_in(graph, rule, region, op):
+    (node,) = [n for n in rule.node.region(region).nodes if n.op == op][:1]
+    multiply(graph, Occurrence((*rule.path, (rule.node, region)), node), 10.0)
+
+
+@pytest.mark.parametrize(("rule", "running"), [(sevenfold, "forward"), (ninefold, "jvp")])
+def test_an_edit_of_the_primal_alone_would_vanish_and_is_refused(rule, running):
+    graph = tg.graph(lambda x: rule(x))(2.0)
+    multiply_in(graph, rule_of(graph), "call_jaxpr", "sin")
+    with pytest.raises(tg.GraphError, match=rf"{running} face was not.*would be lost"):
+        graph.to_callable()(2.0)
+
+
+def test_an_edit_of_the_forward_face_alone_is_refused():
+    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    multiply_in(graph, rule_of(graph), "forward", "sin")
+    with pytest.raises(tg.GraphError, match="return one thing, and another"):
+        graph.to_callable()(2.0)
+
+
+def test_an_edit_of_the_backward_face_changes_the_gradient_alone():
+    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    rule = rule_of(graph)
+    last = rule.node.face("backward").nodes[-1]
+    multiply(graph, Occurrence((*rule.path, (rule.node, "backward")), last), 1.0)
+    multiply_in(graph, rule_of(graph), "backward", "mul")
+    value, gradient = jax.jit(jax.value_and_grad(graph.to_callable()))(2.0)
+    close(value, 2 * np.sin(2.0))
+    close(gradient, 140.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "faces", "gradient"),
+    [(sevenfold, ("call_jaxpr", "forward"), 14.0), (ninefold, ("call_jaxpr", "jvp"), 18.0)],
+)
+def test_an_edit_of_all_faces_is_seen_with_and_without_differentiation(rule, faces, gradient):
+    graph = tg.graph(lambda x: rule(x))(2.0)
+    for face in faces:
+        multiply_in(graph, rule_of(graph), face, "sin")
+    graph.verify()
+    f = graph.to_callable()
+    close(f(2.0), 20 * np.sin(2.0))
+    close(jax.value_and_grad(f)(2.0), (20 * np.sin(2.0), gradient))
+    close(jax.vmap(jax.value_and_grad(f))(jnp.full(2, 2.0))[1], np.full(2, gradient))
+
+
+def test_the_faces_of_a_rule_are_what_the_rule_computes():
+    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    rule = rule_of(graph).node
+    out, *residuals = rule.face("forward").to_callable()(2.0)
+    close(out, 2 * np.sin(2.0))
+    close(rule.face("backward").to_callable()(*residuals, jnp.float32(1)), [14.0])
+    jvp = rule_of(tg.graph(lambda x: ninefold(x))(2.0)).node.face("jvp")
+    close(jvp.to_callable()(2.0, 1.0), [2 * np.sin(2.0), 18.0])
+    with pytest.raises(KeyError, match=r"forward.*backward"):
+        rule.face("jvp")
+
+
+def test_an_integer_input_of_a_rule_has_no_cotangent():
+    @jax.custom_vjp
+    def take(table, i):
+        return table[i]
+
+    take.defvjp(
+        lambda t, i: (t[i], (t.shape, i)),
+        lambda r, ct: (jnp.zeros(3).at[r[1]].set(ct), None),
+    )
+    graph = tg.graph(lambda t, i: take(t, i))(jnp.arange(3.0), 1)
+    rule = rule_of(graph)
+    last = rule.node.face("backward").outputs[0].producer
+    multiply(graph, Occurrence((*rule.path, (rule.node, "backward")), last), 1.0)
+    backward = rule_of(graph).node.face("backward")
+    (scaled,) = backward.insert(lambda v: v * 5, backward.outputs)
+    backward.set_outputs([scaled])
+    close(jax.grad(graph.to_callable())(jnp.arange(3.0), 1), jnp.array([0.0, 5.0, 0.0]))
+
+
+def test_a_failing_node_is_named_with_its_line():
+    def fun(x):
+        return jnp.sum(jnp.sin(x))
+
+    graph = tg.graph(fun)(jnp.ones(3))
+    one = np.int32(1)
+    graph.set_inputs(graph.nodes[0], [Literal(one, jax.typeof(one))])
+    with pytest.raises(TypeError, match="sin does not accept dtype int32") as caught:
+        graph.to_callable()(jnp.ones(3))
+    notes = "\n".join(caught.value.__notes__)
+    assert f"test_lowering.py:{fun.__code__.co_firstlineno + 1} (" in notes
+    assert "sin" in notes
+
+
+def close(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), got, expected)

@@ -1,0 +1,30 @@
+"""The two things that a graph needs of the rooms above it: to become a function, and to be traced.
+
+`tracegrad.lowering` and `tracegrad.tracing` give theirs when they are imported, so that this room
+need not know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+
+def _missing(*_: Any) -> Any:
+    raise RuntimeError("import tracegrad: it brings what graphs are traced and lowered by")
+
+
+@dataclass
+class Engine:
+    """`to_callable`: the function that a graph computes. `trace_at`: the graph of a function on
+    flat arguments of these types, in the place of a graph that it is to be written into."""
+
+    to_callable: Callable[[Graph], Callable[..., Any]] = _missing
+    trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
+
+
+engine = Engine()
