@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -195,7 +195,9 @@ class _Call:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["pullback"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["pullback", "problem"],
 )
 @dataclass(frozen=True)
 class _Residuals:
@@ -205,6 +207,7 @@ class _Residuals:
     # The number of its pullback in its call. Not the pullback: JAX remembers the structures of
     # trees, and would keep a new one of every call alive.
     pullback: int
+    problem: str | None = None  # why the output has no gradient after all
 
 
 @dataclass(frozen=True)
@@ -243,12 +246,17 @@ def _can_be_argument(constant: object) -> bool:
 
 def _bind_with_values(call: _Call) -> Any:
     """JAX's rule around the function itself, which sees values where there are any."""
+    output = _output_rule(call.fun, call.pullbacks, [])
+
+    def forward(*arrays: Any) -> tuple[Any, _Residuals]:
+        y, residuals = call.forward(*arrays)
+        return output(arrays, y, residuals), residuals
 
     def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
         return _gradients(call.pullbacks, residuals, dy)
 
     rule = jax.custom_vjp(named_after(call.fun, lambda *arrays: call.run(*arrays)[0]))
-    rule.defvjp(call.forward, backward)
+    rule.defvjp(forward, backward)
     try:
         return rule(*call.arguments.arrays)
     except jax.errors.UnexpectedTracerError as error:
@@ -262,35 +270,91 @@ def _bind_with_values(call: _Call) -> Any:
 
 def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
-    traced, captured = _Program.of(program)
-    names = [captured_name(value, call.fun, call.kwargs) for value in captured]
+    traced, values = _Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
-    function, pullbacks, given = described(call.fun), call.pullbacks, len(call.arguments.arrays)
+    pullbacks, given = call.pullbacks, len(call.arguments.arrays)
 
-    def evaluate(*values: Any) -> Any:
-        return jax.tree.unflatten(out_tree, traced(values[given:], values[:given]))
+    def evaluate(*inputs: Any) -> Any:
+        return jax.tree.unflatten(out_tree, traced(inputs[given:], inputs[:given]))
 
-    def primal(*values: Any) -> Any:
-        return evaluate(*values)[0]
+    def primal(*inputs: Any) -> Any:
+        return evaluate(*inputs)[0]
 
-    def forward(*values: Any) -> Any:
+    captured = [
+        _Captured(
+            given + i,
+            captured_name(value, call.fun, call.kwargs),
+            described(call.fun),
+            primal,
+        )
+        for i, value in enumerate(values)
+    ]
+    output = _output_rule(call.fun, pullbacks, captured)
+
+    def forward(*inputs: Any) -> tuple[Any, _Residuals]:
         if isinstance(pullbacks[0], Exception):
             raise pullbacks[0]
-        if names:
-            perturbed = [value.perturbed for value in values]
-            values = tuple(value.value for value in values)
-            for position, name in enumerate(names, start=given):
-                if perturbed[position] and _depends_on(primal, values, position):
-                    raise ValueError(_captured_message(function, name, values[position]))
-        return evaluate(*values)
+        inputs, problem = _unwrapped(captured, inputs)
+        if problem is not None:
+            raise ValueError(problem)
+        y, residuals = evaluate(*inputs)
+        return output(inputs, y, residuals), residuals
 
     def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
-        return (*_gradients(pullbacks, residuals, dy), *(None for _ in names))
+        return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured))
 
     rule = jax.custom_vjp(named_after(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
-    rule.defvjp(forward, backward, symbolic_zeros=bool(names))
-    return rule(*call.arguments.arrays, *captured)
+    rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
+    return _bound(rule, primal, (*call.arguments.arrays, *values))
+
+
+def _output_rule(
+    fun: Callable[..., Any],
+    pullbacks: Sequence[_Pullback | Exception],
+    captured: Sequence[_Captured],
+) -> Callable[[Sequence[Any], Any, _Residuals], Any]:
+    """Gives an output computed in the forward pass the custom gradient, without computing it again.
+
+    Whoever differentiates the forward pass, for a derivative of higher order, then meets the same
+    rule. What the gradient function closes over has its ordinary derivatives there.
+    """
+
+    def primal(inputs: Sequence[Any], y: Any, residuals: _Residuals) -> Any:
+        return y
+
+    rule = jax.custom_vjp(named_after(fun, primal))
+
+    def forward(inputs: Sequence[Any], y: Any, residuals: _Residuals) -> Any:
+        inputs, problem = _unwrapped(captured, inputs)
+        if captured:
+            y, residuals = jax.tree.map(lambda leaf: leaf.value, (y, residuals))
+        return _bound(rule, primal, (inputs, y, residuals)), replace(residuals, problem=problem)
+
+    def backward(residuals: _Residuals, dy: Any) -> Any:
+        # Only a derivative that really goes through the output is a problem: most often just the
+        # gradient is used.
+        used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
+        if residuals.problem is not None and used:
+            raise ValueError(residuals.problem)
+        return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured)), None, None
+
+    rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
+    return lambda *inputs: _bound(rule, primal, inputs)
+
+
+def _bound(rule: Callable[..., Any], primal: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The rule applied, or just its function where JAX cannot and nothing is differentiated.
+
+    That is in the body of a shard_map outside jit, for rules that are told about symbolic zeros.
+    What differentiates it does so inside the body, and is done when the rule gets there.
+    """
+    try:
+        return rule(*inputs)
+    except NotImplementedError as error:
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+    return primal(*inputs)
 
 
 def _gradients(
@@ -300,6 +364,43 @@ def _gradients(
     pullback = pullbacks[residuals.pullback]
     assert isinstance(pullback, _Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))
+
+
+# --------------------------------------------------------------------------- what is closed over
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A value of an enclosing trace that a function with a custom gradient closes over."""
+
+    position: int  # among the inputs of the rule
+    name: str | None
+    function: str
+    primal: Callable[..., Any]  # from the inputs to the output
+
+    def message(self, inputs: Sequence[Any]) -> str:
+        kind = _jax.type_text(jax.typeof(inputs[self.position]))
+        what = f"a value ({kind})" if self.name is None else f"{self.name} ({kind})"
+        return (
+            f"{self.function}, which has a custom gradient, depends on {what}, which is being "
+            "differentiated and is not one of its positional arguments: the gradient function "
+            "cannot return a gradient for it, so it would silently be zero. Make it a positional "
+            "argument and return its gradient as well or, if it is meant as a constant, use "
+            "stop_gradient of it."
+        )
+
+
+def _unwrapped(
+    captured: Sequence[_Captured], inputs: Sequence[Any]
+) -> tuple[tuple[Any, ...], str | None]:
+    """The inputs of a rule, and what is wrong with them: a captured one is being differentiated."""
+    if not captured:
+        return tuple(inputs), None
+    values = tuple(each.value for each in inputs)
+    for each in captured:
+        if inputs[each.position].perturbed and _depends_on(each.primal, values, each.position):
+            return values, each.message(values)
+    return values, None
 
 
 def _depends_on(primal: Callable[..., Any], values: Sequence[Any], position: int) -> bool:
@@ -329,17 +430,6 @@ def _depends_on(primal: Callable[..., Any], values: Sequence[Any], position: int
         return False
     jax.make_jaxpr(lambda value: jax.vjp(along, value)[0])(jax.typeof(value))
     return bool(met)
-
-
-def _captured_message(function: str, name: str | None, value: Any) -> str:
-    kind = _jax.type_text(jax.typeof(value))
-    what = f"a value ({kind})" if name is None else f"{name} ({kind})"
-    return (
-        f"{function}, which has a custom gradient, depends on {what}, which is being "
-        "differentiated and is not one of its positional arguments: the gradient function cannot "
-        "return a gradient for it, so it would silently be zero. Make it a positional argument "
-        "and return its gradient as well or, if it is meant as a constant, use stop_gradient of it."
-    )
 
 
 # --------------------------------------------------------------------------------- the gradient

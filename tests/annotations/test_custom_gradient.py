@@ -1,0 +1,753 @@
+"""A function with a custom gradient has that gradient, everywhere, or says why it has none."""
+
+import gc
+import inspect
+import re
+import weakref
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.annotations import custom_gradient, stop_gradient
+
+
+def derivative(f, x, order=1, h=1e-2):
+    """Central differences in float64, of the fourth order of accuracy."""
+    if order == 0:
+        return float(f(jnp.float64(x)))
+    d = partial(derivative, f, order=order - 1, h=h)
+    return (8 * (d(x + h) - d(x - h)) - (d(x + 2 * h) - d(x - 2 * h))) / (12 * h)
+
+
+def nth(f, order):
+    for _ in range(order):
+        f = jax.grad(f)
+    return f
+
+
+@custom_gradient
+def log1pexp(x):
+    e = jnp.exp(x)
+
+    def grad(dy):
+        return dy * (1 - 1 / (1 + e))
+
+    return jnp.log(1 + e), grad
+
+
+@custom_gradient
+def sine(x):
+    """The sine, whose derivative is written in terms of a custom gradient again."""
+    return jnp.sin(x), lambda dy: dy * cosine(x)
+
+
+@custom_gradient
+def cosine(x):
+    return jnp.cos(x), lambda dy: -dy * sine(x)
+
+
+@custom_gradient
+def scaled(x):
+    """2x with the gradient of 5x."""
+    return 2 * x, lambda dy: 5 * dy
+
+
+# ----------------------------------------------------------------------------------- figures
+
+
+def test_log1pexp_is_stable_where_the_naive_form_is_not():
+    assert np.isnan(jax.grad(lambda x: jnp.log(1 + jnp.exp(x)))(100.0))
+    assert jax.grad(log1pexp)(100.0) == 1.0
+    assert jax.grad(jax.grad(log1pexp))(0.0) == 0.25
+
+
+def test_log1pexp_agrees_with_finite_differences_in_float64():
+    with jax.enable_x64(True):
+        for x in (-2.0, 0.3, 1.7):
+            for order in (1, 2, 3):
+                expected = derivative(log1pexp, x, order)
+                assert float(nth(log1pexp, order)(x)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_passes_the_value_and_clips_the_gradient():
+    @custom_gradient
+    def clip_gradients(y):
+        def backward(dy):
+            return dy * jnp.minimum(1.0, 0.5 / jnp.linalg.norm(dy))
+
+        return y, backward
+
+    value, gradient = jax.value_and_grad(lambda v: clip_gradients(v * v))(2.0)
+    assert (value, gradient) == (4.0, 2.0)  # 4 without the clip
+
+
+def test_the_second_derivative_is_defined_by_the_wrapped_form():
+    @custom_gradient
+    def f(x):
+        def first_order(dy):
+            @custom_gradient
+            def slope(unused_x):
+                return jnp.full_like(unused_x, -1.1), lambda ddy: -2.1 * ddy
+
+            return dy * slope(x)
+
+        return x + 10, first_order
+
+    # f⁴ at 1: 12 f² f'² + 4 f³ f'' = 12·121·1.21 − 4·1331·2.1
+    assert float(jax.grad(jax.grad(lambda x: f(x) ** 4))(1.0)) == pytest.approx(-9423.48, rel=1e-6)
+    assert float(jax.jit(jax.grad(jax.grad(lambda x: f(x) ** 4)))(1.0)) == pytest.approx(-9423.48)
+
+
+def fused_backprop(close_over):
+    """x³, computing its slope in the forward pass; the slope's derivative is 6x."""
+
+    @custom_gradient
+    def op(x):
+        y, slope = x**3, close_over(3 * x**2)
+
+        def first_order(dy):
+            @custom_gradient
+            def first_order_custom(x):
+                return slope, lambda ddy: ddy * 6 * x
+
+            return dy * first_order_custom(x)
+
+        return y, first_order
+
+    return op
+
+
+def test_the_wrapped_form_may_close_over_a_constant_slope():
+    with jax.enable_x64(True):
+        f = fused_backprop(stop_gradient)
+        second = jax.grad(jax.grad(lambda x: f(x) ** 2))(1.5)
+        assert float(second) == pytest.approx(30 * 1.5**4)  # of x⁶
+
+
+def test_the_wrapped_form_may_not_close_over_a_slope_that_is_differentiated():
+    f = fused_backprop(lambda slope: slope)
+    assert jax.grad(f)(1.5) == 3 * 1.5**2
+    with pytest.raises(ValueError, match=r"'slope' \(~f32\[\]\), which is being differentiated"):
+        jax.grad(jax.grad(f))(1.5)
+
+
+def test_a_custom_gradient_on_the_gradient_function_is_its_derivative_in_dy():
+    @custom_gradient
+    def f(x):
+        @custom_gradient
+        def grad(dy):
+            return 3 * dy, lambda ddy: 7 * ddy
+
+        return x * x, grad
+
+    assert jax.grad(f)(2.0) == 3.0
+    assert jax.grad(lambda dy: jax.vjp(f, 2.0)[1](dy)[0])(1.0) == 7.0
+    # d/dx grad(2 f(x)) = 7 · 2 · 3: of x only through dy.
+    assert jax.grad(jax.grad(lambda x: f(x) ** 2))(2.0) == 42.0
+
+
+# --------------------------------------------------------------------- orders, transformations
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: tg.trace(f),
+        lambda f: lambda x: jax.vmap(f)(x[None])[0],
+        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
+        lambda f: lambda x: jax.lax.cond(x > -9, f, lambda x: x, x),
+    ],
+    ids=["bare", "jit", "checkpoint", "trace", "vmap", "scan", "cond"],
+)
+def test_derivatives_of_any_order_go_through_every_transformation(wrap, order):
+    with jax.enable_x64(True):
+        x = jnp.float64(0.7)
+        expected = nth(jnp.sin, order)(x)
+        np.testing.assert_allclose(nth(wrap(sine), order)(x), expected, rtol=1e-12)
+        np.testing.assert_allclose(jax.jit(nth(wrap(sine), order))(x), expected, rtol=1e-12)
+        np.testing.assert_allclose(wrap(nth(sine, order))(x), expected, rtol=1e-12)
+
+
+def test_the_gradient_is_that_of_a_handwritten_custom_vjp():
+    @jax.custom_vjp
+    def plain(x, w):
+        return jnp.tanh(x @ w)
+
+    plain.defvjp(
+        lambda x, w: (plain(x, w), (x, w)),
+        lambda r, dy: (jnp.clip(dy @ r[1].T, -1, 1), 3 * (r[0].T @ dy)),
+    )
+
+    @custom_gradient
+    def ours(x, w):
+        return jnp.tanh(x @ w), lambda dy: (jnp.clip(dy @ w.T, -1, 1), 3 * (x.T @ dy))
+
+    x, w = jnp.linspace(-1, 1, 6).reshape(2, 3), jnp.linspace(-2, 2, 12).reshape(3, 4)
+
+    def of(f):
+        def loss(x, w):
+            return jnp.sum(f(x, w) ** 2)
+
+        hvp = jax.grad(lambda x, w: jax.grad(loss)(x, w).sum(), argnums=(0, 1))
+        batched = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(0, None))
+        return loss(x, w), jax.grad(loss, (0, 1))(x, w), hvp(x, w), batched(jnp.stack([x, -x]), w)
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), of(ours), of(plain))
+
+
+def test_inside_shard_map():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("i",))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def loss(x, w):
+        def local(x, w):
+            @custom_gradient
+            def f(x):
+                return x * w, lambda dy: 5 * dy * w
+
+            return f(x)
+
+        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x, w).sum()
+
+    w = jnp.arange(4.0)
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(4), w), 5 * w)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(4), w), 5 * w)
+
+
+def test_forward_mode_refuses_as_for_any_custom_vjp():
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(log1pexp, (0.0,), (1.0,))
+
+
+def test_without_a_gradient_the_program_is_that_of_the_function():
+    def plain(x):
+        return jnp.log(1 + jnp.exp(x))
+
+    def hlo(f):
+        text = jax.jit(f).lower(jnp.ones(3)).compile().as_text()
+        return re.sub(r"metadata=\{[^}]*\}|^.*(HloModule|FileNames|\"|\d+ \{).*$", "", text)
+
+    assert re.findall(r" (\w+)\(", hlo(lambda x: log1pexp(x))) == re.findall(
+        r" (\w+)\(", hlo(plain)
+    )
+
+
+def test_outside_every_transformation_the_function_just_runs_once_with_values():
+    seen = []
+
+    @custom_gradient
+    def f(x):
+        seen.append(x)
+        return x * 2, lambda dy: pytest.fail("no gradient was asked for")
+
+    assert f(1.5) == 3.0
+    assert isinstance(f(1.5), jax.Array)
+    assert [float(x) for x in seen] == [1.5, 1.5]
+
+
+def test_outside_jit_the_function_may_branch_on_values():
+    @custom_gradient
+    def f(x):
+        if x > 0:
+            return x * 2, lambda dy: dy * 5
+        return x * 3, lambda dy: dy * 7
+
+    assert (jax.grad(f)(1.0), jax.grad(f)(-1.0), f(-1.0)) == (5.0, 7.0, -3.0)
+    assert jax.grad(jax.grad(lambda x: f(x) ** 2))(1.0) == 2 * 5 * 5
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jax.jit(f)(1.0)
+    assert any("'f' (" in note and "custom gradient" in note for note in error.value.__notes__)
+
+
+# --------------------------------------------------------------------------- inputs and outputs
+
+
+def test_cotangents_arrive_flat_one_per_output_leaf():
+    seen = []
+
+    @custom_gradient
+    def f(x):
+        def grad(*dys):
+            seen.append([(dy.shape, dy.dtype) for dy in dys])
+            return dys[0] + 10 * dys[1].sum() + 100 * dys[2]
+
+        return {"b": {"inner": jnp.stack([x, x])}, "a": x, "c": (x, None)}, grad
+
+    assert jax.grad(lambda x: f(x)["a"] + f(x)["b"]["inner"].sum() + f(x)["c"][0])(1.0) == 121.0
+    assert seen[0] == [((), np.float32), ((2,), np.float32), ((), np.float32)]
+    # Those of outputs that are not used are zeros.
+    assert jax.grad(lambda x: f(x)["b"]["inner"][1])(1.0) == 10.0
+
+
+def test_an_integer_output_has_a_cotangent_of_zeros():
+    @custom_gradient
+    def f(x):
+        def grad(dn, dflag, dy):
+            assert (dn.dtype, dn.shape, dflag.dtype) == (jnp.int32, (2,), bool)
+            return dy + 1000 * dn.sum() + 1000 * dflag
+
+        return (x.astype(jnp.int32), x > 0, x.sum()), grad
+
+    def loss(x):
+        n, flag, y = f(x)
+        return (n * flag).sum() + y
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.array([1.0, 2.0])), [1.0, 1.0])
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.array([1.0, 2.0])), [1.0, 1.0])
+
+
+def test_integer_and_key_inputs_have_a_gradient_that_is_ignored():
+    @custom_gradient
+    def f(key, n, x):
+        noise = jax.random.normal(key, x.shape)
+        return x * n + noise, lambda dy: (None, jnp.ones_like(n), dy * n)
+
+    key, n, x = jax.random.key(0), jnp.array([2, 3]), jnp.ones(2)
+    np.testing.assert_array_equal(jax.grad(lambda x: f(key, n, x).sum())(x), [2.0, 3.0])
+    keys = jax.random.split(key, 4)
+    assert jax.vmap(jax.grad(lambda x, k: f(k, n, x).sum()), (None, 0))(x, keys).shape == (4, 2)
+    gradient = jax.grad(lambda n: f(key, n, x).sum(), allow_int=True)(n)
+    assert gradient.dtype == jax.dtypes.float0
+
+
+def test_python_values_stay_python_values_and_have_no_gradient():
+    @custom_gradient
+    def f(x, mode, axis, flag, nothing, fun, *, scale):
+        assert (mode, axis, flag, nothing) == ("sum", 1, True, None)
+        assert isinstance(axis, int)
+        return fun(x).sum(axis) * scale, lambda dy: dy[:, None] * jnp.ones_like(x) * scale
+
+    def loss(x):
+        return f(x, "sum", 1, True, None, jnp.sin, scale=3.0).sum()
+
+    expected = np.full((2, 3), 3.0)
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        np.testing.assert_array_equal(transform(loss)(jnp.ones((2, 3))), expected)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda da, db, dx: ({"a": da, "b": db}, dx),
+        lambda da, db, dx: (da, db, dx),
+        lambda da, db, dx: [[da, db], [dx]],
+        lambda da, db, dx: ({"a": da, "b": db}, dx, None, None),
+        lambda da, db, dx: (da, db, dx, None, None),
+    ],
+)
+def test_gradients_are_returned_flat_or_nested(returned):
+    @custom_gradient
+    def f(params, x, name, nothing):
+        y = params["a"] * x + params["b"]
+        return y, lambda dy: returned(2 * dy, 3 * dy, 4 * dy)
+
+    gradients = jax.grad(f, argnums=(0, 1))({"a": 1.0, "b": 1.0}, 1.0, "name", None)
+    assert gradients == ({"a": 2.0, "b": 3.0}, 4.0)
+
+
+def test_none_stands_for_the_gradient_of_one_input_or_of_a_whole_argument():
+    @custom_gradient
+    def f(params, x, z):
+        return params["a"] * x + params["b"] + z, lambda dy: (None, None, dy)
+
+    @custom_gradient
+    def g(x):
+        return x, lambda dy: None
+
+    params = {"a": 1.0, "b": 1.0}
+    assert jax.grad(f, argnums=(0, 1, 2))(params, 1.0, 1.0) == ({"a": 0.0, "b": 0.0}, 0.0, 1.0)
+    assert jax.grad(g)(1.0) == 0.0
+
+
+def test_keyword_arguments_are_passed_on():
+    @custom_gradient
+    def f(x, *, w):
+        return x * w, lambda dy: dy * w * 10
+
+    assert f(2.0, w=3.0) == 6.0
+    assert jax.grad(lambda x: f(x, w=3.0))(2.0) == 30.0
+    assert jax.jit(jax.grad(lambda x, w: f(x, w=w)))(2.0, 3.0) == 30.0
+    np.testing.assert_array_equal(
+        jax.vmap(jax.grad(lambda x, w: f(x, w=w)))(jnp.ones(2), jnp.array([1.0, 2.0])), [10, 20]
+    )
+
+
+def test_a_function_without_arguments():
+    def outer(x):
+        @custom_gradient
+        def f():
+            return jax.lax.stop_gradient(x) + 1.0, lambda dy: ()
+
+        return f() * x
+
+    assert jax.grad(outer)(2.0) == 3.0
+    assert jax.grad(jax.jit(outer))(2.0) == 3.0
+
+
+def test_a_python_number_is_a_gradient_of_a_scalar():
+    @custom_gradient
+    def f(x):
+        return x.astype(jnp.float32), lambda dy: 7
+
+    assert jax.grad(f)(jnp.bfloat16(1.0)) == 7.0
+
+
+# --------------------------------------------------------------------- decorating and methods
+
+
+def test_bare_and_with_parentheses():
+    @custom_gradient()
+    def f(x):
+        """What f does."""
+        return x, lambda dy: 3 * dy
+
+    assert jax.grad(f)(1.0) == 3.0
+    assert (f.__name__, f.__doc__) == ("f", "What f does.")
+    assert f.__wrapped__(2.0)[0] == 2.0
+    assert list(inspect.signature(f).parameters) == ["x"]
+
+
+def test_methods_class_methods_and_static_methods():
+    class Layer:
+        factor = 2.0
+
+        @custom_gradient
+        def method(self, x):
+            return self.factor * x, lambda dy: dy * self.factor * 10
+
+        @classmethod
+        @custom_gradient
+        def of_class(cls, x):
+            return cls.factor * x, lambda dy: dy * cls.factor * 100
+
+        @custom_gradient
+        @staticmethod
+        def static(x):
+            return x, lambda dy: dy * 1000
+
+    layer = Layer()
+    assert (layer.method(3.0), Layer.method(layer, 3.0)) == (6.0, 6.0)
+    for method, expected in ((layer.method, 20.0), (layer.of_class, 200.0), (layer.static, 1000.0)):
+        assert jax.grad(method)(3.0) == expected
+        assert jax.grad(jax.jit(method))(3.0) == expected
+    assert jax.grad(Layer.static)(3.0) == 1000.0
+
+
+def test_a_method_of_a_module_that_is_a_tree_has_no_gradient_for_the_module():
+    equinox = pytest.importorskip("equinox")
+
+    class Scale(equinox.Module):
+        factor: jax.Array
+
+        @custom_gradient
+        def __call__(self, x):
+            return self.factor * x, lambda dy: dy * self.factor * 10
+
+    scale = Scale(jnp.float32(2.0))
+    assert jax.grad(lambda x: scale(x))(3.0) == 20.0
+    with pytest.raises(ValueError, match=r"'self.factor' \(f32\[\]\), which is being differ"):
+        jax.grad(lambda scale: scale(3.0))(scale)
+
+
+def test_the_rule_in_the_program_has_the_name_and_the_line_of_the_function():
+    node = jax.make_jaxpr(lambda x: log1pexp(x))(1.0).jaxpr.eqns[0]
+    program = node.params["call_jaxpr"].jaxpr
+    assert node.primitive.name == "custom_vjp_call"
+    assert program.debug_info.func_name == "log1pexp"
+    line = log1pexp.__wrapped__.__code__.co_firstlineno
+    assert program.debug_info.func_src_info == f"log1pexp at {__file__}:{line}"
+
+
+def test_it_is_a_custom_gradient_in_a_graph():
+    graph = tg.graph(lambda x: log1pexp(x) * 2)(1.0)
+    assert [type(node).__name__ for node in graph.nodes] == ["CustomGradient", "Apply"]
+
+
+# --------------------------------------------------------------------------------- closing over
+
+
+def closing_over_w(x, w):
+    @custom_gradient
+    def f(x):
+        return x * w, lambda dy: 5 * dy * w
+
+    return f(x)
+
+
+def scanned(f):
+    return lambda x, w: jax.lax.scan(lambda c, _: (f(c, w), None), x, None, length=1)[0]
+
+
+def mapped(f):
+    return lambda x, w: jax.vmap(f)(jnp.stack([x, x]), jnp.stack([w, w])).mean()
+
+
+AROUND = {
+    "grad": lambda f, i: jax.grad(f, i),
+    "jit of grad": lambda f, i: jax.jit(jax.grad(f, i)),
+    "grad of jit": lambda f, i: jax.grad(jax.jit(f), i),
+    "grad of trace": lambda f, i: jax.grad(tg.trace(f), i),
+    "grad of scan": lambda f, i: jax.grad(scanned(f), i),
+    "grad of scan of jit": lambda f, i: jax.grad(scanned(jax.jit(f)), i),
+    "jit of grad of scan": lambda f, i: jax.jit(jax.grad(scanned(f), i)),
+    "grad of vmap": lambda f, i: jax.grad(mapped(f), i),
+    "grad of vmap of jit": lambda f, i: jax.grad(mapped(jax.jit(f)), i),
+    "vmap of grad": lambda f, i: (
+        lambda x, w: jax.tree.map(
+            jnp.mean, jax.vmap(jax.grad(f, i))(jnp.stack([x, x]), jnp.stack([w, w]))
+        )
+    ),
+    "grad of checkpoint": lambda f, i: jax.grad(jax.checkpoint(f), i),
+    "grad of cond": lambda f, i: jax.grad(lambda x, w: jax.lax.cond(True, f, f, x, w), i),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_closing_over_a_value_that_is_not_differentiated_is_fine(around):
+    assert AROUND[around](closing_over_w, 0)(2.0, 3.0) == 15.0
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("wrt", [1, (0, 1)])
+def test_closing_over_a_value_that_is_differentiated_raises_and_names_it(around, wrt):
+    with pytest.raises(
+        ValueError, match=r"'f' \(.*test_custom_gradient.py:\d+\).* depends on 'w' \(~?f32\[\]\)"
+    ):
+        AROUND[around](closing_over_w, wrt)(2.0, 3.0)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_value_that_only_the_gradient_function_uses_has_a_true_gradient_of_zero(around):
+    def f(x, w):
+        @custom_gradient
+        def f(x):
+            return x * 2, lambda dy: 5 * dy * w
+
+        return f(x)
+
+    assert AROUND[around](f, (0, 1))(2.0, 3.0) == (15.0, 0.0)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_value_closed_over_as_a_constant_is_fine(around):
+    def f(x, w):
+        @custom_gradient
+        def f(x):
+            return x * stop_gradient(w), lambda dy: 5 * dy * w
+
+        return f(x)
+
+    assert AROUND[around](f, (0, 1))(2.0, 3.0) == (15.0, 0.0)
+
+
+@pytest.mark.parametrize("around", ["grad", "grad of jit", "grad of vmap", "grad of scan"])
+def test_the_gradient_itself_may_be_differentiated_in_what_it_closes_over(around):
+    def slope(x, w):
+        return jax.grad(closing_over_w)(x, w)  # 5 w
+
+    assert AROUND[around](slope, (0, 1))(2.0, 3.0) == (0.0, 5.0)
+
+
+def test_a_value_given_by_keyword_that_is_differentiated_raises_and_names_it():
+    @custom_gradient
+    def f(x, *, params):
+        return x * params["w"], lambda dy: dy
+
+    with pytest.raises(ValueError, match=r"keyword argument 'params\['w'\]'"):
+        jax.grad(lambda w: f(1.0, params={"w": w}))(2.0)
+
+
+def test_values_closed_over_through_another_function_or_an_object_are_named():
+    class Model:
+        pass
+
+    def through_function(w):
+        def inner(x):
+            return x * w
+
+        @custom_gradient
+        def f(x):
+            return inner(x), lambda dy: dy
+
+        return f(1.0)
+
+    def through_object(w):
+        model = Model()
+        model.weights = {"w": w}
+
+        @custom_gradient
+        def f(x):
+            return x * model.weights["w"], lambda dy: dy
+
+        return f(1.0)
+
+    with pytest.raises(ValueError, match=r"depends on 'w' \("):
+        jax.grad(through_function)(2.0)
+    with pytest.raises(ValueError, match=r"depends on 'model.weights\['w'\]' \("):
+        jax.grad(through_object)(2.0)
+
+
+def test_an_integer_closed_over_is_never_differentiated():
+    def f(x, n):
+        @custom_gradient
+        def f(x):
+            return x * n, lambda dy: dy * n
+
+        return f(x)
+
+    assert jax.grad(jax.jit(f))(2.0, 3) == 3.0
+
+
+def test_a_function_that_branches_on_values_may_not_close_over_what_is_differentiated():
+    def f(x, w):
+        @custom_gradient
+        def f(x):
+            return (x * w if x > 0 else x), lambda dy: dy
+
+        return f(x)
+
+    assert jax.grad(f)(2.0, 3.0) == 1.0
+    with pytest.raises(jax.errors.UnexpectedTracerError) as error:
+        jax.grad(f, argnums=1)(2.0, 3.0)
+    assert any("asks for the value" in note for note in error.value.__notes__)
+
+
+def test_functions_of_another_trace_are_not_reused():
+    @custom_gradient
+    def f(x):
+        return x * factor, lambda dy: dy * factor
+
+    factor = 2.0
+    assert jax.grad(f)(1.0) == 2.0
+    factor = 3.0
+    assert jax.grad(f)(1.0) == 3.0
+
+
+def test_no_trace_is_kept_alive():
+    with jax.checking_leaks():
+        assert jax.jit(jax.grad(closing_over_w))(2.0, 3.0) == 15.0
+        assert jax.grad(jax.jit(closing_over_w))(2.0, 3.0) == 15.0
+        jax.vmap(jax.grad(closing_over_w))(jnp.ones(2), jnp.ones(2))
+
+
+def test_what_a_function_closes_over_is_freed_with_it():
+    def once():
+        big = jnp.ones(1000)
+
+        @custom_gradient
+        def f(x):
+            return x * big, lambda dy: jnp.sum(dy * big)
+
+        jax.grad(lambda x: f(x).sum())(1.0)
+        return weakref.ref(big)
+
+    big = once()
+    gc.collect()
+    assert big() is None
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def transforms():
+    return [
+        pytest.param(lambda f: jax.grad(f), id="grad"),
+        pytest.param(lambda f: jax.jit(jax.grad(f)), id="jit of grad"),
+        pytest.param(lambda f: jax.grad(jax.jit(f)), id="grad of jit"),
+    ]
+
+
+@pytest.mark.parametrize("transform", transforms())
+def test_a_wrong_number_of_gradients_says_both_numbers(transform):
+    @custom_gradient
+    def f(x, y):
+        return x * y, lambda dy: (dy, dy, dy)
+
+    assert f(1.0, 2.0) == 2.0
+    assert jax.jit(f)(1.0, 2.0) == 2.0  # only a gradient needs the gradient function
+    with pytest.raises(ValueError, match=r"of 'f' \(.*py:\d+\) returned 3 gradients for 2 inputs"):
+        transform(f)(1.0, 2.0)
+
+
+@pytest.mark.parametrize("transform", transforms())
+def test_a_gradient_of_a_wrong_shape_says_which_input(transform):
+    @custom_gradient
+    def f(x, params):
+        return x * params["w"].sum(), lambda dy: (dy, {"w": dy})
+
+    with pytest.raises(ValueError, match=r"params\['w'\], which is f32\[3\]") as error:
+        transform(f)(1.0, {"w": jnp.ones(3)})
+    assert "a gradient f32[]" in str(error.value)
+    assert re.search(r"'<lambda>' \(.*test_custom_gradient.py:\d+\)", str(error.value))
+
+
+@pytest.mark.parametrize("transform", transforms())
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, jnp.complex64])
+def test_a_gradient_of_a_wrong_dtype_says_which_input(transform, dtype):
+    @custom_gradient
+    def f(x, *more):
+        return x * more[0], lambda dy: (dy, dy.astype(dtype))
+
+    with pytest.raises(
+        TypeError, match=r"the input more\[0\], which is ~?f32\[\].*astype\('float32"
+    ):
+        transform(f)(1.0, 2.0)
+
+
+def test_a_gradient_that_is_no_array_says_what_it_is():
+    @custom_gradient
+    def f(x):
+        return x, lambda dy: "steep"
+
+    with pytest.raises(TypeError, match="a str: 'steep' for the input x"):
+        jax.grad(f)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: x, "must return a pair .* it returned an array float32"),
+        (lambda x: (x, x), "a pair with an array float32.* in second place"),
+        (lambda x: None, "it returned None"),
+        (lambda x: ({"a": "text"}, lambda dy: dy), r"y\['a'\] is a str: 'text'"),
+    ],
+)
+def test_a_function_that_returns_something_else_says_what(returned, message):
+    f = custom_gradient(lambda x: returned(x))
+    for call in (f, jax.jit(f), jax.grad(f)):
+        with pytest.raises(TypeError, match=message if call is f else "custom gradient"):
+            call(jnp.float32(1.0))
+
+
+def test_what_is_no_function_cannot_be_decorated():
+    with pytest.raises(TypeError, match="custom_gradient decorates a function; it was given a int"):
+        custom_gradient(3)
+
+
+@pytest.mark.parametrize("transform", transforms())
+def test_an_exception_in_user_code_keeps_its_type_and_gets_a_note(transform):
+    @custom_gradient
+    def forward(x):
+        raise KeyError("forward")
+
+    @custom_gradient
+    def backward(x):
+        def grad(dy):
+            raise KeyError("backward")
+
+        return x, grad
+
+    for f, place in ((forward, "in 'forward' ("), (backward, "in the gradient function 'grad' (")):
+        with pytest.raises(KeyError) as error:
+            transform(f)(1.0)
+        assert any(note.startswith(place) for note in error.value.__notes__)
+        assert error.traceback[-1].path.name == "test_custom_gradient.py"
+    assert backward(1.0) == jax.jit(backward)(1.0) == 1.0

@@ -1,0 +1,93 @@
+"""grad_pass_through has the values of the function and the gradient of the identity."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tracegrad.annotations import grad_pass_through, stop_gradient
+
+
+def test_the_upstream_gradient_passes_unchanged():
+    def loss(f):
+        return lambda x: (f(x * 3) ** 2).sum()
+
+    x = jnp.array([0.4, 1.1])
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        got = jax.grad(transform(loss(grad_pass_through(jnp.round))))(x)
+        np.testing.assert_allclose(got, 2 * np.round(3 * x) * 3)
+    # Of any order: that of x + stop_gradient(round(x) - x).
+    straight = loss(lambda x: x + stop_gradient(jnp.round(x) - x))
+    second = jax.jacrev(jax.grad(lambda x: loss(grad_pass_through(jnp.round))(x)))(x)
+    np.testing.assert_allclose(second, jax.jacrev(jax.grad(straight))(x), atol=1e-5)
+
+
+def test_several_inputs_nested_with_keywords():
+    @grad_pass_through()
+    def swap(pair, z, *, by):
+        a, b = pair
+        return {"x": b * by, "y": a * by, "z": z}
+
+    def loss(pair, z):
+        out = swap(pair, z, by=100.0)
+        return 2 * out["x"] + 3 * out["y"] + 5 * out["z"]
+
+    assert jax.grad(loss, argnums=(0, 1))((1.0, 2.0), 4.0) == ((2.0, 3.0), 5.0)
+
+
+def test_another_float_dtype_is_converted_back():
+    half = grad_pass_through(lambda x: x.astype(jnp.bfloat16))
+    gradient = jax.grad(lambda x: (half(x) * 2).sum().astype(jnp.float32))(jnp.ones(3))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, 2.0)
+
+
+def test_methods_and_wrapped():
+    class Quantiser:
+        step = 0.5
+
+        @grad_pass_through
+        def __call__(self, x):
+            """What it does."""
+            return jnp.round(x / self.step) * self.step
+
+    quantise = Quantiser()
+    assert (quantise(0.7), jax.grad(quantise)(0.7)) == (0.5, 1.0)
+    assert Quantiser.__call__.__doc__ == "What it does."
+    assert grad_pass_through(jnp.round).__wrapped__ is jnp.round
+
+
+def test_integers_pass_without_a_gradient():
+    f = grad_pass_through(lambda x, n: (x * n, n + 1))
+    y, gradient = jax.value_and_grad(lambda x: f(x, jnp.int32(3))[0])(2.0)
+    assert (y, gradient) == (6.0, 1.0)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
+def test_as_many_outputs_as_inputs(transform):
+    f = grad_pass_through(lambda x, y: x + y)
+    with pytest.raises(ValueError, match=r"'<lambda>' \(.*py:\d+\).* has 1 and 2 \(x, y\)"):
+        transform(f)(1.0, 2.0)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
+def test_shapes_must_match(transform):
+    f = grad_pass_through(lambda x: jnp.stack([x, x]))
+    with pytest.raises(ValueError, match=r"input x, so .* output is ~?f32\[2\], the input ~?f32"):
+        transform(f)(1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_an_output_that_cannot_carry_the_gradient_raises(dtype):
+    f = grad_pass_through(lambda x: x.astype(dtype))
+    with pytest.raises(TypeError, match="Return it as float32"):
+        f(jnp.ones(2))
+
+
+def test_closing_over_a_value_that_is_differentiated_raises_and_names_it():
+    def loss(x, w):
+        return grad_pass_through(lambda x: jnp.round(x * w) + w)(x)
+
+    assert jax.grad(loss)(1.0, 2.0) == 1.0
+    with pytest.raises(ValueError, match=r"depends on 'w' \("):
+        jax.grad(loss, argnums=1)(1.0, 2.0)

@@ -1,0 +1,233 @@
+"""A recomputed function computes the same, and runs again in the backward pass."""
+
+import inspect
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.extend.core import jaxprs_in_params
+
+import tracegrad as tg
+from tracegrad.annotations import custom_gradient, recompute_grad
+
+
+def operations(f, *args):
+    """How often each primitive occurs in a program, regions included."""
+    found = Counter()
+
+    def count(jaxpr):
+        for eqn in jaxpr.eqns:
+            found[eqn.primitive.name] += 1
+            for region in jaxprs_in_params(eqn.params):
+                count(getattr(region, "jaxpr", region))
+
+    count(jax.make_jaxpr(f)(*args).jaxpr)
+    return found
+
+
+def block(x, w):
+    return jnp.sin(x * w) + jnp.cos(x)
+
+
+def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
+    again = recompute_grad(block)
+    with jax.enable_x64(True):
+        args = (jnp.array([0.3, -1.2]), jnp.array([2.0, 0.5]))
+
+        def of(f):
+            loss = lambda x, w: (f(x, w) ** 2).sum()  # noqa: E731
+            return (
+                f(*args),
+                jax.grad(loss, (0, 1))(*args),
+                jax.hessian(loss, (0, 1))(*args),
+                jax.jvp(f, args, args),
+                jax.jacrev(jax.jacrev(f))(*args),
+                jax.jacfwd(jax.jacfwd(f))(*args),
+                jax.vmap(jax.grad(lambda x, w: f(x, w) ** 3))(*args),
+                jax.jit(jax.grad(loss))(*args),
+            )
+
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), of(again), of(block)
+        )
+
+
+def test_four_calls_run_four_times_forward_and_four_more_backward():
+    runs = []
+
+    @recompute_grad
+    def f(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return jnp.sin(x)
+
+    def loss(x):
+        for _ in range(4):
+            x = f(x)
+        return x
+
+    jax.jit(loss)(1.0).block_until_ready()
+    jax.effects_barrier()
+    assert len(runs) == 4
+    runs.clear()
+    jax.jit(jax.grad(loss))(1.0).block_until_ready()
+    jax.effects_barrier()
+    assert len(runs) == 8
+    assert operations(jax.grad(loss), 1.0)["debug_callback"] == 8
+
+
+def test_only_the_backward_pass_runs_the_operations_again():
+    def loss(f, x):
+        return f(f(x))
+
+    plain = operations(jax.grad(lambda x: loss(lambda x: jnp.exp(jnp.sin(x)), x)), 1.0)
+    again = operations(
+        jax.grad(lambda x: loss(recompute_grad(lambda x: jnp.exp(jnp.sin(x))), x)), 1.0
+    )
+    assert (plain["sin"], again["sin"], again["remat2"] + again["checkpoint"]) == (2, 4, 2)
+
+
+def test_a_policy_keeps_what_it_names():
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+
+    def dots(f):
+        return operations(jax.grad(lambda w: f(x, w).sum() ** 2), w)["dot_general"]
+
+    keep = jax.checkpoint_policies.dots_saveable
+    # One forward and one for the gradient of w; one more where the product is not kept. (The last
+    # run of a recomputed block needs tanh(x @ w).)
+    assert dots(recompute_grad(policy=keep)(layer)) == dots(layer) == 2
+    assert dots(recompute_grad(layer)) == dots(recompute_grad()(layer)) == 3
+
+
+def test_keywords_nesting_and_python_values():
+    @recompute_grad
+    def f(params, x, mode, axis, flag, nothing, fun, *, scale, shift=None):
+        assert (mode, axis, flag, nothing) == ("sum", 1, True, None)
+        assert isinstance(axis, int)
+        assert shift is None
+        return fun(x * params["w"][0]).sum(axis) * scale["s"]
+
+    def loss(params, x, s):
+        return f(params, x, "sum", 1, True, None, jnp.sin, scale={"s": s}).sum()
+
+    def plain(params, x, s):
+        return (jnp.sin(x * params["w"][0]).sum(1) * s).sum()
+
+    args = ({"w": [jnp.float32(2.0)]}, jnp.ones((2, 3)), 3.0)
+    for transform in (lambda f: f, jax.jit):
+        got = transform(jax.grad(loss, (0, 1, 2)))(*args)
+        expected = jax.grad(plain, (0, 1, 2))(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+def test_an_unused_argument_gets_zero():
+    gradients = jax.grad(recompute_grad(lambda x, unused: x * x), argnums=(0, 1))(3.0, 4.0)
+    assert gradients == (6.0, 0.0)
+
+
+def test_what_it_closes_over_gets_its_gradient():
+    def loss(x, w):
+        return recompute_grad(lambda x: jnp.sin(x * w))(x)
+
+    for f in (loss, jax.jit(loss)):
+        np.testing.assert_allclose(jax.grad(f, (0, 1))(2.0, 3.0), np.cos(6.0) * np.array([3, 2]))
+
+
+def test_what_it_closes_over_is_read_at_every_call():
+    @recompute_grad
+    def f(x):
+        return x * factor
+
+    factor = 2.0
+    assert (f(1.0), jax.grad(f)(1.0)) == (2.0, 2.0)
+    factor = 3.0
+    assert (f(1.0), jax.grad(f)(1.0)) == (3.0, 3.0)
+
+
+def test_recompute_in_recompute_in_scan():
+    inner = recompute_grad(jnp.sin)
+
+    @recompute_grad
+    def outer(x):
+        return inner(inner(x)) + 1.0
+
+    def loss(outer):
+        return lambda x: jax.lax.scan(lambda c, _: (outer(c), None), x, None, length=3)[0]
+
+    def plain(x):
+        return jnp.sin(jnp.sin(x)) + 1.0
+
+    for order in (jax.grad, lambda f: jax.grad(jax.grad(f))):
+        np.testing.assert_allclose(order(loss(outer))(0.5), order(loss(plain))(0.5), rtol=1e-6)
+
+
+def test_a_custom_gradient_inside_is_kept():
+    @recompute_grad
+    def f(x):
+        return custom_gradient(lambda x: (x * 2, lambda dy: dy * 5))(x)
+
+    assert jax.grad(f)(1.0) == jax.jit(jax.grad(f))(1.0) == 5.0
+    assert jax.grad(custom_gradient(lambda x: (f(x), lambda dy: 7 * dy)))(1.0) == 7.0
+
+
+def test_methods_and_wrapped():
+    class Layer:
+        w = jnp.float32(3.0)
+
+        @recompute_grad(policy=None)
+        def __call__(self, x):
+            """What it does."""
+            return jnp.sin(self.w * x)
+
+    layer = Layer()
+    np.testing.assert_allclose(jax.grad(layer)(1.0), 3 * np.cos(3.0), rtol=1e-6)
+    assert Layer.__call__.__doc__ == "What it does."
+    again = recompute_grad(block)
+    assert again.__wrapped__ is block
+    assert again.__name__ == "block"
+    assert inspect.signature(again) == inspect.signature(block)
+
+
+def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():
+    graph = tg.graph(lambda x: recompute_grad(block)(x, 2.0))(1.0)
+    assert [type(node).__name__ for node in graph.nodes] == ["Recompute"]
+    (eqn,) = jax.make_jaxpr(lambda x: recompute_grad(block)(x, 2.0))(1.0).jaxpr.eqns
+    info = eqn.params["jaxpr"].debug_info
+    assert info.func_name == "block"
+    assert info.func_src_info == f"block at {__file__}:{block.__code__.co_firstlineno}"
+
+
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_a_side_effect_that_may_not_happen_twice_raises_and_says_so(transform):
+    @recompute_grad
+    def f(x):
+        io_callback(lambda: None, None)
+        return jnp.sin(x)
+
+    with pytest.raises(NotImplementedError, match="ffects not supported") as error:
+        transform(f)(1.0)
+    assert any("would happen twice" in note for note in error.value.__notes__)
+    assert any("in 'f' (" in note for note in error.value.__notes__)
+
+
+def test_an_exception_in_the_function_keeps_its_type_and_gets_a_note():
+    @recompute_grad
+    def f(x):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError) as error:
+        f(1.0)
+    assert any("'f' (" in note and "recomputed" in note for note in error.value.__notes__)
+
+
+def test_bad_decorations():
+    with pytest.raises(TypeError, match="recompute_grad decorates a function"):
+        recompute_grad(3)
+    with pytest.raises(TypeError, match=r"policy of jax.checkpoint_policies.*a str: 'dots'"):
+        recompute_grad(block, policy="dots")

@@ -1,0 +1,50 @@
+"""Nothing is differentiated through stop_gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.annotations import stop_gradient
+
+
+def test_a_tree_keeps_its_values_and_loses_its_derivatives():
+    tree = {"a": jnp.array([1.0, 2.0]), "n": jnp.array([1, 2]), "c": (1.5, None, 3, True)}
+    stopped = stop_gradient(tree)
+    assert jax.tree.structure(stopped) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, stopped, tree)
+
+    def loss(a):
+        return (stop_gradient({"x": a})["x"] * a**2).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(tree["a"]), 2 * tree["a"] ** 2)
+
+
+def test_no_order_and_no_mode_passes():
+    def f(x):
+        return x * stop_gradient(x**2)
+
+    assert jax.grad(f)(3.0) == 9.0
+    assert jax.grad(jax.grad(f))(3.0) == 0.0
+    assert jax.jvp(f, (3.0,), (1.0,)) == (27.0, 9.0)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(f)))(jnp.array([1.0, 2.0])), [1.0, 4.0])
+
+
+def test_it_is_the_primitive_of_jax_and_a_stop_gradient_in_a_graph():
+    eqns = jax.make_jaxpr(lambda x: stop_gradient([x]))(1.0).jaxpr.eqns
+    assert [eqn.primitive.name for eqn in eqns] == ["stop_gradient"]
+    assert [type(node).__name__ for node in tg.graph(lambda x: stop_gradient(x))(1.0).nodes] == [
+        "StopGradient"
+    ]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_leaf_that_is_no_array_says_where_and_what_it_is(transform):
+    def f(x):
+        return stop_gradient({"w": x, "act": [jnp.sin]})
+
+    with pytest.raises(TypeError, match=r"the leaf at \['act'\]\[0\] is a PjitFunction"):
+        transform(f)(1.0)
+    with pytest.raises(TypeError, match="it is a str: 'text'"):
+        stop_gradient("text")
