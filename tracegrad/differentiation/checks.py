@@ -54,9 +54,9 @@ def differentiable_leaves(
         fits = is_differentiable(leaf)
         if not fits and unconnected != "none" and not (allow_int and is_numeric(leaf)):
             aval = type_of(leaf)
-            kind = f"{type(leaf).__name__}" if aval is None else f"{aval.dtype}"
+            kind = type(leaf).__name__ if aval is None else str(aval.dtype)
             raise TypeError(
-                f"wrt selects {path}, which is {kind}: only float and complex arrays have "
+                f"wrt selects {path}, of type {kind}: only float and complex arrays have "
                 "gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or take "
                 'None for it, with `unconnected="none"`'
                 + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")

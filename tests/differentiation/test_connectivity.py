@@ -1,0 +1,497 @@
+"""What is connected, and what cuts: decided on the program, as JAX's own derivative has it."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax._src.interpreters import partial_eval as pe
+
+import tracegrad as tg
+from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
+from tracegrad.differentiation import UnconnectedError, grad, jacobian
+from tracegrad.differentiation.connectivity import connections
+from tracegrad.differentiation.dependence import dependence
+
+X = jnp.array([0.3, -1.2, 2.0])
+
+
+def connected(fun, *args):
+    """For each output of a function of several arguments, which of them are connected."""
+    inputs = connections(tg.graph(fun)(*args))
+    return [sorted(i) for i in inputs]
+
+
+# ------------------------------------------------------------------------------- single nodes
+
+
+@pytest.mark.parametrize(
+    "cutting",
+    [
+        lax.stop_gradient,
+        stop_gradient,
+        jnp.floor,
+        jnp.ceil,
+        jnp.round,
+        jnp.sign,
+        lambda x: x.astype(jnp.int32).astype(jnp.float32),
+        lambda x: (x > 0).astype(jnp.float32),
+        jnp.zeros_like,
+        lambda x: jnp.ones(x.shape) * jnp.argmax(x),
+        lambda x: jnp.arange(3.0)[jnp.argsort(x)],
+        lambda x: jnp.where(x > 0, 1.0, 2.0),
+        jnp.isnan,
+        lambda x: lax.bitcast_convert_type(x, jnp.int32) * 1.0,
+        lambda x: jax.random.normal(jax.random.key(x[0].astype(int)), (3,)),
+    ],
+)
+def test_these_cut(cutting):
+    def f(x):
+        return jnp.sum(cutting(x) * 1.0)
+
+    assert connected(f, X) == [[]]
+    assert not jnp.any(jax.grad(f)(X))
+    assert connected(lambda x: f(x) + jnp.sum(x), X) == [[0]]
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda x: x * 0.0,
+        lambda x: jnp.where(False, x, 1.0),
+        lambda x: jnp.clip(x, 5.0, 6.0),
+        lambda x: jax.nn.relu(-jnp.abs(x)),
+        lambda x: x - x,
+        lambda x: lax.cond(False, lambda x: x, lambda x: jnp.ones(3), x),
+        lambda x: jnp.sort(x) * 0,
+        lambda x: x.astype(jnp.bfloat16) * 0,
+        lambda x: x[jnp.array([0, 0])] * 0,
+        lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.0 + x * 0.0, x),
+        jnp.abs,
+        jnp.cumsum,
+    ],
+)
+def test_a_zero_of_the_values_is_connected(zero):
+    assert connected(lambda x: jnp.sum(zero(x)), X) == [[0]]
+
+
+def test_an_index_is_not_connected_and_the_table_is():
+    def lookup(table, where):
+        return table[jnp.clip(where, 0, 2).astype(int)].sum()
+
+    assert connected(lookup, X, jnp.float32(1.2)) == [[0]]
+    assert connected(lambda table, i: table[i], X, 1) == [[0]]
+
+
+def test_outputs_are_told_apart():
+    def f(x, y):
+        values, vectors = jnp.linalg.eigh(jnp.diag(x) + y)
+        return x * 2, y + jnp.round(x), values, jnp.argmax(x), 3.0
+
+    assert connected(f, X, 1.0) == [[0], [1], [0, 1], [], []]
+
+
+# ----------------------------------------------------------------------------- through regions
+
+
+def pairwise(x, y):
+    return stop_gradient(x) + y, x * 2.0
+
+
+@pytest.mark.parametrize(
+    "boundary",
+    [
+        jax.jit,
+        tg.trace,
+        jax.checkpoint,
+        recompute_grad,
+        lambda f: jax.vmap(f),
+        lambda f: lambda x, y: lax.cond(x[0] > 0, f, lambda x, y: (y, x), x, y),
+        lambda f: lambda x, y: lax.map(lambda one: f(*one), (x, y)),
+        lambda f: lambda x, y: jax.jit(jax.checkpoint(f))(x, y),
+    ],
+)
+def test_none_passes_boundaries_argument_by_argument_and_output_by_output(boundary):
+    g = boundary(pairwise)
+    assert connected(g, X, X) == [[1], [0]]
+    gradient = grad(lambda x, y: g(x, y)[0].sum(), (0, 1), unconnected="none")(X, X)
+    assert gradient[0] is None
+    np.testing.assert_array_equal(gradient[1], jnp.ones(3))
+
+
+def test_a_loop_connects_what_some_iteration_connects():
+    def rotate(a, b, c, n):
+        def body(i, state):
+            a, b, c = state
+            return b, jnp.round(c), a
+
+        return lax.fori_loop(0, n, body, (a, b, c))
+
+    # Whatever the number of iterations, each place may hold what came in at each other, but
+    # nothing passes from the third to the second.
+    assert connected(lambda a, b, c: rotate(a, b, c, 5), 1.0, 2.0, 3.0) == [[0, 1], [1], [0, 1, 2]]
+
+    def while_loop(x, y, limit):
+        return lax.while_loop(
+            lambda s: s[0].sum() < limit, lambda s: (s[0] + s[1], s[1], jnp.sign(s[1])), (x, y, x)
+        )
+
+    assert connected(while_loop, 1.0, 2.0, 9.0) == [[0, 1], [1], [0]]
+
+
+def test_a_variable_of_one_branch_is_connected():
+    def f(flag, x, y):
+        return lax.cond(flag, lambda x, y: x * 2, lambda x, y: y * 3, x, y)
+
+    got = grad(f, (1, 2), unconnected="none")(True, 1.0, 2.0)
+    assert got == (2.0, 0.0)
+
+
+def test_what_a_scan_only_reads_as_an_index_is_not_connected():
+    def f(table, rows, start):
+        def step(total, row):
+            return total + table[row.astype(int)], None
+
+        return lax.scan(step, start, rows)[0]
+
+    assert connected(f, X, X, 0.0) == [[0, 2]]
+
+
+def test_custom_rules_decide_for_what_they_replace():
+    @custom_gradient
+    def straight_through(x):
+        return jnp.round(x), lambda dy: dy
+
+    @custom_gradient
+    def one_sided(x, y):
+        return x * y, lambda dy: (dy * y, None)
+
+    @jax.custom_vjp
+    def swapped(x, y):
+        return x, y
+
+    swapped.defvjp(lambda x, y: ((x, y), None), lambda _, ct: (ct[1], jnp.zeros_like(ct[0])))
+
+    @jax.custom_jvp
+    def partial(x, y):
+        return x * y
+
+    partial.defjvp(lambda p, t: (p[0] * p[1], p[0] * t[1]))
+
+    assert connected(lambda x: straight_through(x).sum(), X) == [[0]]
+    assert connected(one_sided, 1.0, 2.0) == [[0]]
+    assert connected(swapped, 1.0, 2.0) == [[], [0]]
+    assert connected(partial, 1.0, 2.0) == [[1]]
+    assert connected(jax.jit(lambda x, y: jax.vmap(one_sided)(x, y)), X, X) == [[0]]
+
+
+def test_a_custom_gradient_may_close_over_what_is_not_differentiated():
+    def f(x, k):
+        @custom_gradient
+        def scaled(x):
+            return x * k, lambda dy: dy * k
+
+        return scaled(x)
+
+    assert connected(lambda x: f(x, jnp.round(x)), 2.0) == [[0]]
+    assert grad(lambda x: f(x, jnp.round(x)), unconnected="raise")(2.2) == 2.0
+
+
+def test_values_written_to_a_ref_are_connected():
+    def f(x, y):
+        ref = jax.new_ref(jnp.zeros(3))
+
+        def body(i, _):
+            ref[i] = x[i] * 2
+
+        lax.fori_loop(0, 3, body, None)
+        return ref[...].sum() + jnp.round(y)
+
+    assert connected(f, X, 1.0) == [[0]]
+
+
+def test_what_jax_cannot_differentiate_counts_as_connected_and_jax_says_so():
+    def f(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "float32"), x)
+
+    assert connected(f, 1.0) == [[0]]
+    with pytest.raises(ValueError, match="do not support JVP"):
+        grad(f, unconnected="none")(1.0)
+
+    def loop(x):
+        return lax.while_loop(lambda x: x < 10, lambda x: x * 2, x)
+
+    assert connected(loop, 1.0) == [[0]]
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        grad(loop, unconnected="none")(1.0)
+
+
+def test_second_derivatives_are_connected_by_the_same_rule():
+    assert grad(grad(lambda x: 2 * x), unconnected="none")(3.0) is None
+    assert grad(grad(lambda x: x**2), unconnected="none")(3.0) == 2.0
+
+
+def test_a_jacobian_marks_each_pair_by_itself():
+    def f(x, y):
+        return {"a": x * 2, "b": stop_gradient(x) * y}
+
+    got = jacobian(f, (0, 1), unconnected="none")(X, 3.0)
+    assert got["a"][1] is None
+    assert got["b"][0] is None
+    np.testing.assert_allclose(got["a"][0], 2 * np.eye(3))
+    np.testing.assert_allclose(got["b"][1], X)
+    with pytest.raises(
+        UnconnectedError, match="y from output 0: nothing.*\n.*x from output 1: cut"
+    ):
+        jacobian(f, (0, 1), unconnected="raise")(X, 3.0)
+
+
+# ------------------------------------------------------------------------------------ messages
+
+
+def why(fun, *args, wrt=0):
+    with pytest.raises(UnconnectedError) as caught:
+        grad(fun, wrt=wrt, unconnected="raise")(*args)
+    return str(caught.value)
+
+
+def line_of(fun, text):
+    """The line of this file in a function's source that holds a text."""
+    import inspect
+
+    lines, start = inspect.getsourcelines(fun)
+    return start + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_the_error_names_the_leaf_the_cut_and_the_line():
+    def model(params, x):
+        hidden = jnp.tanh(x * params["dense"]["kernel"])
+        frozen = stop_gradient(hidden)
+        return frozen.sum() + params["dense"]["bias"]
+
+    params = {"dense": {"kernel": X, "bias": 1.0}}
+    message = why(model, params, X)
+    line = line_of(model, "stop_gradient(")
+    assert re.fullmatch(
+        rf"no gradient of model flows to\n  params/dense/kernel: cut by stop_gradient at "
+        rf"test_connectivity.py:{line} \(.*model\)",
+        message,
+    )
+    assert issubclass(UnconnectedError, ValueError)
+
+
+def test_every_kind_of_cut_is_told():
+    @custom_gradient
+    def one_sided(x, y):
+        return x * y, lambda dy: (dy * y, None)
+
+    def f(a, b, c, d, e, g, n):
+        hidden = jnp.round(a) + c.astype(jnp.int32)
+        hidden = hidden + (d > 0)
+        hidden = hidden + one_sided(e, g)
+        return hidden * n
+
+    with pytest.raises(UnconnectedError) as caught:
+        grad(f, range(7), unconnected="raise", allow_int=True)(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7)
+    at = {text: f"test_connectivity.py:{line_of(f, text)}" for text in ("round", "d > 0", "one_s")}
+    where = r" \(.*f\)"
+    for line, expected in zip(
+        str(caught.value).split("\n")[1:],
+        [
+            rf"  a: cut by round at {at['round']}{where}, whose derivative is zero",
+            r"  b: nothing that leads to the output uses it",
+            rf"  c: cut by the conversion to int32 at {at['round']}{where}",
+            rf"  d: cut by gt at {at['d > 0']}{where}, whose result is bool",
+            rf"  g: cut by the custom gradient one_sided at {at['one_s']}{where}, "
+            r"whose backward gives it nothing",
+            r"  n: it is int32, which has no gradient",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(expected, line), line
+
+
+@pytest.mark.parametrize("boundary", [jax.jit, jax.checkpoint, tg.trace, recompute_grad])
+def test_a_cut_inside_a_region_is_found_there(boundary):
+    def step(h, w):
+        h = jnp.tanh(h + w)
+        return h, jnp.floor(h)
+
+    @boundary
+    def inner(w, xs):
+        return lax.scan(step, w, xs)[1].sum()
+
+    def outer(w, xs):
+        return inner(w, xs) + jnp.sum(xs)
+
+    message = why(outer, 1.0, X)
+    line = line_of(step, "floor")
+    assert f"w: cut by floor at test_connectivity.py:{line} (" in message
+
+
+def test_a_cut_in_a_branch_and_a_while_loop_is_found_there():
+    def f(x):
+        x = lax.cond(x > 0, lambda x: jnp.sign(x), lambda x: x.astype(int) * 1.0, x)
+        return x
+
+    message = why(f, 1.0)
+    assert f"sign at test_connectivity.py:{line_of(f, 'sign')}" in message
+    assert "conversion to int32" in message
+
+    def g(x):
+        return lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.round(s[0]), s[1] + 1), (x, 0))[0]
+
+    assert connected(g, 1.0) == [[0]]  # after no iteration it is x itself
+
+
+def test_a_cut_that_leads_nowhere_is_not_named():
+    def f(x):
+        unused = jnp.round(x)
+        return jnp.sign(x) + 0 * stop_gradient(1.0) + (0.0, unused)[0]
+
+    message = why(f, 1.0)
+    assert "sign" in message
+    assert "round" not in message
+
+
+def test_many_cuts_are_counted():
+    def f(x):
+        return sum((jnp.round(x) * i for i in range(1, 6)), jnp.sign(x))
+
+    # One line, called five times, is one place.
+    message = why(f, 1.0)
+    assert message.count("round") == 1
+
+    def g(x):
+        return jnp.sign(x) + jnp.floor(x) + jnp.ceil(x) + jnp.round(x) + stop_gradient(x)
+
+    assert "and in 2 more places" in why(g, 1.0)
+
+
+# ---------------------------------------------------------------------------- random programs
+
+
+def a_custom_rule(x, y):
+    return jnp.sin(x) + y
+
+
+a_custom_rule = jax.custom_vjp(a_custom_rule)
+a_custom_rule.defvjp(lambda x, y: (jnp.sin(x) + y, x), lambda x, ct: (ct * jnp.cos(x), None))
+
+
+@custom_gradient
+def a_swapping_gradient(x, y):
+    return x * y, lambda dy: (None, dy)
+
+
+def scanned(x, y):
+    def step(carry, z):
+        a, b = carry
+        return (jnp.sin(b), jnp.round(z) + b), a * 0.5
+
+    (a, b), stacked = lax.scan(step, (x[0], y[0]), x)
+    return stacked + a + 0 * b
+
+
+OPERATIONS = {
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "first": lambda x, y: jnp.sin(x),
+    "round": lambda x, y: jnp.round(x) + y,
+    "stop": lambda x, y: stop_gradient(x) * y,
+    "sign": lambda x, y: jnp.sign(x * y),
+    "where": lambda x, y: jnp.where(x > 0, y, 0.5),
+    "gather": lambda x, y: x[jnp.argsort(y)],
+    "integer": lambda x, y: x + (y * 10).astype(jnp.int32),
+    "relu": lambda x, y: jax.nn.relu(x) - y,
+    "custom_vjp": a_custom_rule,
+    "custom_gradient": a_swapping_gradient,
+    "softmax": lambda x, y: jax.nn.softmax(x) @ jnp.outer(y, jnp.ones(3)),
+    "scan": scanned,
+    "cond": lambda x, y: lax.cond(x[0] > y[0], lambda x, y: x * 2, lambda x, y: jnp.round(y), x, y),
+    "fft": lambda x, y: jnp.real(jnp.fft.fft(x)) + jnp.floor(y),
+    "complex": lambda x, y: jnp.imag(lax.complex(x, jnp.round(y)) ** 2),
+    "cholesky": lambda x, y: jnp.linalg.cholesky(jnp.outer(x, x) + 3 * jnp.eye(3))[1] + 0 * y[0],
+}
+WRAPPERS = {
+    "none": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "map": lambda f: lambda x, y: lax.map(lambda _: f(x, y), jnp.arange(2)).sum(0),
+    "vmap": lambda f: lambda x, y: jax.vmap(f, (None, 0))(x, jnp.stack([y, 2 * y])).sum(0),
+    "loop": lambda f: (
+        lambda x, y: lax.fori_loop(0, 2, lambda i, c: (f(c[1], c[0]), c[0]), (x, y))[0]
+    ),
+}
+
+
+@st.composite
+def programs(draw):
+    """A function of three arrays: a straight line of operations, some of them inside regions."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(sorted(OPERATIONS)),
+                st.sampled_from(sorted(WRAPPERS)),
+                st.integers(0, 5),
+                st.integers(0, 5),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+
+    def program(*arrays):
+        values = list(arrays)
+        for operation, wrapper, i, j in steps:
+            function = WRAPPERS[wrapper](OPERATIONS[operation])
+            values.append(function(values[-1 - i % len(values)], values[-1 - j % len(values)]))
+        return values[-1].sum()
+
+    return program
+
+
+@given(programs())
+def test_connected_means_that_the_whole_vjp_depends_on_the_cotangent(program):
+    args = [X, X[::-1] * 0.7, X + 0.1]
+    (connected_inputs,) = connections(tg.graph(program)(*args))
+
+    def backward(cotangent, *args):
+        return jax.vjp(program, *args)[1](cotangent)
+
+    whole = jax.make_jaxpr(backward)(1.0, *args)
+    for i in range(3):
+        # JAX's own dead code elimination says whether this one result needs the cotangent.
+        _, used = pe.dce_jaxpr(whole.jaxpr, [i == k for k in range(3)])
+        assert (i in connected_inputs) == used[0]
+
+    nonzero = [i for i, g in enumerate(jax.grad(program, (0, 1, 2))(*args)) if jnp.any(g)]
+    assert set(nonzero) <= connected_inputs
+
+
+@given(programs())
+def test_dependence_is_what_dead_code_elimination_finds(program):
+    args = [X, X * 0.7, X + 0.1]
+    graph = tg.graph(program)(*args)
+    (mask,) = dependence(graph)
+    _, used = pe.dce_jaxpr(graph.program.jaxpr, [True])
+    assert [bool(mask >> i & 1) for i in range(3)] == used
+
+
+def test_what_was_learnt_of_an_operation_is_remembered_within_bounds():
+    from tracegrad.differentiation.connectivity import _remembered_rows
+
+    for n in range(1, 4):
+        connected(functools.partial(lambda n, x: x**n, n), 2.0)
+    info = _remembered_rows.cache_info()
+    assert info.maxsize is not None
+    before = info.misses
+    connected(lambda x: x**3, 2.0)
+    assert _remembered_rows.cache_info().misses == before
