@@ -8,6 +8,14 @@ from tracegrad.annotations import custom_gradient as custom_gradient
 from tracegrad.annotations import grad_pass_through as grad_pass_through
 from tracegrad.annotations import recompute_grad as recompute_grad
 from tracegrad.annotations import stop_gradient as stop_gradient
+from tracegrad.differentiation import UnconnectedError as UnconnectedError
+from tracegrad.differentiation import grad as grad
+from tracegrad.differentiation import hessian as hessian
+from tracegrad.differentiation import hvp as hvp
+from tracegrad.differentiation import jacobian as jacobian
+from tracegrad.differentiation import jvp as jvp
+from tracegrad.differentiation import select as select
+from tracegrad.differentiation import value_and_grad as value_and_grad
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.tracing import RetraceWarning as RetraceWarning

@@ -41,7 +41,12 @@ def import_program(
     return graph
 
 
-def _import(program: Any, seen: dict[int, Graph], name: str | None = None) -> Graph:
+def _import(
+    program: Any,
+    seen: dict[int, Graph],
+    name: str | None = None,
+    operands: Sequence[Value | Literal] = (),
+) -> Graph:
     if id(program) in seen:  # alive as long as the root program, which holds it
         return seen[id(program)]
     source = _jax.function_source(program)
@@ -51,9 +56,12 @@ def _import(program: Any, seen: dict[int, Graph], name: str | None = None) -> Gr
     values: dict[Any, Value] = {}
     for var, constant in zip(open_form.constvars, _jax.constants_of(program), strict=True):
         values[var] = graph.add_constant(constant, var.aval)
+    count = len(open_form.invars)
     names = _jax.argument_names(program)
-    hints = names if len(names) == len(open_form.invars) else ("",) * len(open_form.invars)
-    for var, hint in zip(open_form.invars, hints, strict=True):
+    if len(names) != count:  # JAX does not know them: then as the caller calls its operands
+        names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
+    names = names if len(names) == count else ("",) * count
+    for var, hint in zip(open_form.invars, names, strict=True):
         values[var] = graph.add_input(var.aval, hint)
 
     def read(atom: Any) -> Value | Literal:
@@ -74,7 +82,7 @@ def _node(equation: Any, inputs: tuple[Value | Literal, ...], seen: dict[int, Gr
     if primitive is _jax.STOP_GRADIENT:
         kind = StopGradient
     elif primitive.name not in _jax.OPAQUE_PRIMITIVES:
-        regions = {name: _import(p, seen) for name, p in sub_programs(params)}
+        regions = {name: _import(p, seen, operands=inputs) for name, p in sub_programs(params)}
         if regions:
             kind, more = Call, {"_regions": regions}
         if primitive is _jax.REMAT:
