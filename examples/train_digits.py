@@ -34,7 +34,7 @@ import tracegrad as tg
 
 GOAL = 0.95  # test accuracy
 BATCH = 64  # images
-FEATURES, HIDDEN, BLOCKS = 40, 128, 2
+FEATURES, HIDDEN, BLOCKS = 24, 128, 2
 
 
 # ------------------------------------------------------------------------- changes to the gradient
