@@ -77,7 +77,8 @@ def custom_gradient(f: Any = None) -> Any:
             input, otherwise a sequence of them, flat or nested as the arguments are. ``None``
             stands for "no gradient" of an input, or of a whole argument. ``grad_fn`` is
             differentiated in its turn, through the values of ``f`` that it closes over too, so
-            derivatives of any order are defined.
+            derivatives of any order are defined. Put on ``grad_fn`` itself, ``custom_gradient``
+            defines the derivative with respect to ``dy``.
 
     Returns:
         A function ``(*args, **kwargs) -> y``; its ``__wrapped__`` is ``f``.
@@ -110,8 +111,11 @@ def custom_gradient(f: Any = None) -> Any:
     >>> print(jax.grad(lambda v: clip_gradients(v * v))(2.0))
     2.0
 
-    The idea and the form are those of TensorFlow's ``tf.custom_gradient``; each call is a
-    ``jax.custom_vjp``, so that, as with any, ``jax.jvp`` refuses it.
+    The idea and the form are those of TensorFlow's ``tf.custom_gradient``. Each call is a
+    ``jax.custom_vjp``: as with any, ``jax.jvp`` and with it ``jax.hessian`` refuse it, where
+    tracegrad's ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation
+    ``f`` and ``grad_fn`` run once per call, on tracers; where ``f`` branches on a value, as it may
+    outside jit, they run on values.
     """
     if f is None:
         return custom_gradient
