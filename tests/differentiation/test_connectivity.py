@@ -18,7 +18,7 @@ import tracegrad as tg
 from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
 from tracegrad.differentiation import UnconnectedError, grad, jacobian
 from tracegrad.differentiation.connectivity import connections
-from tracegrad.differentiation.dependence import dependence
+from tracegrad.ir.dependence import dependence
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -92,7 +92,7 @@ def test_an_index_is_not_connected_and_the_table_is():
 
 def test_outputs_are_told_apart():
     def f(x, y):
-        values, vectors = jnp.linalg.eigh(jnp.diag(x) + y)
+        values, _ = jnp.linalg.eigh(jnp.diag(x) + y)
         return x * 2, y + jnp.round(x), values, jnp.argmax(x), 3.0
 
     assert connected(f, X, 1.0) == [[0], [1], [0, 1], [], []]
@@ -248,7 +248,7 @@ def test_a_jacobian_marks_each_pair_by_itself():
     np.testing.assert_allclose(got["a"][0], 2 * np.eye(3))
     np.testing.assert_allclose(got["b"][1], X)
     with pytest.raises(
-        UnconnectedError, match="y from output 0: nothing.*\n.*x from output 1: cut"
+        UnconnectedError, match=r"y from output 0: nothing.*\n.*x from output 1: cut"
     ):
         jacobian(f, (0, 1), unconnected="raise")(X, 3.0)
 

@@ -290,7 +290,7 @@ def test_the_function_must_return_a_scalar():
         TypeError, match=r"<lambda> returns an array of shape \(3,\).*sum.*jacobian"
     ):
         grad(lambda x: x * 2)(jnp.ones(3))
-    with pytest.raises(TypeError, match="returns a dict.*has_aux"):
+    with pytest.raises(TypeError, match=r"returns a dict.*has_aux"):
         grad(lambda x: {"loss": x})(1.0)
     with pytest.raises(TypeError, match="returns a tuple"):
         grad(lambda x: (x, x))(1.0)
@@ -324,7 +324,7 @@ def test_wrong_positions_and_names_are_told_the_parameters():
         grad(loss, wrt=5)(params, x)
     with pytest.raises(ValueError, match=f"wrt='parms' is no parameter of {signature}; did you"):
         grad(loss, wrt="parms")(params, x)
-    with pytest.raises(ValueError, match="wrt='scale'.*called without it.*pass it"):
+    with pytest.raises(ValueError, match=r"wrt='scale'.*called without it.*pass it"):
         grad(loss, wrt="scale")(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):
         grad(loss, wrt=(1, "x"))(params, x)

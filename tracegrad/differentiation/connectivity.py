@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.differentiation.dependence import (
+from tracegrad.ir import Apply, CustomGradient, Graph, Node, Occurrence, StopGradient, Value
+from tracegrad.ir.dependence import (
     Masks,
     dependence,
     enter,
@@ -30,8 +31,8 @@ from tracegrad.differentiation.dependence import (
     region_outputs_leading_to,
     spread,
 )
-from tracegrad.ir import Apply, CustomGradient, Graph, Node, Occurrence, StopGradient, Value
 from tracegrad.ir.occurrence import Path
+from tracegrad.rewriting.forward_mode import place_of
 from tracegrad.tracing.importer import import_program
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
@@ -60,6 +61,7 @@ class Cut:
             return f"stop_gradient{place}"
         if isinstance(node, CustomGradient):
             face = "backward" if node.kind == "vjp" else "derivative"
+            place = place_of(self.occurrence)
             return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
         if _is_connectable(self.results[0].aval):
             return f"{node.name}{place}, whose derivative is zero"

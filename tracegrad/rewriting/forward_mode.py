@@ -10,16 +10,20 @@ The idea is TensorFlow's, whose ``tf.autodiff.ForwardAccumulator`` does it to a 
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import Path
-from tracegrad.lowering import Lowering, evaluate_node
+from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.tracing.importer import import_program
 
@@ -92,19 +96,23 @@ def _forward_rule(found: Occurrence) -> Any:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         # Only what is differentiated: a rule may have no gradient for the rest, and say so.
-        active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        active = [i for i in active if _jax.has_gradient(jax.typeof(primals[i]))]
-        backward = _Backward(found, primal, primals, active)
-        outs, residuals = backward.forward(primals)
-        given = [tangents[i] for i in active]
-        marked = _with_derivative(backward)([primals[i] for i in active], outs, residuals)
-        return marked, _jax.align(out_avals, backward.transposed(residuals, given))
+        active = [
+            i
+            for i, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
+            if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(primal))
+        ]
+        passes = _trace_passes(primal, primals, active)
+        _require_linear(passes, found)
+        outs, residuals = passes.forward(primals)
+        marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
+        flowing = passes.transposed(residuals, [tangents[i] for i in active])
+        return marked, _jax.align(out_avals, flowing)
 
     rule.defjvp(jvp, symbolic_zeros=True)
     return rule
 
 
-def _with_derivative(backward: _Backward) -> Any:
+def _with_derivative(passes: _Passes) -> Any:
     """``(inputs, results, residuals) -> results``, whose derivative by the inputs is the rule's.
 
     Differentiated once more, the results must not go through the operations that the forward pass
@@ -118,80 +126,114 @@ def _with_derivative(backward: _Backward) -> Any:
     @results.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
-        flowing = backward.transposed(residuals, tangents[0])
+        flowing = passes.transposed(residuals, tangents[0])
         return results(*primals), _jax.align([jax.typeof(out) for out in outs], flowing)
 
     return results
 
 
-class _Backward:
+@dataclass(frozen=True)
+class _Passes:
     """The two passes of a custom gradient, traced with respect to some of its inputs."""
 
-    def __init__(
-        self,
-        found: Occurrence,
-        primal: Callable[..., list[Any]],
-        primals: Sequence[Any],
-        active: Sequence[int],
-    ):
-        self.found = found
-        avals = [jax.typeof(p) for p in primals]
-
-        def forward(*args: Any) -> tuple[list[Any], Any]:
-            def along(*chosen: Any) -> list[Any]:
-                operands = list(args)
-                for i, value in zip(active, chosen, strict=True):
-                    operands[i] = value
-                return primal(*operands)
-
-            return jax.vjp(along, *(args[i] for i in active))
-
-        self._forward, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
-        out_shapes, pullback_shape = shapes
-        residual_shapes, pullback_tree = jax.tree.flatten(pullback_shape)
-        self._count = len(out_shapes)
-
-        def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            pullback = jax.tree.unflatten(pullback_tree, residuals)
-            return list(pullback(_jax.align(out_shapes, cotangents)))
-
-        self._cotangents = [shape for shape in out_shapes if _jax.has_gradient(shape)]
-        # Traced here, so that an error in the user's rule is raised as it is, not as one of ours.
-        self._backward = jax.make_jaxpr(backward)(residual_shapes, self._cotangents)
+    forward_graph: Graph  # inputs -> results, residuals
+    backward_graph: Graph  # residuals, cotangents of the float results -> of those inputs
+    result_count: int
+    cotangents: list[Any]  # their types
 
     def forward(self, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results and the residuals."""
-        results = _jax.eval_program(self._forward, primals)
-        return results[: self._count], results[self._count :]
+        outs = evaluate(self.forward_graph, primals, Lowering())
+        return outs[: self.result_count], outs[self.result_count :]
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the inputs that are differentiated."""
+        return evaluate(self.backward_graph, [*residuals, *cotangents], Lowering())
 
     def transposed(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """The tangents of the float results, from those of the inputs that are differentiated."""
-        self._refuse_constant_part()
+        """The tangents of the float results, from those of the inputs that are differentiated.
 
-        def linear(*cotangents: Any) -> list[Any]:
-            return _jax.eval_program(self._backward, [*residuals, *cotangents])
+        By way of the derivative, which a linear function equals: of some linear operations JAX
+        can transpose the derivative only (a scatter).
+        """
+        anywhere = [jnp.zeros(aval.shape, aval.dtype) for aval in self.cotangents]
+        _, transpose = jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
+        return list(transpose(list(tangents)))
 
-        transpose = jax.linear_transpose(linear, *self._cotangents)
-        try:
-            return list(transpose(list(tangents)))
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(f"{self._refusal()} (JAX: {reason})") from error
 
-    def _refuse_constant_part(self) -> None:
-        """JAX's transposition drops what a function adds to a linear one, without a word."""
-        zeros = zero_outputs(import_program(self._forward))[self._count :]
-        residuals = [Part.ZERO if zero else Part.CONSTANT for zero in zeros]
-        cotangents = [Part.LINEAR] * len(self._cotangents)
-        added = constant_part(import_program(self._backward), residuals + cotangents)
-        if added is not None:
-            raise ValueError(f"{self._refusal()} ({added})")
+def _trace_passes(
+    primal: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
+) -> _Passes:
+    """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
 
-    def _refusal(self) -> str:
-        origin = self.found.origin
-        return (
-            f"the custom gradient {self.found.node.name}"
-            + ("" if origin is None else f" at {origin}")
-            + " has no forward-mode derivative: that is the transpose of its backward, which is not"
-            " linear in the cotangent"
-        )
+    def forward(*args: Any) -> tuple[list[Any], Any]:
+        def along(*chosen: Any) -> list[Any]:
+            operands = list(args)
+            for i, value in zip(active, chosen, strict=True):
+                operands[i] = value
+            return primal(*operands)
+
+        return jax.vjp(along, *(args[i] for i in active))
+
+    forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
+    outs, pullback_shape = shapes
+    residuals, pullback_tree = jax.tree.flatten(pullback_shape)
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        pullback = jax.tree.unflatten(pullback_tree, residuals)
+        return list(pullback(_jax.align(outs, cotangents)))
+
+    cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
+    backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
+    return _Passes(
+        import_program(forward_program),
+        with_forward_mode(import_program(backward_program)),  # it may be made of custom gradients
+        len(outs),
+        cotangents,
+    )
+
+
+def _require_linear(passes: _Passes, found: Occurrence) -> None:
+    """Raises ValueError unless the backward is linear in the cotangents.
+
+    Its derivative then does not depend on where it is taken, and depends on a direction where the
+    value does; and nothing is added to the linear part.
+    """
+    split = len(passes.backward_graph.inputs) - len(passes.cotangents)
+
+    def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:
+        return jax.jvp(lambda cts: passes.backward(residuals, cts), (cotangents,), (tangents,))
+
+    avals = passes.backward_graph.in_avals
+    program = jax.make_jaxpr(derivative)(avals[:split], passes.cotangents, passes.cotangents)
+    masks = dependence(import_program(program))
+    count = len(passes.cotangents)
+    here, along = (((1 << count) - 1) << split << shift for shift in (0, count))
+    half = len(masks) // 2
+    for value, tangent in zip(masks[:half], masks[half:], strict=True):
+        if tangent & here:
+            raise ValueError(_refusal(found, "its derivative depends on the cotangent"))
+        if (value & here) << count & ~tangent & along:
+            raise ValueError(_refusal(found, "its derivative by the cotangent is zero"))
+    zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
+    residuals = [Part.ZERO if zero else Part.CONSTANT for zero in zeros]
+    added = constant_part(passes.backward_graph, residuals + [Part.LINEAR] * count)
+    if added is not None:
+        raise ValueError(_refusal(found, added))
+
+
+def _refusal(found: Occurrence, reason: str) -> str:
+    assert isinstance(found.node, CustomGradient)
+    return (
+        f"the custom gradient {found.node.name}{place_of(found)} has no forward-mode derivative: "
+        f"that is the transpose of its backward, which is not linear in the cotangent ({reason})"
+    )
+
+
+def place_of(found: Occurrence) -> str:
+    """Where a custom gradient is called or, if the line is not known, where it is defined."""
+    assert isinstance(found.node, CustomGradient)
+    if found.origin is not None:
+        return f" at {found.origin}"
+    _, _, place = found.node.primal.function_source.rpartition(" at ")
+    return f" defined at {os.path.basename(place)}" if place else ""

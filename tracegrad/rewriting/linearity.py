@@ -1,9 +1,8 @@
-"""Whether a program that JAX can transpose is linear, or only affine.
+"""What a program adds to a linear function of some of its inputs.
 
-`jax.linear_transpose` refuses what is not linear, but for one case: what is added to a linear part
-it drops in silence. A gradient function ``lambda dy: dy + 1``, or one that forgets ``dy``, would
-get a wrong JVP. This walk finds such constants, knowing zeros by structure: zeros that are written
-into the program, and what is made of them.
+A derivative does not see it: a gradient function ``lambda dy: dy + 1``, or one that forgets ``dy``,
+would pass for linear. Zeros are known by structure: those that are written into the program, and
+what is made of them.
 """
 
 from __future__ import annotations

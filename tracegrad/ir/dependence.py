@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.nodes import CustomGradient, Literal, Node, Recompute, Value
 
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks

@@ -1,0 +1,364 @@
+"""`jvp`: as jax.jvp, and through custom gradients the transpose of their backward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import tracegrad as tg
+from tracegrad.annotations import custom_gradient
+from tracegrad.differentiation import grad, jvp
+
+X = np.array([0.3, -1.2, 2.0])
+T = np.array([1.0, 0.5, -2.0])
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@custom_gradient
+def log1pexp(x):
+    e = jnp.exp(x)
+    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+
+@jax.custom_vjp
+def product(x, y):
+    return jnp.sin(x) * y, jnp.sum(y**2)
+
+
+def product_forward(x, y):
+    return product(x, y), (x, y)
+
+
+def product_backward(saved, cotangents):
+    x, y = saved
+    dz, ds = cotangents
+    return dz * jnp.cos(x) * y, dz * jnp.sin(x) + 2 * y * ds
+
+
+product.defvjp(product_forward, product_backward)
+
+
+@jax.custom_jvp
+def product_forwards(x, y):
+    return jnp.sin(x) * y, jnp.sum(y**2)
+
+
+@product_forwards.defjvp
+def _(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    dz = jnp.cos(x) * y * dx + jnp.sin(x) * dy
+    return product_forwards(x, y), (dz, jnp.sum(2 * y * dy))
+
+
+def plain(rule):
+    def f(x, y):
+        z, s = rule(jnp.tanh(x), y * 2)
+        return jnp.cumsum(z) * s
+
+    return f
+
+
+def in_jit(rule):
+    return lambda x, y: jax.jit(plain(rule))(x, y) + jax.jit(plain(rule))(y, x)
+
+
+def in_scan(rule):
+    def f(x, y):
+        def step(carry, one):
+            z, s = rule(carry, one + y)
+            return z * 0.5, s
+
+        last, stacked = lax.scan(step, x, jnp.stack([x, y]))
+        return last * stacked[1] + stacked[0]
+
+    return f
+
+
+def in_cond(rule):
+    def f(x, y):
+        return lax.cond(x[0] > 0, lambda x, y: rule(x, y)[0], lambda x, y: x, x, y) * y
+
+    return f
+
+
+def in_while(rule):
+    def f(x, y):
+        return lax.while_loop(lambda s: s[1] < 3, lambda s: (rule(s[0], y)[0], s[1] + 1), (x, 0))[0]
+
+    return f
+
+
+def in_checkpoint(rule):
+    return jax.checkpoint(plain(rule))
+
+
+def in_vmap(rule):
+    return lambda x, y: jax.vmap(rule, (None, 0))(x, jnp.stack([x, y]))
+
+
+def in_traced(rule):
+    return tg.trace(plain(rule))
+
+
+PLACES = [plain, in_jit, in_scan, in_cond, in_while, in_checkpoint, in_vmap, in_traced]
+each_place = pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__)
+
+
+def assert_close(got, expected, **tolerance):
+    tolerance = {"rtol": 1e-9, "atol": 1e-9, **tolerance}
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+
+
+def finite_difference(fun, primals, tangents, step=1e-6):
+    there, back = (
+        fun(*(p + s * t for p, t in zip(primals, tangents, strict=True))) for s in (step, -step)
+    )
+    return jax.tree.map(lambda a, b: (a - b) / (2 * step), there, back)
+
+
+# ----------------------------------------------------------------------------------- as jax.jvp
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_custom_gradients_it_is_jax_jvp():
+    def f(x, tree):
+        return {"sum": jnp.sum(x * tree["a"]), "scan": lax.scan(lambda c, z: (c * z, c), 1.0, x)}
+
+    primals, tangents = (X, {"a": X**2}), (T, {"a": T})
+    assert_close(jvp(f, primals, tangents), jax.jvp(f, primals, tangents))
+
+
+def test_auxiliary_results_and_integers():
+    def f(x, n):
+        return log1pexp(x) * n, {"n": n}
+
+    zero = np.zeros((), jax.dtypes.float0)
+    y, dy, aux = jvp(f, (0.0, 3), (1.0, zero), has_aux=True)
+    np.testing.assert_allclose((y, dy), (3 * np.log(2), 1.5), rtol=1e-6)
+    assert aux == {"n": 3}
+
+
+def test_what_does_not_fit_is_refused_as_by_jax():
+    with pytest.raises(TypeError, match="primals and tangents are tuples"):
+        jvp(log1pexp, 1.0, 1.0)
+    with pytest.raises((TypeError, ValueError), match="tangent"):
+        jvp(log1pexp, (1.0,), (jnp.ones(3),))
+    with pytest.raises((TypeError, ValueError), match="tree structure"):
+        jvp(log1pexp, (1.0,), (1.0, 1.0))
+
+
+# ------------------------------------------------------------------------- through custom rules
+
+
+@pytest.mark.usefixtures("x64")
+@each_place
+def test_a_custom_vjp_gets_the_jvp_of_a_hand_written_one(place):
+    primals, tangents = (X, X[::-1] * 0.7), (T, T**2)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(place(product), primals, tangents)
+    got = jvp(place(product), primals, tangents)
+    assert_close(got, jax.jvp(place(product_forwards), primals, tangents))
+    assert_close(got[0], place(product)(*primals))
+    assert_close(got[1], finite_difference(place(product), primals, tangents), rtol=1e-6, atol=1e-6)
+    assert_close(jax.jit(lambda *p: jvp(place(product), p, tangents))(*primals), got)
+
+
+@pytest.mark.usefixtures("x64")
+@each_place
+def test_it_is_differentiable_batchable_and_its_own_jvp(place):
+    primals, tangents = (X, X[::-1] * 0.7), (T, T**2)
+
+    def along(transform, rule, x):
+        return transform(place(rule), (x, primals[1]), tangents)
+
+    def ours(x):
+        return along(jvp, product, x)
+
+    def theirs(x):
+        return along(jax.jvp, product_forwards, x)
+
+    assert_close(jvp(ours, (X,), (T,)), jax.jvp(theirs, (X,), (T,)))
+    third = jvp(lambda x: jvp(ours, (x,), (T,)), (X,), (T,))
+    assert_close(third, jax.jvp(lambda x: jax.jvp(theirs, (x,), (T,)), (X,), (T,)))
+    batch = np.stack([X, 2 * X])
+    assert_close(jax.vmap(ours)(batch), jax.vmap(theirs)(batch))
+    if place is not in_while:  # JAX has no reverse mode there
+        got = jax.vjp(ours, X)[1](jax.tree.map(jnp.ones_like, ours(X)))
+        assert_close(got, jax.vjp(theirs, X)[1](jax.tree.map(jnp.ones_like, theirs(X))))
+
+
+def test_forward_and_reverse_agree_where_the_rule_is_not_the_derivative():
+    @custom_gradient
+    def straight_through(x):
+        return jnp.round(x), lambda dy: 3 * dy
+
+    def f(x):
+        return jnp.sum(straight_through(x) ** 2 * x)
+
+    x, t = jnp.array([0.6, 1.7, -2.2]), jnp.array([1.0, -1.0, 0.5])
+    _, along = jvp(f, (x,), (t,))
+    np.testing.assert_allclose(along, jnp.vdot(grad(f)(x), t), rtol=1e-6)
+    # The derivative of the value is the rule at the second order too, not that of `round`.
+    second = jvp(lambda x: jvp(straight_through, (x,), (1.0,))[0], (0.6,), (1.0,))
+    assert [float(v) for v in second] == [1.0, 3.0]
+
+
+def test_derivatives_of_log1pexp_at_any_order():
+    def along(f):
+        return lambda x: jvp(f, (x,), (1.0,))[1]
+
+    np.testing.assert_allclose(along(log1pexp)(100.0), 1.0)
+    np.testing.assert_allclose(along(along(log1pexp))(0.0), 0.25, rtol=1e-6)
+    np.testing.assert_allclose(grad(along(log1pexp))(0.0), 0.25, rtol=1e-6)
+    np.testing.assert_allclose(along(grad(log1pexp))(0.0), 0.25, rtol=1e-6)
+    np.testing.assert_allclose(along(along(along(log1pexp)))(0.0), 0.0, atol=1e-6)
+
+
+def test_rules_inside_rules():
+    @custom_gradient
+    def outer(x):
+        y = log1pexp(x)
+        return y * y, lambda dy: 2 * dy * y * (1 - 1 / (1 + jnp.exp(x)))
+
+    def along(f):
+        return lambda x: jvp(f, (x,), (1.0,))[1]
+
+    for order in range(1, 4):
+        f, expected = outer, lambda x: jnp.log(1 + jnp.exp(x)) ** 2
+        for _ in range(order):
+            f, expected = along(f), jax.grad(expected)
+        np.testing.assert_allclose(f(0.4), expected(0.4), rtol=1e-4)
+
+
+def test_a_missing_gradient_is_a_tangent_of_zero():
+    @custom_gradient
+    def one_sided(x, y):
+        return x * y, lambda dy: (dy * y, None)
+
+    assert jvp(one_sided, (2.0, 3.0), (1.0, 10.0)) == (6.0, 3.0)
+    assert jvp(lambda y: one_sided(2.0, y), (3.0,), (1.0,)) == (6.0, 0.0)
+
+
+def test_integer_results_and_closed_over_values():
+    def f(x, k):
+        @custom_gradient
+        def scaled(x):
+            return (x * k, jnp.argmax(x)), lambda dy, _: dy * k
+
+        y, i = scaled(x)
+        return y[i] + y.sum()
+
+    x, t = jnp.array([1.0, 3.0, 2.0]), jnp.array([1.0, 10.0, 100.0])
+    y, dy = jvp(lambda x: f(x, jnp.float32(2.0)), (x,), (t,))
+    assert (y, dy) == (18.0, 242.0)
+    assert jax.jit(lambda x, k: jvp(lambda x: f(x, k), (x,), (t,)))(x, 2.0) == (18.0, 242.0)
+
+
+def test_effects_of_a_rule_happen_once():
+    seen = []
+
+    @custom_gradient
+    def noisy(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x)
+        return x * x, lambda dy: 2 * dy * x
+
+    assert jax.jit(lambda x: jvp(noisy, (x,), (1.0,)))(3.0) == (9.0, 6.0)
+    jax.effects_barrier()
+    assert seen == [3.0]
+
+
+# ------------------------------------------------------------------- what has no forward mode
+
+
+def rule_with(backward):
+    @custom_gradient
+    def rule(x):
+        return x * 1.0, lambda dy: backward(dy, x)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda dy, x: jnp.clip(dy, -1, 1),
+        lambda dy, x: jnp.sign(dy),
+        lambda dy, x: dy * dy,
+        lambda dy, x: dy / jnp.maximum(jnp.linalg.norm(dy), 1.0),
+        lambda dy, x: jnp.where(dy > 0, dy, 0.0),
+        lambda dy, x: dy + 1.0,
+        lambda dy, x: dy + x,
+        lambda dy, x: x,
+        lambda dy, x: jnp.where(x > 0, dy, 1.0),
+        lambda dy, x: jnp.concatenate([dy[:2], jnp.ones(1)]),
+        lambda dy, x: jnp.round(dy),
+    ],
+)
+def test_a_backward_that_is_not_linear_is_refused_by_name_and_line(backward):
+    rule = rule_with(backward)
+
+    def f(x):
+        return jnp.sum(rule(x))
+
+    line = f.__code__.co_firstlineno + 1
+    message = (
+        rf"the custom gradient rule at test_forward.py:{line} \(.*f\) has no forward-mode "
+        "derivative: that is the transpose of its backward, which is not linear"
+    )
+    with pytest.raises(ValueError, match=message):
+        jvp(f, (jnp.array(X, "float32"),), (jnp.ones(3),))
+    with pytest.raises(ValueError, match=message):
+        jvp(jax.jit(f), (jnp.array(X, "float32"),), (jnp.ones(3),))
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda dy, x: dy * x,
+        lambda dy, x: jnp.where(x > 0, dy, 0.0),
+        lambda dy, x: jnp.zeros_like(x).at[jnp.argsort(x)].set(dy),
+        lambda dy, x: jnp.zeros_like(x),
+        lambda dy, x: jnp.concatenate([dy[:2], jnp.zeros(1)]),
+        lambda dy, x: jnp.pad(dy[1:], (0, 1)) + dy / 2 - dy @ jnp.outer(x, x),
+        lambda dy, x: lax.scan(lambda c, z: (c + z * jnp.sin(x), c), dy, dy)[0],
+        lambda dy, x: jnp.real(jnp.fft.ifft(jnp.fft.fft(dy))),
+        lambda dy, x: jax.vjp(jnp.tanh, x)[1](dy)[0],
+        lambda dy, x: lax.cond(x[0] > 0, lambda d: d * 2, lambda d: d, dy),
+        lambda dy, x: lax.fori_loop(0, 3, lambda i, d: d * x, dy),
+        lambda dy, x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(dy)[::-1],
+        lambda dy, x: product(x, dy)[0],
+        lambda dy, x: custom_gradient(lambda dy: (dy * x, lambda ddy: ddy * x))(dy),
+        lambda dy, x: jnp.cumsum(dy) + dy.sum() + jnp.sort(x) * 0 * dy,
+    ],
+)
+def test_a_linear_backward_is_transposed(backward):
+    rule = rule_with(backward)
+    x = jnp.array(X, "float32")
+    matrix = jnp.stack([grad(lambda x, i=i: rule(x)[i])(x) for i in range(3)])
+    for t in (jnp.eye(3)[0], jnp.eye(3)[1], jnp.array(T, "float32")):
+        _, along = jvp(rule, (x,), (t,))
+        np.testing.assert_allclose(along, matrix @ t, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rule_off_the_path_may_be_anything():
+    clipped = rule_with(lambda dy, x: jnp.clip(dy, -1, 1))
+
+    def f(x, y):
+        return x * clipped(y)
+
+    assert jvp(lambda x: f(x, 3.0), (2.0,), (1.0,)) == (6.0, 3.0)
+
+
+def test_an_error_in_the_rule_itself_stays_what_it_is():
+    broken = rule_with(lambda dy, x: dy[:2])
+    with pytest.raises(ValueError, match="has the shape of its input"):
+        jvp(broken, (jnp.ones(3),), (jnp.ones(3),))
