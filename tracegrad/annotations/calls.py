@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
@@ -152,64 +152,6 @@ def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ..
             for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
         ]
     return tuple(names)
-
-
-def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What the user calls a value that ``fun`` was not given as a positional argument.
-
-    Looked for among the keyword arguments, the variables that the function closes over, the
-    attributes of the object that a method belongs to, and the same of functions held by those.
-    """
-    for name, held in kwargs.items():
-        if (path := _path_to(value, held)) is not None:
-            return f"keyword argument '{name}{path}'"
-    for name, held in _closed_over(fun, depth=2):
-        if (path := _path_to(value, held)) is not None:
-            return f"'{name}{path}'"
-    return None
-
-
-def _path_to(value: object, held: object) -> str | None:
-    """The path of a leaf in a tree, by identity."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(held)[0]:
-        if leaf is value:
-            return str(jax.tree_util.keystr(path))
-    return None
-
-
-def _closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
-    """The variables that a function closes over, reads as globals, or has as defaults."""
-    fun = inspect.unwrap(cast("Any", fun))
-    if depth == 0:
-        return
-    if isinstance(fun, functools.partial):
-        yield from fun.keywords.items()
-        yield from ((f"argument {i} of the partial", held) for i, held in enumerate(fun.args))
-        yield from _closed_over(fun.func, depth)
-        return
-    if (owner := getattr(fun, "__self__", None)) is not None:
-        yield from ((f"self.{name}", held) for name, held in getattr(owner, "__dict__", {}).items())
-        fun = getattr(fun, "__func__", fun)
-    if not inspect.isfunction(fun):
-        return
-    cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
-    variables = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
-    variables += [(n, fun.__globals__[n]) for n in fun.__code__.co_names if n in fun.__globals__]
-    yield from variables
-    for name, held in variables:
-        if callable(held):
-            yield from _closed_over(held, depth - 1)
-        elif hasattr(held, "__dict__") and not inspect.ismodule(held):
-            yield from ((f"{name}.{key}", part) for key, part in vars(held).items())
-
-
-def _is_filled(cell: Any) -> bool:
-    """Whether a variable that a function closes over has been assigned yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def named_after(fun: Callable[..., Any], program: Callable[..., R]) -> Callable[..., R]:

@@ -20,7 +20,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
@@ -28,15 +27,14 @@ from tracegrad.annotations.calls import (
     AnnotatedFunction,
     Arguments,
     brief,
-    captured_name,
     described,
-    input_names,
     is_array_like,
-    is_traced,
     named_after,
     noted,
     require_callable,
 )
+from tracegrad.annotations.captured import Captured, captured_name, unwrapped
+from tracegrad.annotations.pullback import Program, Pullback, Residuals, trace_pullback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -154,7 +152,7 @@ class _Call:
     kwargs: dict[str, Any]
     arguments: Arguments  # the leaves of args
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
-    pullbacks: list[_Pullback | Exception] = field(default_factory=list)
+    pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function. Variables that it reads are to be collected here."""
@@ -176,73 +174,26 @@ class _Call:
                 )
         return y, grad_fn
 
-    def forward(self, *arrays: Any) -> tuple[Any, _Residuals]:
+    def forward(self, *arrays: Any) -> tuple[Any, Residuals]:
         """The output, and what its pullback needs."""
         y, grad_fn = self.run(*arrays)
-        pullback, values = _pullback(self, grad_fn, arrays, y)
+        pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         self.pullbacks.append(pullback)
-        return y, _Residuals(values, len(self.pullbacks) - 1)
+        return y, Residuals(values, len(self.pullbacks) - 1)
 
-    def forward_or_later(self, *arrays: Any) -> tuple[Any, _Residuals]:
+    def forward_or_later(self, *arrays: Any) -> tuple[Any, Residuals]:
         """The same; an error in the gradient function waits until the gradient is asked for."""
         y, grad_fn = self.run(*arrays)
-        pullback: _Pullback | Exception
+        pullback: Pullback | Exception
         values: list[Any] = []
         try:
-            pullback, values = _pullback(self, grad_fn, arrays, y)
+            pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         except _NEEDS_VALUES:
             raise
         except Exception as error:
             pullback = error
         self.pullbacks[:] = [pullback]
-        return y, _Residuals(values, 0)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values"],
-    meta_fields=["pullback", "problem"],
-)
-@dataclass(frozen=True)
-class _Residuals:
-    """What one run of the forward pass keeps for the backward pass."""
-
-    values: Sequence[Any]
-    # The number of its pullback in its call. Not the pullback: JAX remembers the structures of
-    # trees, and would keep a new one of every call alive.
-    pullback: int
-    problem: str | None = None  # why the output has no gradient after all
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A traced function, in which values of the enclosing traces have become arguments."""
-
-    program: Any
-    captured: tuple[int, ...]  # their positions among its constants
-
-    @classmethod
-    def of(cls, program: Any) -> tuple[_Program, list[Any]]:
-        """The program without those values, since it outlives their traces; and the values."""
-        constants = list(_jax.constants_of(program))
-        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
-        values = [constants[i] for i in captured]
-        for i in captured:
-            constants[i] = None
-        return cls(program.replace(consts=constants), captured), values
-
-    def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        constants = list(_jax.constants_of(self.program))
-        for i, value in zip(self.captured, values):
-            constants[i] = value
-        return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
-
-
-def _can_be_argument(constant: object) -> bool:
-    """Whether a value that a program closes over belongs to an enclosing trace; Refs stay."""
-    return isinstance(constant, jax.core.Tracer) and isinstance(
-        jax.typeof(constant), jax.core.ShapedArray
-    )
+        return y, Residuals(values, 0)
 
 
 # ------------------------------------------------------------------------------------- the rule
@@ -252,11 +203,11 @@ def _bind_with_values(call: _Call) -> Any:
     """JAX's rule around the function itself, which sees values where there are any."""
     output = _output_rule(call.fun, call.pullbacks, [])
 
-    def forward(*arrays: Any) -> tuple[Any, _Residuals]:
+    def forward(*arrays: Any) -> tuple[Any, Residuals]:
         y, residuals = call.forward(*arrays)
         return output(arrays, y, residuals), residuals
 
-    def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
+    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
         return _gradients(call.pullbacks, residuals, dy)
 
     rule = jax.custom_vjp(named_after(call.fun, lambda *arrays: call.run(*arrays)[0]))
@@ -274,7 +225,7 @@ def _bind_with_values(call: _Call) -> Any:
 
 def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
-    traced, values = _Program.of(program)
+    traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
     pullbacks, given = call.pullbacks, len(call.arguments.arrays)
 
@@ -285,7 +236,7 @@ def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
         return evaluate(*inputs)[0]
 
     captured = [
-        _Captured(
+        Captured(
             given + i,
             captured_name(value, call.fun, call.kwargs),
             described(call.fun),
@@ -295,16 +246,16 @@ def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
     ]
     output = _output_rule(call.fun, pullbacks, captured)
 
-    def forward(*inputs: Any) -> tuple[Any, _Residuals]:
+    def forward(*inputs: Any) -> tuple[Any, Residuals]:
         if isinstance(pullbacks[0], Exception):
             raise pullbacks[0]
-        inputs, problem = _unwrapped(captured, inputs)
+        inputs, problem = unwrapped(captured, inputs)
         if problem is not None:
             raise ValueError(problem)
         y, residuals = evaluate(*inputs)
         return output(inputs, y, residuals), residuals
 
-    def backward(residuals: _Residuals, dy: Any) -> tuple[Any, ...]:
+    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
         return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured))
 
     rule = jax.custom_vjp(named_after(call.fun, primal))
@@ -315,27 +266,27 @@ def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
 
 def _output_rule(
     fun: Callable[..., Any],
-    pullbacks: Sequence[_Pullback | Exception],
-    captured: Sequence[_Captured],
-) -> Callable[[Sequence[Any], Any, _Residuals], Any]:
+    pullbacks: Sequence[Pullback | Exception],
+    captured: Sequence[Captured],
+) -> Callable[[Sequence[Any], Any, Residuals], Any]:
     """Gives an output computed in the forward pass the custom gradient, without computing it again.
 
     Whoever differentiates the forward pass, for a derivative of higher order, then meets the same
     rule. What the gradient function closes over has its ordinary derivatives there.
     """
 
-    def primal(inputs: Sequence[Any], y: Any, residuals: _Residuals) -> Any:
+    def primal(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
         return y
 
     rule = jax.custom_vjp(named_after(fun, primal))
 
-    def forward(inputs: Sequence[Any], y: Any, residuals: _Residuals) -> Any:
-        inputs, problem = _unwrapped(captured, inputs)
+    def forward(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
+        inputs, problem = unwrapped(captured, inputs)
         if captured:
             y, residuals = jax.tree.map(lambda leaf: leaf.value, (y, residuals))
         return _bound(rule, primal, (inputs, y, residuals)), replace(residuals, problem=problem)
 
-    def backward(residuals: _Residuals, dy: Any) -> Any:
+    def backward(residuals: Residuals, dy: Any) -> Any:
         # Only a derivative that really goes through the output is a problem: most often just the
         # gradient is used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
@@ -362,231 +313,9 @@ def _bound(rule: Callable[..., Any], primal: Callable[..., Any], inputs: Sequenc
 
 
 def _gradients(
-    pullbacks: Sequence[_Pullback | Exception], residuals: _Residuals, dy: Any
+    pullbacks: Sequence[Pullback | Exception], residuals: Residuals, dy: Any
 ) -> tuple[Any, ...]:
     """One gradient per input, or None, for the cotangents of the outputs."""
     pullback = pullbacks[residuals.pullback]
-    assert isinstance(pullback, _Pullback)
+    assert isinstance(pullback, Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))
-
-
-# --------------------------------------------------------------------------- what is closed over
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A value of an enclosing trace that a function with a custom gradient closes over."""
-
-    position: int  # among the inputs of the rule
-    name: str | None
-    function: str
-    primal: Callable[..., Any]  # from the inputs to the output
-
-    def message(self, inputs: Sequence[Any]) -> str:
-        kind = _jax.type_text(jax.typeof(inputs[self.position]))
-        what = f"a value ({kind})" if self.name is None else f"{self.name} ({kind})"
-        return (
-            f"{self.function}, which has a custom gradient, depends on {what}, which is being "
-            "differentiated and is not one of its positional arguments: the gradient function "
-            "cannot return a gradient for it, so it would silently be zero. Make it a positional "
-            "argument and return its gradient as well or, if it is meant as a constant, use "
-            "stop_gradient of it."
-        )
-
-
-def _unwrapped(
-    captured: Sequence[_Captured], inputs: Sequence[Any]
-) -> tuple[tuple[Any, ...], str | None]:
-    """The inputs of a rule, and what is wrong with them: a captured one is being differentiated."""
-    if not captured:
-        return tuple(inputs), None
-    values = tuple(each.value for each in inputs)
-    for each in captured:
-        if inputs[each.position].perturbed and _depends_on(each.primal, values, each.position):
-            return values, each.message(values)
-    return values, None
-
-
-def _depends_on(primal: Callable[..., Any], values: Sequence[Any], position: int) -> bool:
-    """Whether a derivative with respect to one value would not be zero by structure.
-
-    What goes through ``stop_gradient``, or is only used in the gradient function, does not count:
-    zero is right there.
-    """
-    met: list[None] = []
-
-    @jax.custom_jvp
-    def output(y: Any) -> Any:
-        return y
-
-    @functools.partial(output.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
-        met.append(None)
-        return primals[0], tangents[0]
-
-    def along(value: Any) -> Any:
-        changed = (*values[:position], value, *values[position + 1 :])
-        leaves = jax.tree.leaves(primal(*changed))
-        return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
-
-    value = values[position]
-    if not _jax.has_gradient(jax.typeof(value)):
-        return False
-    jax.make_jaxpr(lambda value: jax.vjp(along, value)[0])(jax.typeof(value))
-    return bool(met)
-
-
-# --------------------------------------------------------------------------------- the gradient
-
-
-@dataclass(frozen=True)
-class _Pullback:
-    """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""
-
-    program: _Program
-    differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
-    given: Sequence[bool]  # for each input, whether the program returns its gradient
-
-    def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        cotangents = [
-            _zeros(dy.aval) if isinstance(dy, SymbolicZero) else dy
-            for dy, differentiable in zip(dys, self.differentiable)
-            if differentiable
-        ]
-        gradients = iter(self.program(residuals, cotangents))
-        return [next(gradients) if given else None for given in self.given]
-
-
-def _pullback(
-    call: _Call, grad_fn: Callable[..., Any], arrays: Sequence[Any], y: Any
-) -> tuple[_Pullback, list[Any]]:
-    """``grad_fn``, traced now, and the values of the forward pass that it closes over.
-
-    Traced in the forward pass, its mistakes are found there.
-    """
-    outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
-    differentiable = [_jax.has_gradient(aval) for aval in outputs]
-    given: list[bool] = []
-
-    def gradients(*cotangents: Any) -> list[Any]:
-        flowing = iter(cotangents)
-        dys = [
-            next(flowing) if real else _zeros(aval) for aval, real in zip(outputs, differentiable)
-        ]
-        # Variables that the forward read would be passed here, as variables=.
-        with noted(lambda: f"in the gradient function {described(grad_fn)}"):
-            returned = grad_fn(*dys)
-        checked = _one_per_input(call, grad_fn, arrays, returned)
-        given[:] = [gradient is not None for gradient in checked]
-        return [gradient for gradient in checked if gradient is not None]
-
-    program, residuals = _Program.of(
-        jax.make_jaxpr(gradients)(
-            *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
-        )
-    )
-    return _Pullback(program, differentiable, given), residuals
-
-
-def _zeros(aval: Any) -> Any:
-    """The cotangent of an output that has none: zeros of its shape and dtype."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
-        return _jax.no_cotangent(aval)
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _one_per_input(
-    call: _Call, grad_fn: Callable[..., Any], arrays: Sequence[Any], returned: Any
-) -> list[Any]:
-    """What a gradient function returned, as one checked gradient or None per input."""
-    names = input_names(call.fun, call.args)
-    names = tuple(names[i] for i in call.arguments.positions)
-    found = _by_argument(call, returned)
-    if found is None:
-        flat = jax.tree.leaves(returned, is_leaf=_is_none)
-        slots = _slots(call.args)
-        if len(flat) == len(arrays):
-            found = flat
-        elif len(flat) == len(slots):
-            found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
-        else:
-            raise ValueError(
-                f"The gradient function {described(grad_fn)} of {described(call.fun)} returned "
-                f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
-                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
-                "Return one per input, or None for an input that has no gradient."
-            )
-    return [
-        _checked(gradient, name, jax.typeof(array), call, grad_fn)
-        for gradient, name, array in zip(found, names, arrays, strict=True)
-    ]
-
-
-def _by_argument(call: _Call, returned: Any) -> list[Any] | None:
-    """Gradients nested as the arguments are, None standing for whole arguments too; else None."""
-    if not isinstance(returned, tuple | list) or len(returned) != len(call.args):
-        return None
-    found: list[Any] = []
-    for argument, gradient in zip(call.args, returned):
-        slots = _slots(argument)
-        if gradient is None:
-            found += [None] * sum(slots)
-            continue
-        leaves = jax.tree.leaves(gradient, is_leaf=_is_none)
-        if not _same_tree(gradient, argument):
-            return None
-        found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
-    return found
-
-
-def _same_tree(one: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(t, is_leaf=_is_none) for t in (one, other)]
-    return bool(structures[0] == structures[1])
-
-
-def _is_none(tree: object) -> bool:
-    return tree is None
-
-
-def _slots(tree: Any) -> list[bool]:
-    """For each leaf, with None as one, whether it is an input."""
-    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_none)]
-
-
-def _checked(
-    gradient: Any, name: str, expected: Any, call: _Call, grad_fn: Callable[..., Any]
-) -> Any:
-    """A gradient of the shape and dtype of its input; None if there is none."""
-    if gradient is None or not _jax.has_gradient(expected):
-        return None  # an integer input has no gradient, whatever was returned for it
-
-    def problem(got: str, advice: str) -> str:
-        return (
-            f"The gradient function {described(grad_fn)} of {described(call.fun)} returned {got} "
-            f"for the input {name}, which is {_jax.type_text(expected)}. {advice}"
-        )
-
-    try:
-        array = jnp.asarray(gradient)
-    except (TypeError, ValueError):
-        message = problem(brief(gradient), "Return an array of that type, or None.")
-        raise TypeError(message) from None
-    got = jax.typeof(array)
-    if got.shape != expected.shape:
-        raise ValueError(
-            problem(
-                f"a gradient {_jax.type_text(got)}",
-                "A gradient has the shape of its input: sum over axes that were broadcast.",
-            )
-        )
-    if got.dtype == expected.dtype:
-        return array
-    complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
-    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
-        return array.astype(expected.dtype)
-    raise TypeError(
-        problem(
-            f"a gradient {_jax.type_text(got)}",
-            f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
-        )
-    )

@@ -1,0 +1,236 @@
+"""The gradient function of a custom gradient, traced and checked: the pullback.
+
+It is traced in the forward pass, on the types of the cotangents. So its mistakes are found there,
+and what it closes over of the forward pass shows, as the constants of its program: the residuals.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import (
+    Arguments,
+    brief,
+    described,
+    input_names,
+    is_traced,
+    noted,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["pullback", "problem"],
+)
+@dataclass(frozen=True)
+class Residuals:
+    """What one run of the forward pass keeps for the backward pass."""
+
+    values: Sequence[Any]
+    # The number of its pullback in its call. Not the pullback: JAX remembers the structures of
+    # trees, and would keep a new one of every call alive.
+    pullback: int
+    problem: str | None = None  # why the output has no gradient after all
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function, in which values of the enclosing traces have become arguments."""
+
+    program: Any
+    captured: tuple[int, ...]  # their positions among its constants
+
+    @classmethod
+    def of(cls, program: Any) -> tuple[Program, list[Any]]:
+        """The program without those values, since it outlives their traces; and the values."""
+        constants = list(_jax.constants_of(program))
+        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
+        values = [constants[i] for i in captured]
+        for i in captured:
+            constants[i] = None
+        return cls(program.replace(consts=constants), captured), values
+
+    def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        constants = list(_jax.constants_of(self.program))
+        for i, value in zip(self.captured, values):
+            constants[i] = value
+        return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
+
+
+def _can_be_argument(constant: object) -> bool:
+    """Whether a value that a program closes over belongs to an enclosing trace; Refs stay."""
+    return isinstance(constant, jax.core.Tracer) and isinstance(
+        jax.typeof(constant), jax.core.ShapedArray
+    )
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""
+
+    program: Program
+    differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
+    given: Sequence[bool]  # for each input, whether the program returns its gradient
+
+    def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        cotangents = [
+            _zeros(dy.aval) if isinstance(dy, SymbolicZero) else dy
+            for dy, differentiable in zip(dys, self.differentiable)
+            if differentiable
+        ]
+        gradients = iter(self.program(residuals, cotangents))
+        return [next(gradients) if given else None for given in self.given]
+
+
+def trace_pullback(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    grad_fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    y: Any,
+) -> tuple[Pullback, list[Any]]:
+    """The pullback, and its residuals, of ``y, grad_fn = fun(*args, ...)``.
+
+    Args:
+        arrays: the inputs, which are the array leaves of ``args``, as the function got them.
+    """
+    outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
+    differentiable = [_jax.has_gradient(aval) for aval in outputs]
+    given: list[bool] = []
+
+    def gradients(*cotangents: Any) -> list[Any]:
+        flowing = iter(cotangents)
+        dys = [
+            next(flowing) if real else _zeros(aval) for aval, real in zip(outputs, differentiable)
+        ]
+        # Variables that the forward read would be passed here, as variables=.
+        with noted(lambda: f"in the gradient function {described(grad_fn)}"):
+            returned = grad_fn(*dys)
+        checked = _one_per_input(fun, args, grad_fn, arrays, returned)
+        given[:] = [gradient is not None for gradient in checked]
+        return [gradient for gradient in checked if gradient is not None]
+
+    program, residuals = Program.of(
+        jax.make_jaxpr(gradients)(
+            *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
+        )
+    )
+    return Pullback(program, differentiable, given), residuals
+
+
+def _zeros(aval: Any) -> Any:
+    """The cotangent of an output that has none: zeros of its shape and dtype."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
+        return _jax.no_cotangent(aval)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _one_per_input(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    grad_fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    returned: Any,
+) -> list[Any]:
+    """What a gradient function returned, as one checked gradient or None per input."""
+    names = input_names(fun, args)
+    names = tuple(names[i] for i in Arguments.of(args).positions)
+    found = _by_argument(args, returned)
+    if found is None:
+        flat = jax.tree.leaves(returned, is_leaf=_is_none)
+        slots = _slots(args)
+        if len(flat) == len(arrays):
+            found = flat
+        elif len(flat) == len(slots):
+            found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
+        else:
+            raise ValueError(
+                f"The gradient function {described(grad_fn)} of {described(fun)} returned "
+                f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
+                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
+                "Return one per input, or None for an input that has no gradient."
+            )
+    return [
+        _checked(gradient, name, jax.typeof(array), fun, grad_fn)
+        for gradient, name, array in zip(found, names, arrays, strict=True)
+    ]
+
+
+def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
+    """Gradients nested as the arguments are, None standing for whole arguments too; else None."""
+    if not isinstance(returned, tuple | list) or len(returned) != len(args):
+        return None
+    found: list[Any] = []
+    for argument, gradient in zip(args, returned):
+        slots = _slots(argument)
+        if gradient is None:
+            found += [None] * sum(slots)
+            continue
+        leaves = jax.tree.leaves(gradient, is_leaf=_is_none)
+        if not _same_tree(gradient, argument):
+            return None
+        found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
+    return found
+
+
+def _same_tree(one: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(t, is_leaf=_is_none) for t in (one, other)]
+    return bool(structures[0] == structures[1])
+
+
+def _is_none(tree: object) -> bool:
+    return tree is None
+
+
+def _slots(tree: Any) -> list[bool]:
+    """For each leaf, with None as one, whether it is an input."""
+    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_none)]
+
+
+def _checked(
+    gradient: Any, name: str, expected: Any, fun: Callable[..., Any], grad_fn: Callable[..., Any]
+) -> Any:
+    """A gradient of the shape and dtype of its input; None if there is none."""
+    if gradient is None or not _jax.has_gradient(expected):
+        return None  # an integer input has no gradient, whatever was returned for it
+
+    def problem(got: str, advice: str) -> str:
+        return (
+            f"The gradient function {described(grad_fn)} of {described(fun)} returned {got} "
+            f"for the input {name}, which is {_jax.type_text(expected)}. {advice}"
+        )
+
+    try:
+        array = jnp.asarray(gradient)
+    except (TypeError, ValueError):
+        message = problem(brief(gradient), "Return an array of that type, or None.")
+        raise TypeError(message) from None
+    got = jax.typeof(array)
+    if got.shape != expected.shape:
+        raise ValueError(
+            problem(
+                f"a gradient {_jax.type_text(got)}",
+                "A gradient has the shape of its input: sum over axes that were broadcast.",
+            )
+        )
+    if got.dtype == expected.dtype:
+        return array
+    complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
+    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
+        return array.astype(expected.dtype)
+    raise TypeError(
+        problem(
+            f"a gradient {_jax.type_text(got)}",
+            f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
+        )
+    )
