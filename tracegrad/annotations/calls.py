@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,20 +156,37 @@ def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ..
     return tuple(names)
 
 
-def named_after(fun: Callable[..., Any], program: Callable[..., R]) -> Callable[..., R]:
+def named_after(
+    fun: Callable[..., Any], program: Callable[..., R], names: Sequence[str] = ()
+) -> Callable[..., R]:
     """Gives the function that JAX traces the user's name and source line.
 
     Its signature stays its own, which takes arrays by position only: JAX reads it to bind them.
+    `names`: how the user knows each of the arrays, for whoever reads the program.
     """
     program.__name__ = program.__qualname__ = name_of(fun)
-    array = inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)
-    program.__signature__ = inspect.Signature([array])  # type: ignore[attr-defined]
+    program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in _identifiers(names)]
+        or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
+    )
     if (code := _code_of(fun)) is not None:
         # JAX reads the source line here. Not the function itself, which JAX would keep alive with
         # all that it closes over, but one of the same code.
         cells = tuple(CellType() for _ in code.co_freevars)
         program.__wrapped__ = FunctionType(code, {}, closure=cells)  # type: ignore[attr-defined]
     return program
+
+
+def _identifiers(names: Sequence[str]) -> list[str]:
+    """Names that may be parameters: ``params_w`` for ``params['w']``, each once."""
+    found: dict[str, None] = {}
+    for name in names:
+        word = re.sub(r"\W+", "_", name).strip("_") or "value"
+        word = f"{word}_" if keyword.iskeyword(word) or word[0].isdigit() else word
+        while not word.isidentifier() or word in found:
+            word = f"_{word}" if not word.isidentifier() else f"{word}_"
+        found[word] = None
+    return list(found)
 
 
 # ------------------------------------------------------------------------------------- errors

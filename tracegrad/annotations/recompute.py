@@ -13,6 +13,7 @@ from tracegrad.annotations.calls import (
     Arguments,
     brief,
     described,
+    input_names,
     named_after,
     require_callable,
 )
@@ -92,7 +93,8 @@ def _call(
         return fun(*positional, **keywords)
 
     try:
-        return jax.checkpoint(named_after(fun, run), policy=policy)(*arguments.arrays)
+        program = named_after(fun, run, _names(fun, args, kwargs, arguments))
+        return jax.checkpoint(program, policy=policy)(*arguments.arrays)
     except Exception as error:
         error.add_note(f"in {described(fun)}, which is recomputed in the backward pass")
         if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
@@ -102,3 +104,13 @@ def _call(
                 "may run again, or jax.pure_callback, which has no side effect."
             )
         raise
+
+
+def _names(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+) -> list[str]:
+    """How the user knows each array among the arguments."""
+    leaves = jax.tree_util.tree_flatten_with_path(kwargs)[0]
+    by_keyword = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]
+    names = [*input_names(fun, args), *by_keyword]
+    return [names[i] for i in arguments.positions]
