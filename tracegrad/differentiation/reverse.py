@@ -208,9 +208,12 @@ def jacobian(
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
             return flat_outputs, aux
 
-        rows, aux = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)(
-            chosen.leaves
-        )
+        if chosen.leaves:
+            run = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+            rows, aux = run(chosen.leaves)
+        else:  # which `jax.jacrev` does not take
+            outputs, aux = flat([])
+            rows = [[] for _ in outputs]
         if unconnected != "zero":
             rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
         structure, shapes = shape_of_result

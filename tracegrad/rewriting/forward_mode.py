@@ -44,7 +44,7 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
         return done[graph]
     regions: dict[Node, dict[str, Graph]] = {}
     for node in graph.nodes:
-        # The primal of a rule is not what is differentiated.
+        # The primal of a rule of kind jvp is not what is differentiated.
         if isinstance(node, RegionNode) and not isinstance(node, CustomGradient):
             new = {
                 name: _rewritten(region, (*path, (node, name)), done)
@@ -52,7 +52,7 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
             }
             if any(new[name] is not region for name, region in node.regions.items()):
                 regions[node] = new
-    rules = [n for n in graph.nodes if isinstance(n, CustomGradient) and n.kind == "vjp"]
+    rules = {n: n for n in graph.nodes if isinstance(n, CustomGradient) and n.kind == "vjp"}
     if not rules and not regions:
         done[graph] = graph
         return graph
@@ -64,14 +64,15 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
                 here._regions[name] = region
                 region.add_owner(here)
         elif node in rules:
-            _replace(result, here, Occurrence(path, node))
+            primal = _rewritten(rules[node].primal, (*path, (node, "call_jaxpr")), done)
+            _replace(result, here, Occurrence(path, node), primal)
     return result
 
 
-def _replace(graph: Graph, node: Node, found: Occurrence) -> None:
+def _replace(graph: Graph, node: Node, found: Occurrence, primal: Graph) -> None:
     avals = [value.aval for value in node.inputs]
     # A fresh function: JAX caches traces by the identity of the function.
-    rule = _forward_rule(found)
+    rule = _forward_rule(found, primal)
     program = jax.make_jaxpr(lambda *args: rule(*args))(*avals)
     results = graph.insert(import_program(program, name=found.node.name), node.inputs, before=node)
     for old, new in zip(node.outputs, results, strict=True):
@@ -83,12 +84,15 @@ def _replace(graph: Graph, node: Node, found: Occurrence) -> None:
 # ---------------------------------------------------------------------------------- the new rule
 
 
-def _forward_rule(found: Occurrence) -> Any:
+def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     """The function of a custom gradient with a JVP instead of a VJP, on flat arguments."""
     node = found.node
     out_avals = [value.aval for value in node.outputs]
 
     def primal(*args: Any) -> list[Any]:
+        return evaluate(primal_region, args, Lowering())
+
+    def original(*args: Any) -> list[Any]:
         return evaluate_node(node, list(args), Lowering())
 
     primal.__name__ = primal.__qualname__ = node.name
@@ -101,7 +105,7 @@ def _forward_rule(found: Occurrence) -> Any:
             for i, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
             if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(primal))
         ]
-        passes = _trace_passes(primal, primals, active)
+        passes = _trace_passes(original, primals, active)
         _require_linear(passes, found)
         outs, residuals = passes.forward(primals)
         marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
@@ -162,7 +166,7 @@ class _Passes:
 
 
 def _trace_passes(
-    primal: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
+    rule: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
 ) -> _Passes:
     """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
 
@@ -171,7 +175,7 @@ def _trace_passes(
             operands = list(args)
             for i, value in zip(active, chosen, strict=True):
                 operands[i] = value
-            return primal(*operands)
+            return rule(*operands)
 
         return jax.vjp(along, *(args[i] for i in active))
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from tracegrad.ir import Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir.occurrence import Path
 
 
 class Part(Enum):
@@ -51,7 +52,7 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
     Returns words that name it and its line; None if there is nothing.
     """
     found: list[str] = []
-    outs = _parts(graph, inputs, found)
+    outs = _parts(graph, inputs, found, ())
     if not found and Part.CONSTANT in outs:
         return f"result {outs.index(Part.CONSTANT)} does not depend on it"
     return found[0] if found else None
@@ -59,11 +60,11 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
 
 def zero_outputs(graph: Graph) -> list[bool]:
     """Which outputs of a graph are zeros by structure."""
-    outs = _parts(graph, [Part.CONSTANT] * len(graph.inputs), [])
+    outs = _parts(graph, [Part.CONSTANT] * len(graph.inputs), [], ())
     return [part is Part.ZERO for part in outs]
 
 
-def _parts(graph: Graph, inputs: Sequence[Part], found: list[str]) -> list[Part]:
+def _parts(graph: Graph, inputs: Sequence[Part], found: list[str], path: Path) -> list[Part]:
     parts: dict[Value, Part] = dict(zip(graph.inputs, inputs, strict=True))
     parts.update((value, _of_array(array)) for value, array in graph.constants.items())
 
@@ -71,14 +72,14 @@ def _parts(graph: Graph, inputs: Sequence[Part], found: list[str]) -> list[Part]
         return parts[value] if isinstance(value, Value) else _of_array(value.value)
 
     for node in graph.nodes:
-        results = _through(node, [part_of(value) for value in node.inputs], found)
+        results = _through(node, [part_of(value) for value in node.inputs], found, path)
         parts.update(zip(node.outputs, results, strict=True))
     return [part_of(value) for value in graph.outputs]
 
 
-def _through(node: Node, ins: list[Part], found: list[str]) -> list[Part]:
+def _through(node: Node, ins: list[Part], found: list[str], path: Path) -> list[Part]:
     if node.op == "jit":
-        return _parts(node.regions["jaxpr"], ins, found)
+        return _parts(node.regions["jaxpr"], ins, found, (*path, (node, "jaxpr")))
     whole = Part.LINEAR if Part.LINEAR in ins else Part.CONSTANT
     if node.op == "select_n":
         summands = ins[1:]
@@ -91,7 +92,7 @@ def _through(node: Node, ins: list[Part], found: list[str]) -> list[Part]:
         )
         return [Part.ZERO if is_zero else whole] * len(node.outputs)
     if Part.LINEAR in summands and Part.CONSTANT in summands:
-        origin = Occurrence((), node).origin
+        origin = Occurrence(path, node).origin
         found.append(f"{node.op}{'' if origin is None else f' at {origin}'} adds a constant to it")
     zero = all(part is Part.ZERO for part in summands)
     return [Part.ZERO if zero else whole] * len(node.outputs)
