@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -72,11 +72,14 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
 
 @contextmanager
 def equation_context(source_info: Any, settings: Any) -> Iterator[None]:
-    """Binds what is inside it under the scope, source line and settings of an equation."""
+    """Binds what is inside it under the scope, source line and settings of an equation.
+
+    `settings` is None for what was recorded as it ran: the settings are those around it then.
+    """
     stack = source_info_util.current_name_stack() + source_info.name_stack
     with (
         source_info_util.user_context(source_info.traceback, name_stack=stack),
-        settings.manager,
+        nullcontext() if settings is None else settings.manager,
     ):
         yield
 
@@ -94,7 +97,7 @@ def abstract_eval(
 
 
 def has_gradient(aval: Any) -> bool:
-    """Whether values of a type have cotangents: the float and complex ones."""
+    """Whether an array, or a type, has cotangents: the float and complex ones."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
@@ -143,6 +146,27 @@ def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
     return {"axis_names": axes, "check_vma": params["check_vma"]}
 
 
+def alias(array: Any) -> Any:
+    """Another object for the same value; an array's shares its buffer.
+
+    A buffer on one device is shared by a call of 0.3 µs that is there for another purpose; what
+    is sharded goes through the constructor of sharded arrays. Donating one deletes both.
+    """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return jax.numpy.array(array, copy=True)
+    if len(array.sharding.device_set) == 1:
+        return array.addressable_data(0)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def type_key(value: Any) -> tuple[Any, Any, bool]:
+    """Shape, dtype and weak type: equal keys, equal programs."""
+    if isinstance(value, (bool, int, float, complex)):
+        return (), type(value), True
+    return value.shape, value.dtype, bool(getattr(value, "weak_type", False))
+
+
 # ------------------------------------------------------------------------------------- provenance
 
 
@@ -158,6 +182,11 @@ def frames(source_info: Any) -> Sequence[Any]:
 def name_stack(source_info: Any) -> str:
     """The named scopes around an equation, relative to its region: ``block_0/attention``."""
     return str(source_info.name_stack)
+
+
+def current_source_info() -> Any:
+    """The traceback and the named scopes of what is being bound now."""
+    return source_info_util.current()
 
 
 def function_name(program: Any) -> str:
@@ -190,6 +219,10 @@ def filters_tracebacks() -> bool:
 
 # `current_trace(None)`: the transformation, if any, that what is bound now goes to.
 current_trace: Callable[[None], Any] = jex.find_top_trace
+
+
+# What is bound inside it goes to the given trace.
+set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
 
 
 def top_level_trace_type() -> type:

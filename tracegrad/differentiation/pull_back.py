@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Literal, Node, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 
@@ -44,7 +44,10 @@ def pull_back(
         given = [found.get(value) for value in node.outputs]
         if all(ct is None for ct in given):
             continue
-        active = [i for i, v in enumerate(node.inputs) if isinstance(v, Value) and v in reached]
+        # What a custom rule closes over comes first, and gets nothing from the rule.
+        first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
+        inputs = list(enumerate(node.inputs))[first:]
+        active = [i for i, v in inputs if isinstance(v, Value) and v in reached]
         if not active:
             continue
         for i, ct in zip(active, _node_vjp(node, values, given, active), strict=True):

@@ -22,7 +22,7 @@ Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output ma
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
 
 # One program on the operands as they are.
-_CALLS = frozenset({"jit", "closed_call", "core_call"})
+_CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 # Each result is computed from the operand in the same place.
 _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 

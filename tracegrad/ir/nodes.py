@@ -83,7 +83,8 @@ class Source:
     """Where an equation came from, and the JAX settings under which it was made."""
 
     info: Any  # JAX's SourceInfo: a traceback and the named scopes
-    settings: Any  # JAX's JaxprEqnContext: mesh, compute type, random number settings
+    # JAX's JaxprEqnContext: mesh, compute type, random number settings; None for what was recorded.
+    settings: Any
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)

@@ -6,7 +6,7 @@ interpreted and nothing is lost: each node keeps its primitive, parameters, sour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,15 +68,30 @@ def _import(
         return Literal(atom.val, atom.aval) if hasattr(atom, "val") else values[atom]
 
     for equation in open_form.eqns:
-        node = _node(equation, tuple(map(read, equation.invars)), seen)
+        node = make_node(
+            equation.primitive,
+            equation.params,
+            tuple(map(read, equation.invars)),
+            Source(equation.source_info, equation.ctx),
+            equation.effects,
+            seen,
+        )
         graph.append(node, [var.aval for var in equation.outvars])
         values.update(zip(equation.outvars, node.outputs, strict=True))
     graph.outputs = [read(atom) for atom in open_form.outvars]
     return graph
 
 
-def _node(equation: Any, inputs: tuple[Value | Literal, ...], seen: dict[int, Graph]) -> Node:
-    primitive, params = equation.primitive, equation.params
+def make_node(
+    primitive: Any,
+    params: Mapping[str, Any],
+    inputs: tuple[Value | Literal, ...],
+    source: Source,
+    effects: Iterable[Any],
+    seen: dict[int, Graph],
+) -> Node:
+    """The node of one operation, of the kind that its primitive asks for; `seen` holds the regions
+    that were imported before, by the identity of their programs."""
     kind: type[Node] = Apply
     more: dict[str, Any] = {}
     if primitive is _jax.STOP_GRADIENT:
@@ -95,8 +110,8 @@ def _node(equation: Any, inputs: tuple[Value | Literal, ...], seen: dict[int, Gr
         primitive=primitive,
         params=params,
         inputs=inputs,
-        source=Source(equation.source_info, equation.ctx),
-        effects=frozenset(equation.effects),
+        source=source,
+        effects=frozenset(effects),
         **more,
     )
 

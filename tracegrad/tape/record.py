@@ -1,0 +1,138 @@
+"""What a tape remembers: the operations that touched something watched, by identity of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, Source, Value
+from tracegrad.tracing.importer import make_node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One operation as it ran: its primitive and parameters, and the very arrays."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    args: tuple[Any, ...]
+    results: tuple[Any, ...]
+    source_info: Any  # JAX's: the traceback and the named scopes
+    key: Any  # equal for operations that compute the same function
+    # How many leading args are closed over: they carry no gradient through a custom rule.
+    constants: int = 0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Record:
+    """The operations of one tape, and the arrays to which data flows from a watched one.
+
+    Arrays are told apart by identity, and held, so that an identity stays good.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    tracked: dict[int, Any] = field(default_factory=dict)
+
+    def watch(self, array: Any) -> None:
+        self.tracked[id(array)] = array
+
+    def tracks(self, arrays: Iterable[Any]) -> bool:
+        tracked = self.tracked
+        return any(id(array) in tracked for array in arrays)
+
+    def add(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        for result in operation.results:
+            if _jax.has_gradient(result):  # an integer ends the gradient
+                self.tracked[id(result)] = result
+
+    def clear(self) -> None:
+        self.operations.clear()
+        self.tracked.clear()
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a record between some sources and targets, each array numbered by a slot.
+
+    `key` is equal for blocks of one structure: then one compiled program serves both.
+    """
+
+    operations: tuple[Operation, ...]
+    arrays: tuple[Any, ...]
+    slots: Mapping[int, int]  # identity -> slot
+    key: tuple[Any, ...]
+
+
+def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]) -> Block:
+    """The operations on a path of data flow from a source to a target, in order."""
+    reached = {id(source) for source in sources}
+    forward = []
+    for operation in record.operations:
+        if any(id(arg) in reached for arg in operation.args):
+            forward.append(operation)
+            reached.update(id(r) for r in operation.results if _jax.has_gradient(r))
+    needed = {id(target) for target in targets}
+    chosen = []
+    for operation in reversed(forward):
+        if any(id(result) in needed for result in operation.results):
+            chosen.append(operation)
+            needed.update(id(arg) for arg in operation.args)
+    chosen.reverse()
+
+    arrays: list[Any] = []
+    slots: dict[int, int] = {}
+
+    def slot(array: Any) -> int:
+        if id(array) not in slots:
+            slots[id(array)] = len(arrays)
+            arrays.append(array)
+        return slots[id(array)]
+
+    key: list[Any] = [(slot(source)) for source in sources]
+    key.append(None)
+    key.extend(slot(target) for target in targets)
+    for operation in chosen:
+        ins = tuple(map(slot, operation.args))
+        outs = tuple(map(slot, operation.results))
+        key.append((operation.key, operation.constants, ins, outs))
+    types = tuple(_jax.type_key(array) for array in arrays)
+    return Block(tuple(chosen), tuple(arrays), slots, (tuple(key), types))
+
+
+def graph_of(
+    operations: Sequence[Operation], arrays: Sequence[Any], slots: Mapping[int, int]
+) -> tuple[Graph, list[Value]]:
+    """The graph of recorded operations, and its value for every slot.
+
+    Arrays that no operation made are the graph's inputs.
+    """
+    graph = Graph("tape")
+    made = {id(result) for operation in operations for result in operation.results}
+    values: list[Value | None] = [None] * len(arrays)
+    for i, array in enumerate(arrays):
+        if id(array) not in made:
+            values[i] = graph.add_input(jax.typeof(array))
+    seen: dict[int, Graph] = {}
+    for operation in operations:
+        inputs = []
+        for arg in operation.args:
+            value = values[slots[id(arg)]]
+            assert value is not None, "operations stand in the order in which they ran"
+            inputs.append(value)
+        node = make_node(
+            operation.primitive,
+            operation.params,
+            tuple(inputs),
+            Source(operation.source_info, None),
+            (),
+            seen,
+        )
+        graph.append(node, [jax.typeof(result) for result in operation.results])
+        for result, value in zip(operation.results, node.outputs, strict=True):
+            values[slots[id(result)]] = value
+    return graph, [value for value in values if value is not None]
