@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from report import print_table
 
 import tracegrad
+from tracegrad import _jax
 
 CALLS = 500  # a run
 
 # What JAX before 0.11.2 needs on the CPU to recompute at all (`tracegrad.trace` passes it itself):
 # the same for both sides.
-KEEP = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-NEEDS_OPTION = jax.__version_info__ < (0, 11, 2)
+KEEP = _jax.keep_recompute_options(jax.default_backend())
 
 
 def scalar(x):
@@ -70,7 +70,7 @@ def main() -> None:
 
     rows = []
     for name, (fun, args, kwargs) in CALL_KINDS.items():
-        options = KEEP if NEEDS_OPTION and "recompute" in name else None
+        options = KEEP if "recompute" in name else None
         sides = {
             "jax.jit": jax.jit(fun, compiler_options=options),
             "tracegrad.trace": tracegrad.trace(fun),

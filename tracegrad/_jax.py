@@ -22,7 +22,7 @@ from jax.extend.core import primitives
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 # One class from 0.12 on, two before.
-PROGRAM_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
+PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
 
 JIT = primitives.jit_p
 REMAT = primitives.remat_p

@@ -204,6 +204,24 @@ def test_a_custom_gradient_may_close_over_what_is_not_differentiated():
     assert grad(lambda x: f(x, jnp.round(x)), unconnected="raise")(2.2) == 2.0
 
 
+def test_inside_of_a_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("d")
+
+    def f(x, y):
+        def part(x, y):
+            return lax.psum(stop_gradient(x) * y, "d"), jnp.round(y) + x
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(split, split), out_specs=(jax.P(), split))(
+            x, y
+        )
+
+    x = jnp.arange(8.0)
+    assert connected(f, x, x) == [[1], [0]]
+    message = why(lambda x, y: f(x, y)[0].sum(), x, x)
+    assert f"x: cut by stop_gradient at test_connectivity.py:{line_of(f, 'stop_')}" in message
+
+
 def test_values_written_to_a_ref_are_connected():
     def f(x, y):
         ref = jax.new_ref(jnp.zeros(3))

@@ -263,6 +263,38 @@ def test_integer_results_and_closed_over_values():
     assert jax.jit(lambda x, k: jvp(lambda x: f(x, k), (x,), (t,)))(x, 2.0) == (18.0, 242.0)
 
 
+def test_plain_jax_can_differentiate_it_again_in_either_mode():
+    @custom_gradient
+    def square(x):
+        return x * x, lambda dy: 2 * dy * x
+
+    def along(x):
+        return jvp(lambda x: square(x) * x, (x,), (x,))[1]  # 3 x³
+
+    assert jax.jacfwd(along)(2.0) == jax.grad(along)(2.0) == 36.0
+    assert jax.linearize(along, 2.0)[1](1.0) == 36.0
+
+
+def test_inside_of_a_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("d")
+
+    @custom_gradient
+    def square(x):
+        return x * x, lambda dy: 2 * dy * x
+
+    def total(x, check):
+        mapped = jax.shard_map(
+            square, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=check
+        )
+        return jnp.sum(mapped(x))
+
+    x = jnp.arange(8.0)
+    assert jvp(lambda x: total(x, False), (x,), (x,)) == (140.0, 280.0)
+    with pytest.raises(ValueError, match=r"square.* varies over its axes d: .*check_vma=False"):
+        jvp(lambda x: total(x, True), (x,), (x,))
+
+
 def test_effects_of_a_rule_happen_once():
     seen = []
 

@@ -137,7 +137,8 @@ class _Walk:
         if any(is_reference(v.aval) for v in (*node.inputs, *node.outputs)):
             # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
             return [joined(ins)] * len(node.outputs)
-        if not isinstance(node, CustomGradient):
+        # The operations inside a shard_map can be differentiated only inside their mesh.
+        if not isinstance(node, CustomGradient) and node.op != "shard_map":
             entered = enter(node, ins, self.region)
             if entered is not None:
                 return entered[0]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
@@ -105,11 +104,12 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
             for i, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
             if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(primal))
         ]
+        _require_unchecked_axes(found)
         passes = _trace_passes(original, primals, active)
         _require_linear(passes, found)
         outs, residuals = passes.forward(primals)
         marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
-        flowing = passes.transposed(residuals, [tangents[i] for i in active])
+        flowing = passes.transposed(residuals, outs, [tangents[i] for i in active])
         return marked, _jax.align(out_avals, flowing)
 
     rule.defjvp(jvp, symbolic_zeros=True)
@@ -130,7 +130,7 @@ def _with_derivative(passes: _Passes) -> Any:
     @results.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
-        flowing = passes.transposed(residuals, tangents[0])
+        flowing = passes.transposed(residuals, outs, tangents[0])
         return results(*primals), _jax.align([jax.typeof(out) for out in outs], flowing)
 
     return results
@@ -154,13 +154,16 @@ class _Passes:
         """The cotangents of the inputs that are differentiated."""
         return evaluate(self.backward_graph, [*residuals, *cotangents], Lowering())
 
-    def transposed(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    def transposed(
+        self, residuals: Sequence[Any], outs: Sequence[Any], tangents: Sequence[Any]
+    ) -> list[Any]:
         """The tangents of the float results, from those of the inputs that are differentiated.
 
         By way of the derivative, which a linear function equals: of some linear operations JAX
-        can transpose the derivative only (a scatter).
+        can transpose the derivative only (a scatter). It is the same everywhere; the results
+        are a place of the right type.
         """
-        anywhere = [jnp.zeros(aval.shape, aval.dtype) for aval in self.cotangents]
+        anywhere = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         _, transpose = jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
         return list(transpose(list(tangents)))
 
@@ -189,9 +192,10 @@ def _trace_passes(
 
     cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
+    # Both may be made of custom gradients, this very one among them, and be differentiated again.
     return _Passes(
-        import_program(forward_program),
-        with_forward_mode(import_program(backward_program)),  # it may be made of custom gradients
+        with_forward_mode(import_program(forward_program)),
+        with_forward_mode(import_program(backward_program)),
         len(outs),
         cotangents,
     )
@@ -224,6 +228,21 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
     added = constant_part(passes.backward_graph, residuals + [Part.LINEAR] * count)
     if added is not None:
         raise ValueError(_refusal(found, added))
+
+
+def _require_unchecked_axes(found: Occurrence) -> None:
+    """Raises ValueError in a `shard_map` that checks over which axes values vary.
+
+    The new rule is traced outside of the mesh, where JAX does not work that out.
+    """
+    for value in found.node.inputs:
+        axes = getattr(value.aval, "manual_axis_type", None)
+        if axes is not None and axes.varying:
+            raise ValueError(
+                f"the custom gradient {found.node.name}{place_of(found)} stands in a shard_map "
+                f"and varies over its axes {', '.join(map(str, axes.varying))}: a forward-mode "
+                "derivative can be made of it only with jax.shard_map(..., check_vma=False)"
+            )
 
 
 def _refusal(found: Occurrence, reason: str) -> str:
