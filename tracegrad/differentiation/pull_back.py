@@ -7,7 +7,9 @@ where it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -18,59 +20,102 @@ from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 
+# Adds up the cotangents that reach one value on several ways; given at least one.
+Aggregation = Callable[[Sequence[Any]], Any]
+
+
+def running_sum(terms: Sequence[Any]) -> Any:
+    """One term after the other."""
+    return functools.reduce(jnp.add, terms)
+
+
+def tree_sum(terms: Sequence[Any]) -> Any:
+    """Pairwise: terms are freed early, and rounding grows with the logarithm of their number."""
+    while len(terms) > 1:
+        pairs = [running_sum(terms[i : i + 2]) for i in range(0, len(terms), 2)]
+        terms = pairs
+    return terms[0]
+
 
 def pull_back(
     graph: Graph,
     values: Mapping[Value, Any],
-    cotangents: Mapping[Value, Any],
+    cotangents: Mapping[Value, Sequence[Any]],
     wanted: Sequence[Value],
+    *,
+    stopped: AbstractSet[Value] = frozenset(),
+    aggregate: Aggregation = running_sum,
+    gated: bool = False,
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
     Args:
-      graph: clean of control flow at its own level, as every graph: nodes in order.
+      graph: its nodes are taken in reverse order, each once.
       values: what each value of the graph was; the results of nodes may be left out where no VJP
         needs them.
-      cotangents: of any values of the graph, each of its value's shape and dtype.
+      cotangents: of any values of the graph, each of its value's shape and dtype; those of one
+        value are added up.
       wanted: the values whose cotangents are asked for.
+      stopped: values that count as constants: what they were computed from gets nothing by them.
+      aggregate: how the cotangents of one value are added up.
+      gated: release the cotangents of a node's inputs together, when all of them are there.
 
     Returns:
       For each wanted value its cotangent, or None if nothing connects it to a value that has one.
     """
-    found = dict(cotangents)
-    reached = _reached(graph, wanted)
-    # A wanted value in the middle keeps what has arrived there, though its producer takes it too.
+    found = {value: list(terms) for value, terms in cotangents.items()}
+    reached = _reached(graph, wanted, stopped)
     for node in reversed(graph.nodes):
-        given = [found.get(value) for value in node.outputs]
-        if all(ct is None for ct in given):
+        given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
+        active = _active(node, reached)
+        if not active or all(ct is None for ct in given):
             continue
-        # What a custom rule closes over comes first, and gets nothing from the rule.
-        first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
-        inputs = list(enumerate(node.inputs))[first:]
-        active = [i for i, v in inputs if isinstance(v, Value) and v in reached]
-        if not active:
-            continue
-        for i, ct in zip(active, _node_vjp(node, values, given, active), strict=True):
+        results = _node_vjp(node, values, given, active)
+        if gated:
+            results = list(jax.lax.optimization_barrier(tuple(results)))
+        for i, ct in zip(active, results, strict=True):
             value = node.inputs[i]
             assert isinstance(value, Value)
-            if ct is not None:
-                found[value] = ct if found.get(value) is None else jnp.add(found[value], ct)
-    return [found.get(value) for value in wanted]
+            found.setdefault(value, []).append(ct)
+    # What has arrived at a value in the middle stays there, though its producer took it too.
+    return [_total(found, value, aggregate) for value in wanted]
 
 
-def _reached(graph: Graph, wanted: Sequence[Value]) -> set[Value]:
+def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) -> Any:
+    """The cotangent of a value whose users are all done; None if it has none."""
+    terms = found.get(value)
+    if not terms:
+        return None
+    if len(terms) > 1:
+        found[value] = terms = [aggregate(terms)]
+    return terms[0]
+
+
+def _reached(
+    graph: Graph, wanted: Sequence[Value], stopped: AbstractSet[Value]
+) -> AbstractSet[Value]:
     """The values of a dtype that has cotangents to which data flows from a wanted one."""
     reached = {value for value in wanted if _jax.has_gradient(value.aval)}
     for node in graph.nodes:
         if any(isinstance(v, Value) and v in reached for v in node.inputs):
-            reached.update(v for v in node.outputs if _jax.has_gradient(v.aval))
+            reached.update(
+                v for v in node.outputs if _jax.has_gradient(v.aval) and v not in stopped
+            )
     return reached
+
+
+def _active(node: Node, reached: AbstractSet[Value]) -> list[int]:
+    """The inputs of a node that get a cotangent from it."""
+    # What a custom rule closes over comes first, and gets nothing from the rule.
+    first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
+    inputs = list(enumerate(node.inputs))[first:]
+    return [i for i, v in inputs if isinstance(v, Value) and v in reached]
 
 
 def _node_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    """The cotangents of the active inputs of a node; None where there is none."""
+    """The cotangents of the active inputs of a node."""
     args = [v.value if isinstance(v, Literal) else values[v] for v in node.inputs]
 
     def bound(*chosen: Any) -> list[Any]:
@@ -80,11 +125,8 @@ def _node_vjp(
         return evaluate_node(node, operands, Lowering())
 
     _, vjp = jax.vjp(bound, *(args[i] for i in active))
-    full = [
-        _zero(value.aval) if ct is None else ct
-        for value, ct in zip(node.outputs, cotangents, strict=True)
-    ]
-    return list(vjp(full))
+    pairs = zip(node.outputs, cotangents, strict=True)
+    return list(vjp([_zero(v.aval) if ct is None else ct for v, ct in pairs]))
 
 
 def _zero(aval: Any) -> Any:

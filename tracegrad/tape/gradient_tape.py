@@ -271,10 +271,9 @@ def _compile(
     outputs = [values[block.slots[id(target)]] for target in targets]
 
     def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        cotangents: dict[Any, Any] = {}
+        cotangents: dict[Any, list[Any]] = {}
         for value, seed in zip(outputs, seeds, strict=True):
-            known = cotangents.get(value)
-            cotangents[value] = seed if known is None else jnp.add(known, seed)
+            cotangents.setdefault(value, []).append(seed)
         found = pull_back(graph, dict(zip(values, arrays, strict=True)), cotangents, wanted)
         return [jnp.zeros(()) if ct is None else ct for ct in found]
 
