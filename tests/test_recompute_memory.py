@@ -108,3 +108,20 @@ def test_body_of_a_scan_is_recomputed(body: Any, least: float, most: float) -> N
     shapes = ((stacked, stacked), SHAPES[1])
     compiled = tracegrad.trace(jax.value_and_grad(loss)).lower(*shapes).compile()
     assert least <= compiled.memory_analysis().temp_size_in_bytes / MIB <= most
+
+
+def test_small_loop_is_recomputed_too() -> None:
+    """XLA turns loops below a kilobyte into one kernel, which must not meet a barrier in them: on
+    JAX 0.10 that ended the process."""
+
+    def step(c: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.cos(c))
+
+    def loss(x: jax.Array, step: Any) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (step(c), c.sum()), x, None, length=3)[0].sum()
+
+    x = jnp.arange(4.0)
+    recomputed = tracegrad.recompute_grad(step)
+    got = tracegrad.trace(jax.grad(lambda x: loss(x, recomputed)))(x)
+    expected = jax.jit(jax.grad(lambda x: loss(x, step)))(x)
+    assert jnp.allclose(got, expected, rtol=1e-6)
