@@ -72,7 +72,7 @@ def pull_back(
             continue
         results = _node_vjp(node, values, given, active)
         if gated:
-            results = list(jax.lax.optimization_barrier(tuple(results)))
+            results = _released_together(results)
         for i, ct in zip(active, results, strict=True):
             value = node.inputs[i]
             assert isinstance(value, Value)
@@ -127,6 +127,11 @@ def _node_vjp(
     _, vjp = jax.vjp(bound, *(args[i] for i in active))
     pairs = zip(node.outputs, cotangents, strict=True)
     return list(vjp([_zero(v.aval) if ct is None else ct for v, ct in pairs]))
+
+
+def _released_together(cotangents: Sequence[Any]) -> list[Any]:
+    barrier: Callable[[list[Any]], list[Any]] = jax.lax.optimization_barrier
+    return barrier(list(cotangents))
 
 
 def _zero(aval: Any) -> Any:
