@@ -14,12 +14,10 @@ import jax.extend
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.differentiation.pull_back import pull_back
 from tracegrad.ir import Graph
-from tracegrad.ir.dependence import dependence
+from tracegrad.tape.backward import seeds_for, trace_backward
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.tracing.importer import import_program
 
 
 class UnconnectedGradients(enum.Enum):
@@ -166,7 +164,7 @@ class GradientTape:
         self._use()
         targets = jax.tree.leaves(target)
         leaves, tree = jax.tree.flatten(sources)
-        seeds = _seeds(targets, output_gradients)
+        seeds = seeds_for(targets, output_gradients)
         found = self._pull_back(targets, leaves, seeds)
         if unconnected is UnconnectedGradients.ZERO:
             found = [
@@ -209,37 +207,6 @@ _USED = (
 )
 
 
-def _seeds(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
-    if output_gradients is None:
-        given: list[Any] = [None] * len(targets)
-    else:
-        given = jax.tree.leaves(output_gradients, is_leaf=lambda leaf: leaf is None)
-    if len(given) != len(targets):
-        raise ValueError(
-            f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
-            "None) for each"
-        )
-    return [_seed(target, seed) for target, seed in zip(targets, given, strict=True)]
-
-
-def _seed(target: Any, seed: Any) -> Any:
-    if seed is None:
-        if jnp.iscomplexobj(target):
-            raise TypeError(
-                f"the target is {target.dtype}: say with output_gradients which combination of "
-                "real and imaginary part to differentiate"
-            )
-        return jnp.ones_like(target)
-    seed = jnp.asarray(seed)
-    if seed.shape != jnp.shape(target):
-        raise ValueError(
-            f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"
-        )
-    if seed.dtype != target.dtype:
-        raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
-    return seed
-
-
 # ----------------------------------------------------------------------------- compiled backwards
 
 _programs: OrderedDict[Any, tuple[Callable[..., Any], tuple[bool, ...]]] = OrderedDict()
@@ -266,26 +233,11 @@ def _program(
 def _compile(
     block: Block, sources: Sequence[Any], targets: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
-    graph, values = graph_of(block.operations, block.arrays, block.slots)
-    wanted = [values[block.slots[id(source)]] for source in sources]
-    outputs = [values[block.slots[id(target)]] for target in targets]
-
-    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        cotangents: dict[Any, list[Any]] = {}
-        for value, seed in zip(outputs, seeds, strict=True):
-            cotangents.setdefault(value, []).append(seed)
-        found = pull_back(graph, dict(zip(values, arrays, strict=True)), cotangents, wanted)
-        return [jnp.zeros(()) if ct is None else ct for ct in found]
-
-    # A source is connected if its cotangent depends on a seed: by the program, never by values.
-    types = [jax.typeof(array) for array in block.arrays]
-    program = jax.make_jaxpr(backward)(types, [jax.typeof(target) for target in targets])
-    seeds = sum(1 << i for i in range(len(types), len(types) + len(targets)))
-    connected = tuple(bool(mask & seeds) for mask in dependence(import_program(program)))
+    program, connected = trace_backward(block, sources, targets)
     run = jax.extend.core.jaxpr_as_fun(program)
 
-    def connected_only(arrays: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        found = run(*arrays, *given)
+    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+        found = run(*arrays, *seeds)
         return [ct for ct, linked in zip(found, connected, strict=True) if linked]
 
-    return jax.jit(connected_only), connected
+    return jax.jit(backward), connected
