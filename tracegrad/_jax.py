@@ -250,3 +250,22 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
     if VERSION < (0, 11, 2) and backend == "cpu":
         return {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return None
+
+
+# -------------------------------------------------------------------------------------- arrays
+
+
+def is_tracer(value: object) -> bool:
+    """Whether a value exists only inside a transformation."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def fresh_alias(array: Any) -> Any:
+    """Another array object over the same buffers: what is told apart by identity is another.
+
+    The first way takes a third of a microsecond, the second nine.
+    """
+    if len(array.sharding.device_set) == 1 and array.is_fully_addressable:
+        return array.addressable_data(0)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

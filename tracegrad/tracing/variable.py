@@ -1,0 +1,555 @@
+"""`Variable`: an array that can be assigned, and the hook by which it says when it is used.
+
+A Variable knows neither tapes nor traces. Whoever wants to know that one is read or assigned (a
+tape that watches it, a trace that makes an input and an output of it, a rule that collects those
+that a function uses) listens: see `Listener`. Listeners stand around one another, one stack per
+thread. The innermost is asked first, and asks the next one out itself, so that it decides what
+those outside of it learn.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+
+# ------------------------------------------------------------------------------------------- hook
+
+
+class Listener(Protocol):
+    """Who is told that a Variable is read or assigned on its thread, while it listens."""
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """Returns the value that the reader gets.
+
+        `outside()` is the value that the next listener out would give, in the end the stored
+        array; not to call it keeps the read from those outside.
+        """
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        """Is given the new value, of the Variable's shape and dtype.
+
+        `outside(value)` hands it on, in the end to be stored; not to call it keeps the assignment
+        from those outside.
+        """
+
+
+class _Listeners(threading.local):
+    stack: tuple[Listener, ...] = ()  # outermost first
+
+
+_listeners = _Listeners()
+
+
+def start_listening(listener: Listener) -> None:
+    """Makes a listener the innermost one of this thread."""
+    _listeners.stack = (*_listeners.stack, listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Takes a listener of this thread away, the innermost one or not."""
+    stack = _listeners.stack
+    place = max((i for i, other in enumerate(stack) if other is listener), default=None)
+    if place is None:
+        raise RuntimeError("this listener does not listen on this thread")
+    _listeners.stack = stack[:place] + stack[place + 1 :]
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Listens to the Variables that this thread reads and assigns inside the block."""
+    start_listening(listener)
+    try:
+        yield
+    finally:
+        stop_listening(listener)
+
+
+def _read(variable: Variable, stack: tuple[Listener, ...]) -> Any:
+    if not stack:
+        return variable._stored()
+    return stack[-1].on_read(variable, lambda: _read(variable, stack[:-1]))
+
+
+def _assign(variable: Variable, value: Any, stack: tuple[Listener, ...]) -> None:
+    if not stack:
+        variable._store(value)
+    else:
+        stack[-1].on_assign(variable, value, lambda new: _assign(variable, new, stack[:-1]))
+
+
+# --------------------------------------------------------------------------------------- variable
+
+
+class Variable:
+    """An array that can be assigned.
+
+    Works like its value: in arithmetic on either side, in indexing, in the functions of
+    `jax.numpy`, as a leaf of the arguments of a jitted function. `jax.lax` wants ``v.value``.
+    Flattening a tree with Variables gives their values; unflattening gives arrays, so that the
+    state of an optimiser holds no Variables.
+
+    Inside a function traced by `tracegrad.trace` a Variable that is read is an input of the
+    program, and one that is assigned an output: each call uses the value of that moment. A tape
+    watches trainable Variables at their first read.
+
+    Compared with ``==`` it is its values, elementwise; it is hashed by identity.
+
+    Arguments:
+      initial_value: an array (sharded ones stay so), a number or nested lists of numbers. The
+        Variable has an array object of its own: a later donation of its buffer by a traced
+        function never touches the given one.
+      trainable: whether tapes watch it by themselves.
+      name: in printed graphs and in messages; need not be unique. Default: ``"Variable"``.
+      dtype: of the value; default: that of `initial_value`.
+
+    Raises:
+      TypeError: `initial_value` is a value of a function being traced, which is gone when the
+        trace is over, or is no array.
+
+    >>> import jax.numpy as jnp
+    >>> v = Variable([1.0, 2.0], name="v")
+    >>> print(v * 2, 1 - v, v[0], jnp.sum(v))
+    [2. 4.] [ 0. -1.] 1.0 3.0
+    >>> v.assign_add([0.5, 0.5])
+    <Variable v: f32[2] = [1.5 2.5]>
+
+    As ``tf.Variable``.
+    """
+
+    __slots__ = ("__weakref__", "_aval", "_is_ours", "_name", "_trainable", "_value")
+
+    # NumPy's operators leave the operation to ours.
+    __array_priority__ = 100
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+    ):
+        self._name = "Variable" if name is None else str(name)
+        self._trainable = bool(trainable)
+        if isinstance(initial_value, Variable):
+            initial_value = initial_value.value
+        if isinstance(initial_value, jax.core.Tracer):
+            raise TypeError(
+                f"the Variable {self._name!r} is created inside a function that is being traced, "
+                f"with a value that exists only there ({_jax.type_text(initial_value.aval)}). "
+                "Create it outside, or from a NumPy array or a number, or compute its initial "
+                "value under `jax.ensure_compile_time_eval()`."
+            )
+        # Not a part of what may be being traced here.
+        with jax.ensure_compile_time_eval():
+            value = _own_array(initial_value, dtype)
+        self._aval = jax.typeof(value)
+        self._value = value
+        self._is_ours = False
+
+    # ---------------------------------------------------------------------- reading and assigning
+
+    @property
+    def value(self) -> Any:
+        """The current value: a `jax.Array`; inside a traced function, the traced value.
+
+        Raises RuntimeError where JAX would keep the value as a constant of a program, for all of
+        its later calls: inside `jax.jit`, or a `jax.lax.scan` outside of a traced function.
+        """
+        return _read(self, _listeners.stack)
+
+    def read_value(self) -> Any:
+        """The current value, as `value`."""
+        return self.value
+
+    def assign(self, value: Any) -> Variable:
+        """Gives it a new value, of its shape and dtype; returns the Variable.
+
+        Assignment is not differentiated. Python numbers take the dtype of the Variable if it is of
+        their kind.
+
+        Raises ValueError for another shape, TypeError for another dtype.
+        """
+        _assign(self, self._checked(value), _listeners.stack)
+        return self
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds to the value; as `assign` of ``value + delta``."""
+        return self.assign(self.value + _delta(delta))
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtracts from the value; as `assign` of ``value - delta``."""
+        return self.assign(self.value - _delta(delta))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The current value as a NumPy array."""
+        return np.asarray(self.value)
+
+    def _checked(self, value: Any) -> Any:
+        """`value` as an array of this Variable's type; raises if it is of another."""
+        value = _operand(value)
+        loose = not isinstance(value, jax.Array | np.ndarray | np.generic)  # Python's own numbers
+        if not isinstance(value, jax.Array):
+            with jax.ensure_compile_time_eval():  # not a part of what may be being traced here
+                value = jnp.array(value)  # a copy: NumPy arrays can be written to
+        given = jax.typeof(value)
+        described = f"to the Variable {self._name!r} ({self._type_text()})"
+        if given.shape != self._aval.shape:
+            raise ValueError(
+                f"cannot assign a value of shape {list(given.shape)} {described}: the shapes must "
+                "be the same"
+            )
+        weak = bool(getattr(given, "weak_type", False))
+        if given.dtype != self._aval.dtype and not (
+            (loose or weak) and _is_of_kind(given.dtype, self.dtype)
+        ):
+            raise TypeError(
+                f"cannot assign a value of dtype {given.dtype} {described}: convert it with "
+                f"`.astype({self.dtype})`"
+            )
+        if weak or given.dtype != self._aval.dtype:
+            value = jax.lax.convert_element_type(value, self.dtype)
+        return value
+
+    def _stored(self) -> Any:
+        """What is read where nobody listens."""
+        if _jax.under_jit():
+            raise RuntimeError(
+                f"the Variable {self._name!r} is read inside a function that JAX compiles or "
+                "stages (jax.jit, jax.make_jaxpr, or the body of a scan, cond, while_loop or "
+                "checkpoint), where its value would be kept as a constant for all later calls. "
+                "Compile the function with `tracegrad.trace` instead, which makes an input of the "
+                "Variable, or pass its `.value` in as an argument."
+            )
+        self._is_ours = False  # whoever has the array may keep it
+        return self._value
+
+    def _store(self, value: Any) -> None:
+        """What is done by an assignment to which nobody listens."""
+        if _jax.is_tracer(value):
+            # What is differentiated carries its value, and assignment is not differentiated.
+            value = jax.lax.stop_gradient(value)
+        if _jax.is_tracer(value):
+            raise RuntimeError(
+                f"the Variable {self._name!r} is assigned a value that exists only inside a "
+                f"function that is being transformed ({value}): the assignment would be lost. "
+                "Compile the function with `tracegrad.trace` instead of `jax.jit`; inside "
+                "`jax.vmap` and the bodies of loops return the value, and assign it outside."
+            )
+        self._value = _jax.fresh_alias(value)
+        self._is_ours = False
+
+    # ------------------------------------------------------------------------------- what it is
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        return self._trainable
+
+    @property
+    def aval(self) -> Any:
+        """Its type, as JAX has it."""
+        return self._aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self._aval.shape)
+
+    @property
+    def size(self) -> int:
+        return int(self._aval.size)
+
+    def _type_text(self) -> str:
+        return _jax.type_text(self._aval)
+
+    def __hash__(self) -> int:
+        return id(self) >> 4
+
+    def __repr__(self) -> str:
+        try:
+            value = np.array2string(self.numpy(), separator=" ", threshold=20)
+        except Exception:  # of a traced value, or one that may not be read here, there is none
+            value = "?"
+        kind = "" if self._trainable else ", not trainable"
+        return f"<Variable {self._name}: {self._type_text()}{kind} = {value}>"
+
+    # ------------------------------------------------------------------------------ conversions
+
+    def __jax_array__(self) -> Any:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = np.asarray(self.value)
+        if copy or (dtype is not None and array.dtype != dtype):
+            return np.array(array, dtype=dtype)
+        return array
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.value)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_VALUE:
+            return getattr(self.value, name)
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}; its array, `.value`, may"
+        )
+
+    # ------------------------------------------------------------------------------- operators
+
+    def __add__(self, other: Any) -> Any:
+        return self.value + _operand(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _operand(other) + self.value
+
+    def __sub__(self, other: Any) -> Any:
+        return self.value - _operand(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _operand(other) - self.value
+
+    def __mul__(self, other: Any) -> Any:
+        return self.value * _operand(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _operand(other) * self.value
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.value / _operand(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _operand(other) / self.value
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self.value // _operand(other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _operand(other) // self.value
+
+    def __mod__(self, other: Any) -> Any:
+        return self.value % _operand(other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _operand(other) % self.value
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self.value, _operand(other))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(_operand(other), self.value)
+
+    def __pow__(self, other: Any) -> Any:
+        return self.value ** _operand(other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return _operand(other) ** self.value
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.value @ _operand(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _operand(other) @ self.value
+
+    def __and__(self, other: Any) -> Any:
+        return self.value & _operand(other)
+
+    def __rand__(self, other: Any) -> Any:
+        return _operand(other) & self.value
+
+    def __or__(self, other: Any) -> Any:
+        return self.value | _operand(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _operand(other) | self.value
+
+    def __xor__(self, other: Any) -> Any:
+        return self.value ^ _operand(other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return _operand(other) ^ self.value
+
+    def __lshift__(self, other: Any) -> Any:
+        return self.value << _operand(other)
+
+    def __rlshift__(self, other: Any) -> Any:
+        return _operand(other) << self.value
+
+    def __rshift__(self, other: Any) -> Any:
+        return self.value >> _operand(other)
+
+    def __rrshift__(self, other: Any) -> Any:
+        return _operand(other) >> self.value
+
+    def __neg__(self) -> Any:
+        return -self.value
+
+    def __pos__(self) -> Any:
+        return +self.value
+
+    def __abs__(self) -> Any:
+        return abs(self.value)
+
+    def __invert__(self) -> Any:
+        return ~self.value
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self.value, ndigits or 0)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value < _operand(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.value <= _operand(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.value > _operand(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.value >= _operand(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.value == _operand(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.value != _operand(other)
+
+
+# What is asked of the Variable and answered by its value.
+_OF_THE_VALUE = frozenset(
+    """
+    T mT at real imag itemsize nbytes sharding is_fully_addressable is_fully_replicated devices
+    addressable_shards astype reshape ravel flatten transpose swapaxes squeeze copy conj conjugate
+    view sum prod mean std var min max argmin argmax argsort sort all any cumsum cumprod clip dot
+    diagonal trace take repeat round nonzero compress choose searchsorted item tolist
+    block_until_ready
+    """.split()  # noqa: SIM905
+)
+
+
+def _operand(other: Any) -> Any:
+    return other.value if isinstance(other, Variable) else other
+
+
+def _delta(value: Any) -> Any:
+    """What is added: an array or a number."""
+    return jnp.asarray(value) if isinstance(value, list | tuple) else _operand(value)
+
+
+def _is_of_kind(given: Any, dtype: Any) -> bool:
+    """Whether a Python number of the first dtype's kind leaves an array of the second as it is."""
+    number = np.zeros((), given).item()
+    return bool(jnp.result_type(number, dtype) == dtype)
+
+
+def _own_array(value: Any, dtype: Any) -> Any:
+    """A new array object, of no weak type, that may share the buffer of a given `jax.Array`."""
+    if not isinstance(value, jax.Array):
+        value = jnp.array(value, dtype=dtype)  # a copy: NumPy arrays can be written to
+    elif dtype is not None:
+        value = value.astype(dtype)
+    if getattr(jax.typeof(value), "weak_type", False):
+        value = jax.lax.convert_element_type(value, value.dtype)
+    return _jax.fresh_alias(value)
+
+
+def _flatten(variable: Variable) -> tuple[tuple[Any], None]:
+    return (variable.value,), None
+
+
+def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any]], None]:
+    return ((jax.tree_util.GetAttrKey("value"), variable.value),), None
+
+
+jax.tree_util.register_pytree_with_keys(
+    Variable, _flatten_with_keys, lambda _, children: next(iter(children)), _flatten
+)
+
+
+# ------------------------------------------------------------------------------ trees of Variables
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, Variable)
+
+
+def values_of(tree: Any) -> Any:
+    """The same tree with the value of each Variable in its place.
+
+    See `assign_values` for an example.
+    """
+    return jax.tree.map(lambda x: x.value if _is_variable(x) else x, tree, is_leaf=_is_variable)
+
+
+def assign_values(tree: Any, values: Any) -> None:
+    """Assigns to each Variable of a tree what stands in its place in another tree.
+
+    Other leaves of `tree` stay as they are. Nothing is assigned if one of the values does not fit.
+
+    Raises:
+      ValueError: the trees differ, or a shape.
+      TypeError: a dtype differs.
+
+    >>> import jax, optax
+    >>> weights = {"w": Variable([1.0, 2.0]), "b": Variable(0.5)}
+    >>> loss = lambda p, x: p["w"] @ x + p["b"]
+    >>> optimiser = optax.sgd(0.25)
+    >>> params = values_of(weights)
+    >>> state = optimiser.init(params)
+    >>> grads = jax.grad(loss)(params, jax.numpy.ones(2))
+    >>> updates, state = optimiser.update(grads, state)
+    >>> assign_values(weights, optax.apply_updates(params, updates))
+    >>> print(weights["w"].value, weights["b"].value)
+    [0.75 1.75] 0.25
+    """
+    pairs: list[tuple[Variable, Any]] = []
+
+    def pair(leaf: Any, value: Any) -> None:
+        if isinstance(leaf, Variable):
+            pairs.append((leaf, leaf._checked(value)))
+
+    jax.tree.map(pair, tree, values, is_leaf=_is_variable)
+    for variable, value in pairs:
+        variable.assign(value)
