@@ -50,14 +50,14 @@ def differentiable_leaves(
     Raises TypeError for one that it cannot, unless the caller takes None for an answer.
     """
     flags = []
-    for leaf, path in zip(selection.leaves, selection.paths, strict=True):
+    for i, leaf in enumerate(selection.leaves):
         fits = is_differentiable(leaf)
         if not fits and unconnected != "none" and not (allow_int and is_numeric(leaf)):
             aval = type_of(leaf)
             kind = type(leaf).__name__ if aval is None else str(aval.dtype)
             raise TypeError(
-                f"wrt selects {path}, of type {kind}: only float and complex arrays have "
-                "gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or take "
+                f"wrt selects {selection.paths[i]}, of type {kind}: only float and complex arrays "
+                "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or take "
                 'None for it, with `unconnected="none"`'
                 + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
             )

@@ -83,11 +83,15 @@ class Argument:
     """One argument of a call, of which some leaves are selected."""
 
     key: int | str  # its position among the positional arguments, or its keyword
-    name: str
+    tree: Any
     leaves: list[Any]
-    paths: list[str]
     structure: Any
     mask: list[bool]
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each leaf, as predicates see it."""
+        return [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.tree)[0]]
 
     def filled(self, chosen: Iterable[Any]) -> Any:
         """The argument with others in place of its selected leaves."""
@@ -132,12 +136,14 @@ class Selection:
     @property
     def paths(self) -> list[str]:
         """For each selected leaf the argument's name and the path in it: ``params/0/kernel``."""
-        return [
-            f"{argument.name}/{path}" if path else argument.name
-            for argument in self.arguments
-            for path, m in zip(argument.paths, argument.mask, strict=True)
-            if m
-        ]
+        paths = []
+        for argument in self.arguments:
+            key = argument.key
+            name = key if isinstance(key, str) else _positional_name(self.fun, key)
+            for path, m in zip(argument.paths, argument.mask, strict=True):
+                if m:
+                    paths.append(f"{name}/{path}" if path else name)
+        return paths
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """The function with these in place of its selected leaves."""
@@ -256,34 +262,32 @@ def resolve(
     """
     if callable(wrt):
         key = _first_argument(fun, args, kwargs)
-        return Selection(fun, args, kwargs, (_argument(fun, key, args, kwargs, wrt),), True)
+        return Selection(fun, args, kwargs, (_argument(key, args, kwargs, wrt),), True)
     wanted = (wrt,) if _is_key(wrt) else tuple(wrt)
     keys = [_locate(fun, which, args, kwargs) for which in wanted]
     for i, key in enumerate(keys):
         if key in keys[:i]:
             raise ValueError(f"wrt={wrt!r} selects the same argument twice: {wanted[i]!r}")
-    arguments = tuple(_argument(fun, key, args, kwargs, None) for key in keys)
+    arguments = tuple(_argument(key, args, kwargs, None) for key in keys)
     return Selection(fun, args, kwargs, arguments, _is_key(wrt))
 
 
 def _argument(
-    fun: Callable[..., Any],
     key: int | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     predicate: Predicate | None,
 ) -> Argument:
     tree = args[key] if isinstance(key, int) else kwargs[key]
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [path_text(path) for path, _ in flat]
-    leaves = [leaf for _, leaf in flat]
-    mask = [True] * len(leaves)
-    if predicate is not None:
-        mask = [bool(predicate(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-        if not any(mask):
-            raise ValueError(_nothing_selected(paths))
-    name = key if isinstance(key, str) else _positional_name(fun, key)
-    return Argument(key, name, leaves, paths, structure, mask)
+    leaves, structure = jax.tree.flatten(tree)
+    argument = Argument(key, tree, leaves, structure, [True] * len(leaves))
+    if predicate is None:
+        return argument
+    paths = argument.paths
+    mask = [bool(predicate(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+    if not any(mask):
+        raise ValueError(_nothing_selected(paths))
+    return dataclasses.replace(argument, mask=mask)
 
 
 def _first_argument(
@@ -306,12 +310,11 @@ def _locate(
     fun: Callable[..., Any], which: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | str:
     """Where in the call the argument is that a position or name means."""
-    parameters = _parameters(fun)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not isinstance(which, str):
         position = operator.index(which)
         if -len(args) <= position < len(args):
             return position % len(args)
+        positional = _positional(fun)
         if 0 <= position < len(positional) and positional[position].name in kwargs:
             return positional[position].name
         raise ValueError(
@@ -320,10 +323,10 @@ def _locate(
         )
     if which in kwargs:
         return which
-    names = [p.name for p in positional]
+    names = [p.name for p in _positional(fun)]
     if which in names and names.index(which) < len(args):
         return names.index(which)
-    if any(p.name == which for p in parameters):
+    if any(p.name == which for p in _parameters(fun)):
         raise ValueError(
             f"wrt={which!r}: {_described(fun)} was called without it; its default is not "
             "differentiated, so pass it"
@@ -340,12 +343,16 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
+def _positional(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in _parameters(fun) if p.kind in kinds]
+
+
 def _positional_name(fun: Callable[..., Any], position: int) -> str:
-    parameters = _parameters(fun)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in _positional(fun)]
     if position < len(names):
         return names[position]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    rest = next((p.name for p in _parameters(fun) if p.kind is p.VAR_POSITIONAL), "args")
     return f"{rest}[{position - len(names)}]"
 
 
