@@ -57,8 +57,8 @@ def differentiable_leaves(
             kind = type(leaf).__name__ if aval is None else str(aval.dtype)
             raise TypeError(
                 f"wrt selects {selection.paths[i]}, of type {kind}: only float and complex arrays "
-                "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or take "
-                'None for it, with `unconnected="none"`'
+                "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
+                'take None for it, with `unconnected="none"`'
                 + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
             )
         flags.append(fits or (unconnected != "none" and allow_int))
