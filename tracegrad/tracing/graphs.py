@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,6 +19,7 @@ from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 
 Rule = Callable[[Graph], Graph]
+T = TypeVar("T")
 
 
 def graph(
@@ -63,6 +66,39 @@ def graph(
     return make_graph
 
 
+class TraceAgain(BaseException):
+    """Raised by what a function that is being traced calls, to have it traced from the start once
+    more inside a context (`tracegrad.gradients` wants all that was computed before it).
+
+    No Exception, so that the function's own handlers let it pass.
+    """
+
+    def __init__(self, within: Callable[[], AbstractContextManager[Any]]):
+        super().__init__("this function must be traced again; nothing catches it but tracegrad")
+        self.within = within
+
+
+def _unless_again(trace: Callable[[], T]) -> T | TraceAgain:
+    """What `trace` returns; or the wish to be traced again, caught, so that an error of the second
+    time does not seem to come from the handling of it."""
+    try:
+        return trace()
+    except TraceAgain as again:
+        return again
+
+
+class _Tracing(threading.local):
+    depth = 0  # how many functions are being traced on this thread, one inside the other
+
+
+_tracing = _Tracing()
+
+
+def tracing_depth() -> int:
+    """How many functions are being traced to graphs on this thread, one inside the other."""
+    return _tracing.depth
+
+
 def trace_to_graph(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -75,10 +111,18 @@ def trace_to_graph(
     positions = static.within(args)
     dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 
-    fresh = _fresh(fun, static_kwargs)
-    program, shapes = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
-        *args, **dynamic_kwargs
-    )
+    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any]:
+        fresh = _fresh(fun, static_kwargs, within)
+        return jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
+            *args, **dynamic_kwargs
+        )
+
+    _tracing.depth += 1
+    try:
+        traced = _unless_again(lambda: trace(nullcontext))
+        program, shapes = trace(traced.within) if isinstance(traced, TraceAgain) else traced
+    finally:
+        _tracing.depth -= 1
     dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
     graph = import_program(
         program,
@@ -146,15 +190,20 @@ def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
     return graph
 
 
-def _fresh(fun: Callable[..., Any], static_kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _fresh(
+    fun: Callable[..., Any],
+    static_kwargs: Mapping[str, Any],
+    within: Callable[[], AbstractContextManager[Any]],
+) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now."""
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        return functools.partial(_fresh(fun.func, static_kwargs), *fun.args, **fun.keywords)
+        return functools.partial(_fresh(fun.func, static_kwargs, within), *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs, **static_kwargs)
+        with within():
+            return fun(*args, **kwargs, **static_kwargs)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):

@@ -21,17 +21,10 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Recompute
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph
+from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
-
-
-class _Tracing(threading.local):
-    depth = 0  # how many pipelines are tracing on this thread, one inside the other
-
-
-_tracing = _Tracing()
 
 
 class Pipeline:
@@ -58,13 +51,10 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _tracing.depth += 1
         try:
             graph = self.graph(args, kwargs)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-        finally:
-            _tracing.depth -= 1
         positions = self.static.within(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
         names = self.static.named(kwargs)
@@ -166,7 +156,7 @@ class TracedFunction:
     def _nested(self, *args: Any, **kwargs: Any) -> Any:
         result = self._jit(*args, **kwargs)
         # Inside another traced function that one sees to it, or warns itself.
-        if not self._pipeline.recomputes or self._warned or _tracing.depth:
+        if not self._pipeline.recomputes or self._warned or tracing_depth():
             return result
         if _jax.under_jit():
             self._warned = True

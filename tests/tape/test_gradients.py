@@ -1,0 +1,243 @@
+"""`gradients`, `hessians` and `hessian_vector_product` inside traced functions and tapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.tape import (
+    AggregationMethod,
+    GradientTape,
+    gradients,
+    hessian_vector_product,
+    hessians,
+)
+
+
+def floats(values):
+    return [None if v is None else float(v) for v in values]
+
+
+def inside(fun, *args):
+    """What a function returns that calls `gradients`, as a tree of which None is a part."""
+    return tg.trace(fun)(*args)
+
+
+def test_arguments_and_values_on_the_way_may_be_xs():
+    def f(a):
+        c = 2 * a
+        return gradients(a + c, [a, c])
+
+    assert floats(inside(f, 1.0)) == [3.0, 1.0]
+
+
+def test_stopped_values_count_as_constants_also_outside_xs():
+    def f(a):
+        b = 2 * a
+        c = b * b
+        y = a + c
+        return gradients(y, [a, c], stop_gradients=[a, c]) + gradients(y, a, stop_gradients=b)
+
+    assert floats(inside(f, 1.0)) == [1.0, 1.0, 1.0]
+
+
+def test_several_ys_are_summed_and_each_may_have_a_seed():
+    def f(x):
+        return gradients([x**2, x**3], x) + gradients([x**2, x**3], x, grad_ys=[10.0, None])
+
+    assert floats(inside(f, 2.0)) == [16.0, 52.0]
+
+
+def test_a_y_that_is_an_x_adds_its_seed():
+    assert floats(inside(lambda x: gradients([x, x**2], x), 2.0)) == [5.0]
+
+
+def test_what_nothing_connects_is_none_or_zero():
+    seen = []
+
+    def f(x, z):
+        seen.append(gradients(jnp.floor(x) + jax.lax.stop_gradient(z), [x, z]))
+        return gradients(x, [x, z], unconnected_gradients="zero")
+
+    assert floats(inside(f, 2.5, 3.0)) == [1.0, 0.0]
+    assert seen == [[None, None]]
+
+
+def test_gradients_of_gradients_are_derivatives_of_higher_order():
+    def f(x):
+        (first,) = gradients(jnp.sin(x) * x, x)
+        (second,) = gradients(first, x)
+        (third,) = gradients(second, x)
+        return first, second, third
+
+    def g(x):
+        return jnp.sin(x) * x
+
+    expected = [jax.grad(g), jax.grad(jax.grad(g)), jax.grad(jax.grad(jax.grad(g)))]
+    np.testing.assert_allclose(inside(f, 0.7), [h(0.7) for h in expected], rtol=1e-5)
+
+
+def test_a_model_has_the_gradients_that_jax_gives_it():
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = [jax.random.normal(key, (8, 8)) for key in keys]
+    x = jnp.ones((4, 8))
+
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(jax.nn.log_softmax(x) ** 2)
+
+    found = inside(lambda weights, x: gradients(loss(weights, x), weights), weights, x)
+    for got, expected in zip(found, jax.grad(loss)(weights, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", list(AggregationMethod))
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_way_of_adding_up_gives_the_same_sum(method, gated):
+    def f(x):
+        y = sum(jnp.sin(x * k) for k in range(1, 6))
+        return gradients(y, x, aggregation_method=method, gate_gradients=gated)[0]
+
+    expected = jax.grad(lambda x: sum(jnp.sin(x * k) for k in range(1, 6)))(0.3)
+    np.testing.assert_allclose(inside(f, 0.3), expected, rtol=1e-6)
+
+
+def test_a_gate_is_a_barrier_and_a_name_a_scope():
+    def f(x, z):
+        return gradients(x * z, [x, z], gate_gradients=True, name="backward")
+
+    text = str(tg.graph(f)(2.0, 3.0))
+    assert "optimization_barrier" in text
+    assert "# backward" in text
+
+
+def test_it_is_transformed_like_any_traced_function():
+    cube = tg.trace(lambda x: gradients(x**3, x)[0])
+    np.testing.assert_allclose(jax.grad(cube)(2.0), 12.0)
+    np.testing.assert_allclose(jax.vmap(cube)(jnp.arange(3.0)), [0.0, 3.0, 12.0])
+    np.testing.assert_allclose(tg.trace(lambda x: cube(x) * gradients(x**2, x)[0])(2.0), 48.0)
+
+
+def test_control_flow_on_the_way_is_differentiated():
+    def f(x):
+        y = jax.lax.fori_loop(0, 3, lambda i, c: c * x, 1.0)
+        z = jax.lax.cond(x > 0, jnp.sin, jnp.cos, y)
+        return gradients(z, [x, y])
+
+    np.testing.assert_allclose(inside(f, 0.5), [np.cos(0.125) * 0.75, np.cos(0.125)], rtol=1e-6)
+
+
+def test_custom_gradients_are_respected():
+    @tg.custom_gradient
+    def clip(x):
+        return x, lambda dy: jnp.clip(dy, -0.5, 0.5)
+
+    assert floats(inside(lambda v: gradients(clip(v * v), v), 2.0)) == [2.0]
+
+
+def test_under_a_tape_it_gives_what_the_tape_follows():
+    x = jnp.float32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        (slope,) = gradients(x * x, x)
+    assert float(slope) == 6.0
+    assert float(tape.gradient(slope, x)) == 2.0
+
+
+def test_the_function_is_traced_twice_at_most():
+    traces = []
+
+    def f(x):
+        traces.append(None)
+        return gradients(x**2, x)[0] + gradients(x**3, x)[0]
+
+    traced = tg.trace(f)
+    assert traced(2.0) == 16.0
+    assert traced(3.0) == 33.0
+    assert len(traces) == 2
+
+
+def test_hessians_are_the_diagonal_blocks():
+    def energy(x, z):
+        return jnp.sum(x**3 * z) + jnp.sum(z**2)
+
+    x, z = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
+    found = inside(lambda x, z: hessians(energy(x, z), [x, z]), x, z)
+    for i, got in enumerate(found):
+        np.testing.assert_allclose(got, jax.hessian(energy, i)(x, z), rtol=1e-6)
+
+
+def test_a_linear_function_has_a_zero_hessian():
+    (found,) = inside(lambda x: hessians(jnp.sum(2 * x), x), jnp.ones((2, 2)))
+    np.testing.assert_array_equal(found, np.zeros((2, 2, 2, 2)))
+
+
+def test_a_hessian_vector_product_is_that_of_all_xs_together():
+    def energy(x, z):
+        return jnp.sum(x**2 * z)
+
+    x, z = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
+    v = (jnp.array([1.0, -1.0]), jnp.array([0.5, 2.0]))
+    got = inside(lambda x, z: hessian_vector_product(energy(x, z), [x, z], list(v)), x, z)
+    _, expected = jax.jvp(lambda x, z: jax.grad(energy, (0, 1))(x, z), (x, z), v)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_hessian_vector_product_of_what_nothing_connects_is_none():
+    seen = []
+
+    def f(x, z):
+        seen.extend(hessian_vector_product(x**3, [x, z], [1.0, 1.0]))
+        return x
+
+    inside(f, 2.0, 3.0)
+    assert seen[1] is None
+    with pytest.raises(ValueError, match="1 arrays in v for 2 xs"):
+        inside(lambda x, z: hessian_vector_product(x * z, [x, z], [1.0]), 2.0, 3.0)
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+def test_outside_of_a_traced_function_and_of_a_tape_it_says_what_to_use():
+    x = jnp.float32(1.0)
+    with pytest.raises(RuntimeError, match=r"tracegrad\.trace.*tracegrad\.grad"):
+        gradients(x * x, x)
+
+
+def test_in_the_body_of_a_loop_it_says_so():
+    def f(x):
+        return jax.lax.scan(lambda c, _: (gradients(c * c, c)[0], None), x, None, length=2)
+
+    with pytest.raises(RuntimeError, match="not in the body of a scan"):
+        inside(f, 1.0)
+    assert float(tg.trace(lambda x: gradients(x**2, x)[0])(1.0)) == 2.0  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"grad_ys": [1.0, 2.0]}, ValueError, "2 arrays, the target 1"),
+        ({"grad_ys": [np.ones(3, "float32")]}, ValueError, r"\(3,\).*\(\)"),
+        ({"grad_ys": [np.int32(1)]}, TypeError, "int32.*float32"),
+        ({"aggregation_method": "sideways"}, ValueError, "sideways.*ADD_N"),
+        ({"unconnected_gradients": "maybe"}, ValueError, "maybe"),
+    ],
+)
+def test_wrong_options_are_named_with_both_sides(options, error, message):
+    with pytest.raises(error, match=message):
+        inside(lambda x: gradients(x * x, x, **options), 2.0)
+
+
+def test_a_complex_y_needs_a_seed():
+    def f(z, **options):
+        return gradients(z * z, z, **options)
+
+    with pytest.raises(TypeError, match="real and imaginary"):
+        inside(f, np.complex64(1 + 2j))
+    (got,) = inside(lambda z: f(z, grad_ys=[np.complex64(1)]), np.complex64(1 + 2j))
+    _, vjp = jax.vjp(lambda z: z * z, np.complex64(1 + 2j))
+    np.testing.assert_allclose(got, vjp(np.complex64(1))[0])

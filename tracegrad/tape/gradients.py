@@ -1,0 +1,256 @@
+"""`gradients(ys, xs)`: symbolic gradients inside a traced function, in TensorFlow 1's manner.
+
+No tape is opened: any value that the function has computed so far may be a y or an x. For that the
+function is traced once more with everything recorded, as soon as it first calls `gradients`.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
+from tracegrad.tape.backward import seeds_for, trace_backward
+from tracegrad.tape.gradient_tape import UnconnectedGradients
+from tracegrad.tape.record import Record, block_between
+from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tracing.graphs import TraceAgain, tracing_depth
+
+
+class AggregationMethod(enum.Enum):
+    """How the gradients that reach one value on several ways are added up: always to the same sum.
+
+    ``ADD_N`` (the default) and ``EXPERIMENTAL_ACCUMULATE_N`` add one after the other,
+    ``EXPERIMENTAL_TREE`` pairwise, so that terms are freed early.
+    """
+
+    ADD_N = "add_n"
+    DEFAULT = ADD_N
+    EXPERIMENTAL_TREE = "tree"
+    EXPERIMENTAL_ACCUMULATE_N = "accumulate_n"
+
+
+_SUMS: dict[AggregationMethod, Aggregation] = {
+    AggregationMethod.ADD_N: running_sum,
+    AggregationMethod.EXPERIMENTAL_TREE: tree_sum,
+    AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: running_sum,
+}
+
+
+class _Everything(Record):
+    """A record that watches every value of the function that is being traced."""
+
+    def tracks(self, arrays: Iterable[Any]) -> bool:
+        return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+class _Recording(threading.local):
+    def __init__(self) -> None:
+        self.depths: list[int] = []  # of the functions that are being traced with a record
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def _recording_everything() -> Iterator[None]:
+    recorder, record = recorder_here(), _Everything()
+    recorder.add(record)
+    _recording.depths.append(tracing_depth())
+    try:
+        yield
+    finally:
+        _recording.depths.pop()
+        recorder.remove(record)
+
+
+def gradients(
+    ys: Any,
+    xs: Any,
+    grad_ys: Any = None,
+    name: str = "gradients",
+    colocate_gradients_with_ops: bool = False,
+    gate_gradients: bool = False,
+    aggregation_method: AggregationMethod | None = None,
+    stop_gradients: Any = None,
+    unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+) -> list[Any]:
+    """The gradients of the sum of ``ys`` with respect to each of ``xs``.
+
+    For use inside a function compiled by `tracegrad.trace` (there any value computed so far may be
+    a y or an x), or inside a `GradientTape` (there: what the tape follows). Complex numbers follow
+    JAX's convention (the conjugate of TensorFlow's).
+
+    Args:
+      ys: an array, or a list of them.
+      xs: an array, or a list of them: arguments, or values computed on the way to the ys.
+      grad_ys: for each y what its gradient starts from, of its shape and dtype; None: ones.
+      name: the named scope of the backward operations.
+      colocate_gradients_with_ops: give each gradient the sharding of the value it belongs to.
+      gate_gradients: release the gradients that one operation hands to its several inputs
+        together.
+      aggregation_method: how gradients that meet are added up; see `AggregationMethod`.
+      stop_gradients: an array or a list of arrays that count as constants: the derivatives are
+        partial.
+      unconnected_gradients: ``NONE``, or ``ZERO`` for zeros of the x's shape.
+
+    Returns:
+      A list with one gradient for each x, of its shape and dtype, or None if nothing connects it.
+
+    Raises:
+      RuntimeError: outside of a traced function and of a tape.
+      ValueError: ``grad_ys`` of another length or shape, an unknown aggregation method or
+        `unconnected_gradients`.
+      TypeError: ``grad_ys`` of another dtype, or a complex y without one.
+
+    As ``tf.gradients``.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> @tg.trace
+    ... def f(a):
+    ...     c = 2 * a
+    ...     y = a + c
+    ...     return tg.gradients(y, [a, c]) + tg.gradients(y, [a, c], stop_gradients=[a, c])
+    >>> print([float(g) for g in f(1.0)])
+    [3.0, 1.0, 1.0, 1.0]
+    """
+    unconnected = UnconnectedGradients(unconnected_gradients)
+    targets, sources, stops = _list(ys), _list(xs), _list(stop_gradients)
+    sums = _SUMS.get(aggregation_method or AggregationMethod.DEFAULT)
+    if sums is None:
+        known = ", ".join(method.name for method in AggregationMethod)
+        raise ValueError(f"unknown aggregation method {aggregation_method!r}; there are {known}")
+    seeds = seeds_for(targets, grad_ys)
+    record = _record_here(sources)
+    with jax.named_scope(name):
+        found = _pull_back(record, targets, sources, seeds, stops, sums, gate_gradients)
+        if colocate_gradients_with_ops:
+            found = [_colocated(g, x) for g, x in zip(found, sources, strict=True)]
+        if unconnected is UnconnectedGradients.ZERO:
+            found = [
+                jnp.zeros_like(x) if g is None else g for g, x in zip(found, sources, strict=True)
+            ]
+    return found
+
+
+def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
+    """The second derivatives of the sum of ``ys`` with respect to each of ``xs``: diagonal blocks.
+
+    Args:
+      ys, xs: as for `gradients`.
+      **options: further arguments of `gradients`.
+
+    Returns:
+      For each x an array of the shape ``x.shape + x.shape``; zeros where nothing connects.
+
+    As ``tf.hessians``.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> f = tg.trace(lambda x: tg.hessians(jnp.sum(x**3), x)[0])
+    >>> print(f(jnp.array([1.0, 2.0])))
+    [[ 6.  0.]
+     [ 0. 12.]]
+    """
+    return [_hessian(ys, x, options) for x in _list(xs)]
+
+
+def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
+    (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero"})
+    block = block_between(_record_here([x]), [x], [first])
+    program, (connected,) = trace_backward(block, [x], [first])
+    if not connected:
+        return jnp.zeros((*x.shape, *x.shape), x.dtype)
+
+    def row(seed: Any) -> Any:
+        return _jax.eval_program(program, [*block.arrays, seed])[0]
+
+    basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+    return jax.vmap(row)(basis).reshape(*x.shape, *x.shape)
+
+
+def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
+    """The Hessian of the sum of ``ys`` in all ``xs`` together, times a vector.
+
+    Args:
+      ys, xs: as for `gradients`.
+      v: one array for each x, of its shape and dtype; a constant.
+
+    Returns:
+      One array for each x, of its shape; None for an x that nothing connects.
+
+    Raises ValueError for another number of arrays in `v`.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> f = tg.trace(lambda x, v: tg.hessian_vector_product(jnp.sum(x**3), x, v)[0])
+    >>> print(f(jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0])))
+    [ 6. 12.]
+    """
+    sources, vectors = _list(xs), _list(v)
+    if len(sources) != len(vectors):
+        raise ValueError(f"{len(vectors)} arrays in v for {len(sources)} xs: give one for each")
+    firsts = gradients(ys, sources)
+    pairs = [
+        (first, jax.lax.stop_gradient(vector))
+        for first, vector in zip(firsts, vectors, strict=True)
+        if first is not None
+    ]
+    if not pairs:
+        return [None] * len(sources)
+    return gradients([first for first, _ in pairs], sources, [vector for _, vector in pairs])
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _list(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def _record_here(sources: Sequence[Any]) -> Record:
+    recorder = _jax.current_trace(None)
+    if isinstance(recorder, Recorder) and recorder.records:
+        following = [r for r in recorder.records if r.tracks(sources)]
+        return (following or recorder.records)[-1]
+    depth = tracing_depth()
+    if depth and depth not in _recording.depths:
+        raise TraceAgain(_recording_everything)
+    raise RuntimeError(
+        "gradients() reads what a function has computed so far: call it inside a function that "
+        "tracegrad.trace compiles (not in the body of a scan, cond or jit in it), or inside a "
+        "GradientTape. For the gradient of a function use tracegrad.grad"
+    )
+
+
+def _pull_back(
+    record: Record,
+    targets: Sequence[Any],
+    sources: Sequence[Any],
+    seeds: Sequence[Any],
+    stops: Sequence[Any],
+    aggregate: Aggregation,
+    gated: bool,
+) -> list[Any]:
+    block = block_between(record, sources, targets)
+    program, connected = trace_backward(
+        block, sources, targets, stopped=stops, aggregate=aggregate, gated=gated
+    )
+    # Bound one by one, so that gradients of gradients find every operation.
+    found = _jax.eval_program(program, [*block.arrays, *seeds])
+    return [ct if linked else None for ct, linked in zip(found, connected, strict=True)]
+
+
+def _colocated(gradient: Any, value: Any) -> Any:
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    if gradient is None or sharding is None or sharding.mesh.empty:
+        return gradient
+    constrain: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint
+    return constrain(gradient, sharding)
