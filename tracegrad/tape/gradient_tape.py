@@ -14,10 +14,12 @@ import jax.extend
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.pull_back import running_sum
 from tracegrad.ir import Graph
 from tracegrad.tape.backward import seeds_for, trace_backward
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tracing.variable import Variable, start_listening, stop_listening
 
 
 class UnconnectedGradients(enum.Enum):
@@ -39,6 +41,7 @@ class GradientTape:
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.
+      watch_accessed_variables: watch every trainable `Variable` when it is first read.
 
     The semantics are those of ``tf.GradientTape``.
 
@@ -51,8 +54,9 @@ class GradientTape:
     6.0
     """
 
-    def __init__(self, persistent: bool = False):
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
         self._persistent = persistent
+        self._watch_accessed = watch_accessed_variables
         self._record = Record()
         self._recorder: Recorder | None = None
         self._recording = False
@@ -80,19 +84,40 @@ class GradientTape:
         assert self._recorder is not None
         self._recording = True
         self._recorder.add(self._record)
+        start_listening(self)
 
     def _stop(self) -> None:
         if self._recording and self._recorder is not None:
             self._recording = False
+            stop_listening(self)
             self._recorder.remove(self._record)
 
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
+        value = outside()
+        known = variable in self._record.reads
+        if known or (self._watch_accessed and variable.trainable):
+            self._record.watch_read(variable, value)
+        return value
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        """An assignment is not differentiated: the next read is another value. (A `Listener`.)"""
+        outside(value)
+
+    def watched_variables(self) -> tuple[Variable, ...]:
+        """The Variables that the tape watches, in the order in which it began to."""
+        return tuple(self._record.reads)
+
     def watch(self, tensor: Any) -> None:
-        """Follows an array, or every array of a tree, from now on.
+        """Follows an array or a `Variable`, or every one of a tree, from now on.
 
         Raises ValueError for what is not a JAX array (a NumPy array, a Python number: they have
         no identity that JAX would keep), or is of a dtype that has no gradient.
         """
-        for leaf in jax.tree.leaves(tensor):
+        for leaf in jax.tree.leaves(tensor, is_leaf=_is_variable):
+            if isinstance(leaf, Variable):
+                self._record.watch_variable(leaf)
+                continue
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
                     f"a tape watches JAX arrays; it was given {leaf!r} of type "
@@ -162,13 +187,18 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._use()
-        targets = jax.tree.leaves(target)
-        leaves, tree = jax.tree.flatten(sources)
+        targets = [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_variable)]
+        leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
         seeds = seeds_for(targets, output_gradients)
-        found = self._pull_back(targets, leaves, seeds)
+        # A Variable is all its reads: each is a value of its own, the more so after an assignment.
+        reads = [self._record.reads_of(leaf) for leaf in leaves]
+        each = iter(self._pull_back(targets, [array for of in reads for array in of], seeds))
+        found = [_sum([next(each) for _ in of]) for of in reads]
+        if not self._persistent:
+            self._record.forget_operations()
         if unconnected is UnconnectedGradients.ZERO:
             found = [
-                jnp.zeros_like(leaf) if ct is None else ct
+                jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct
                 for ct, leaf in zip(found, leaves, strict=True)
             ]
         return jax.tree.unflatten(tree, found)
@@ -196,9 +226,20 @@ class GradientTape:
             id(source): next(results) if linked else None
             for source, linked in zip(known, connected, strict=True)
         }
-        if not self._persistent:
-            self._record.clear()
         return [by_source.get(id(source)) for source in sources]
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, Variable)
+
+
+def _value_read(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Variable) else leaf
+
+
+def _sum(cotangents: Sequence[Any]) -> Any:
+    known = [ct for ct in cotangents if ct is not None]
+    return running_sum(known) if known else None
 
 
 _USED = (

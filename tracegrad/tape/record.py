@@ -11,6 +11,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Source, Value
 from tracegrad.tracing.importer import make_node
+from tracegrad.tracing.variable import Variable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,8 @@ class Record:
 
     operations: list[Operation] = field(default_factory=list)
     tracked: dict[int, Any] = field(default_factory=dict)
+    # Every Variable that is watched, and what it gave at each read, by identity.
+    reads: dict[Variable, dict[int, Any]] = field(default_factory=dict)
 
     def watch(self, array: Any) -> None:
         self.tracked[id(array)] = array
@@ -50,9 +53,31 @@ class Record:
             if _jax.has_gradient(result):  # an integer ends the gradient
                 self.tracked[id(result)] = result
 
-    def clear(self) -> None:
+    def watch_variable(self, variable: Variable) -> None:
+        """Watches a Variable from its next read on."""
+        self.reads.setdefault(variable, {})
+
+    def watch_read(self, variable: Variable, value: Any) -> None:
+        """Watches a value that a Variable has given."""
+        self.watch(value)
+        self.reads.setdefault(variable, {})[id(value)] = value
+
+    def reads_of(self, source: Any) -> list[Any]:
+        """The arrays that a source stands for: itself, or the values read from a Variable."""
+        return (
+            list(self.reads.get(source, {}).values()) if isinstance(source, Variable) else [source]
+        )
+
+    def forget_operations(self) -> None:
+        """Lets go of all arrays; which Variables were watched can still be asked."""
         self.operations.clear()
         self.tracked.clear()
+        for reads in self.reads.values():
+            reads.clear()
+
+    def clear(self) -> None:
+        self.forget_operations()
+        self.reads.clear()
 
 
 @dataclass(frozen=True)
