@@ -1,31 +1,214 @@
-"""When two recorded operations compute the same function."""
+"""When two recorded operations compute the same function, so that one compiled program serves both.
+
+Keys are equal only if the functions are: what cannot be compared (a Python function among the
+parameters) counts by identity, and is held by the key, so that the identity stays its own.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 
-def params_key(params: dict[str, Any]) -> Any:
-    """A key equal for parameters that mean the same function; programs count by identity."""
-    items = tuple(sorted(params.items(), key=lambda item: item[0]))
-    try:
-        hash(items)
-    except TypeError:
-        return _ById(items)
-    return items
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient
+
+_RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
+
+
+class Structure:
+    """A deep key with its hash: compared in depth only with another of the same hash."""
+
+    __slots__ = ("__weakref__", "_hash", "_parts")
+
+    def __init__(self, parts: Any):
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Structure) or self._hash != other._hash:
+            return False
+        return bool(self._parts == other._parts)
 
 
 class _ById:
-    """Unhashable parameters are told apart by their identity, and held so that it stays theirs."""
+    """A value that cannot be compared is told apart by its identity."""
 
-    __slots__ = ("_items", "_key")
+    __slots__ = ("_value",)
 
-    def __init__(self, items: tuple[tuple[str, Any], ...]):
-        self._items = items
-        self._key = tuple((name, id(value)) for name, value in items)
+    def __init__(self, value: Any):
+        self._value = value
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return id(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self._key == other._key
+        return isinstance(other, _ById) and self._value is other._value
+
+
+Keys = weakref.WeakKeyDictionary[Any, Structure]
+_known: tuple[Keys, Keys] = (weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary())
+
+
+def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
+    """A key equal for parameters that mean the same function.
+
+    `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
+    programs just the primal counts.
+    """
+    return tuple((name, _value_key(params[name], as_run)) for name in sorted(params))
+
+
+def program_key(program: Any, *, as_run: bool = False) -> Structure:
+    """A key equal for programs of the same operations on the same constants (by identity)."""
+    known = _known[as_run]
+    key = known.get(program)
+    if key is None:
+        key = known[program] = Structure(_parts(program, as_run))
+    return key
+
+
+def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
+    """Keys of a function with a derivative of its own: as one that is differentiated once, and as
+    one that is differentiated any number of times.
+
+    Its rule is Python code, which a call may have made just now. What it says is in its faces: the
+    programs that it traces to.
+    """
+    if node.params.get("symbolic_zeros"):
+        # It may do another thing where only some inputs are differentiated.
+        exact = node.primitive, params_key(node.params)
+        return exact, exact
+    programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
+    settings = node.params.get("num_consts", 0)
+    once, exact = (
+        Structure((node.primitive, settings, *(program_key(p, as_run=flag) for p in programs)))
+        for flag in (True, False)
+    )
+    return once, exact
+
+
+def _value_key(value: Any, as_run: bool) -> Any:
+    if _jax.is_program(value):
+        return program_key(value, as_run=as_run)
+    if isinstance(value, tuple | list) and any(map(_jax.is_program, value)):
+        return type(value), tuple(_value_key(item, as_run) for item in value)
+    try:
+        hash(value)
+    except TypeError:
+        return _ById(value)
+    # 1, 1.0 and True are equal, but not the same parameter.
+    return type(value), value
+
+
+def _parts(program: Any, as_run: bool) -> Any:
+    open_form = _jax.opened(program)
+    numbers: dict[Any, int] = {}
+
+    def define(variables: Sequence[Any]) -> tuple[Any, ...]:
+        for variable in variables:
+            numbers[variable] = len(numbers)
+        return tuple(variable.aval for variable in variables)
+
+    def read(atom: Any) -> Any:
+        if not hasattr(atom, "val"):
+            return numbers[atom]
+        value = np.asarray(atom.val)  # by its bits: 0.0 equals -0.0, and no NaN another
+        return value.dtype, value.shape, value.tobytes(), atom.aval
+
+    constants = tuple(map(_ById, _jax.constants_of(program)))
+    parts: list[Any] = [constants, define(open_form.constvars), define(open_form.invars)]
+    for equation in open_form.eqns:
+        params = equation.params
+        if as_run and equation.primitive in _RULES:
+            params = {"call_jaxpr": params["call_jaxpr"]}
+        ins = tuple(map(read, equation.invars))
+        key = params_key(params, as_run=as_run)
+        settings = _settings_key(equation.ctx)
+        parts.append((equation.primitive, key, settings, ins, define(equation.outvars)))
+    parts.append(tuple(map(read, open_form.outvars)))
+    return tuple(parts)
+
+
+def _settings_key(settings: Any) -> Any:
+    """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
+    values = (getattr(settings, name, None) for name in _setting_names(type(settings)))
+    return tuple(_value_key(value, False) for value in values)
+
+
+@functools.cache
+def _setting_names(kind: type) -> tuple[str, ...]:
+    names = (name for name in dir(kind) if not name.startswith("_") and name != "manager")
+    return tuple(name for name in names if not callable(getattr(kind, name)))
+
+
+# ---------------------------------------------------------------------------- JAX's own functions
+
+
+def is_jaxs_own(function: Any) -> bool:
+    """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
+    that its identity tells what it does."""
+    return _is_jaxs_own(function, depth=3)
+
+
+def _is_jaxs_own(value: Any, depth: int) -> bool:
+    if value is None or isinstance(value, bool | int | float | str | jax.tree_util.PyTreeDef):
+        return True
+    if isinstance(value, tuple):
+        return all(_is_jaxs_own(item, depth) for item in value)
+    module = getattr(value, "__module__", None) or ""
+    if depth == 0 or not callable(value) or module.partition(".")[0] != "jax":
+        return False
+    inner = getattr(value, "__wrapped__", None)
+    if inner is not None and not _is_jaxs_own(inner, depth - 1):
+        return False
+    cells = getattr(value, "__closure__", None) or ()
+    return all(_is_jaxs_own(cell.cell_contents, depth - 1) for cell in cells)
+
+
+def settings_now() -> tuple[Any, ...]:
+    """What of JAX's settings a function of JAX may read while it is traced."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+)
+
+
+# ----------------------------------------------------------------------------- what is remembered
+
+
+class Remembered:
+    """The latest of what was put into it, for all threads."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Any, Any] = OrderedDict()
+
+    def get(self, key: Any) -> Any:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Any, value: Any) -> None:
+        with self._lock:
+            self._values[key] = value
+            if len(self._values) > self._limit:
+                self._values.popitem(last=False)

@@ -6,35 +6,70 @@ silently have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, RegionNode, Source
+from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
+from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tape.keys import params_key
+from tracegrad.tracing.importer import import_program, make_node, sub_programs
 
 
-def captured_arrays(params: Mapping[str, Any]) -> list[Any]:
+def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
     """The arrays among the constants of a primitive's programs, each once."""
-    found = {id(a): a for _, program in sub_programs(params) for a in _constants(program)}
-    return list(found.values())
+    found: dict[int, Any] = {}
+    for _, program in sub_programs(params):
+        found.update((id(array), array) for array in _constants(program))
+    return tuple(found.values()) if found else ()
 
 
-def _constants(program: Any) -> Iterator[Any]:
-    yield from (c for c in _jax.constants_of(program) if isinstance(c, jax.Array))
-    for equation in _jax.opened(program).eqns:
-        for _, inner in sub_programs(equation.params):
-            yield from _constants(inner)
+# A program holds its constants as long as it lives, so they can be remembered with it.
+_known_constants: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _constants(program: Any) -> tuple[Any, ...]:
+    known = _known_constants.get(program)
+    if known is None:
+        found = [c for c in _jax.constants_of(program) if isinstance(c, jax.Array)]
+        for equation in _jax.opened(program).eqns:
+            found += captured_arrays(equation.params)
+        known = _known_constants[program] = tuple({id(array): array for array in found}.values())
+    return known
 
 
 def lift(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], args: Sequence[Any]
 ) -> dict[str, Any]:
-    """The parameters of a jitted call that computes the same from ``(*captured, *args)``."""
+    """The parameters of a jitted call that computes the same from ``(*captured, *args)``.
+
+    Raises ValueError if a `jax.custom_jvp` closes over one of the captured arrays.
+    """
+    first = next(p for _, p in sub_programs(params) if _constants(p))
+    key = (
+        primitive,
+        params_key(params),
+        tuple(map(id, captured)),
+        tuple(map(_jax.type_key, args)),
+    )
+    # Remembered with a program, which holds the captured arrays, so that their identities are good.
+    known = _lifted.setdefault(first, {})
+    if key not in known:
+        known[key] = _lift(primitive, params, captured, args)
+    return known[key]
+
+
+_lifted: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _lift(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], args: Sequence[Any]
+) -> dict[str, Any]:
     places = {id(array): i for i, array in enumerate(captured)}
     count = len(captured)
 
@@ -52,7 +87,25 @@ def lift(
         lifted.__name__ = lifted.__qualname__ = str(params["name"])
     program = jax.make_jaxpr(jax.jit(lifted))(*captured, *args)
     (equation,) = _jax.opened(program).eqns
+    _refuse_closed_over(import_program(equation.params["jaxpr"]), count)
     return dict(equation.params)
+
+
+def _refuse_closed_over(graph: Graph, count: int) -> None:
+    """What a custom derivative closes over would silently get none: JAX does not look at it."""
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        is_jvp = isinstance(node, CustomGradient) and node.kind == "jvp"
+        if is_jvp and any(ins[: node.params.get("num_consts", 0)]):
+            raise ValueError(
+                f"the custom derivative of {node.name} closes over an array that a tape watches: "
+                "its rule cannot tell the derivative with respect to it. Pass the array as an "
+                "argument"
+            )
+        entered = enter(node, ins, lambda region, masks: spread(region, masks, rule))
+        return data_flow(node, ins) if entered is None else entered[0]
+
+    spread(graph, [int(i < count) for i in range(len(graph.inputs))], rule)
 
 
 def _replace_constants(graph: Graph, places: Mapping[int, int], operands: Sequence[Any]) -> None:

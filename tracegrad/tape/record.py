@@ -9,12 +9,14 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Source, Value
+from tracegrad.ir import CustomGradient, Graph, Source, Value
+from tracegrad.tape.effects import has_effects, silence
+from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.variable import Variable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Operation:
     """One operation as it ran: its primitive and parameters, and the very arrays."""
 
@@ -23,9 +25,30 @@ class Operation:
     args: tuple[Any, ...]
     results: tuple[Any, ...]
     source_info: Any  # JAX's: the traceback and the named scopes
-    key: Any  # equal for operations that compute the same function
     # How many leading args are closed over: they carry no gradient through a custom rule.
     constants: int = 0
+    # A custom rule that was made for this one run: it is known by what it traces to.
+    rule: CustomGradient | None = None
+    _keys: tuple[Any, Any] | None = None
+
+    @property
+    def key(self) -> Any:
+        """Equal only for operations that compute the same function; good while it runs, too."""
+        return self.primitive, params_key(self.params)
+
+    @property
+    def keys(self) -> tuple[Any, Any]:
+        """Two keys: equal for operations that compute the same function with the same derivative;
+        and equal only if their derivatives of every order are the same. They differ for rules.
+
+        A rule is traced for it, and that may not happen before it has run.
+        """
+        if self._keys is None:
+            if self.rule is None:
+                self._keys = self.key, self.key
+            else:
+                self._keys = rule_keys(self.rule)
+        return self._keys
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -91,6 +114,7 @@ class Block:
     arrays: tuple[Any, ...]
     slots: Mapping[int, int]  # identity -> slot
     key: tuple[Any, ...]
+    exact_key: tuple[Any, ...]  # equal only if the backward's own derivatives are the same too
 
 
 def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]) -> Block:
@@ -118,15 +142,24 @@ def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]
             arrays.append(array)
         return slots[id(array)]
 
-    key: list[Any] = [(slot(source)) for source in sources]
-    key.append(None)
-    key.extend(slot(target) for target in targets)
-    for operation in chosen:
-        ins = tuple(map(slot, operation.args))
-        outs = tuple(map(slot, operation.results))
-        key.append((operation.key, operation.constants, ins, outs))
-    types = tuple(_jax.type_key(array) for array in arrays)
-    return Block(tuple(chosen), tuple(arrays), slots, (tuple(key), types))
+    ends = tuple(map(slot, sources)), tuple(map(slot, targets))
+    places = [
+        (operation.constants, *map(slot, operation.args), None, *map(slot, operation.results))
+        for operation in chosen
+    ]
+    form = (ends, tuple(places), tuple(map(_type_key, arrays)))
+    return Block(
+        tuple(chosen),
+        tuple(arrays),
+        slots,
+        (form, tuple(operation.keys[0] for operation in chosen)),
+        (form, tuple(operation.keys[1] for operation in chosen)),
+    )
+
+
+def _type_key(array: Any) -> Any:
+    # With explicit shardings a type has more than shape and dtype.
+    return getattr(array, "aval", None) or _jax.type_key(array)
 
 
 def graph_of(
@@ -157,6 +190,8 @@ def graph_of(
             (),
             seen,
         )
+        if has_effects(operation.params):
+            silence(node)
         graph.append(node, [jax.typeof(result) for result in operation.results])
         for result, value in zip(operation.results, node.outputs, strict=True):
             values[slots[id(result)]] = value

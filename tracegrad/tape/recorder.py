@@ -12,11 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tracegrad import _jax
-from tracegrad.tape.keys import params_key
+from tracegrad.ir import CustomGradient, Graph, Source
+from tracegrad.ir.dependence import is_reference
+from tracegrad.tape.effects import has_effects, reads_the_host
+from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.record import Operation, Record
+from tracegrad.tracing.importer import make_node
 
 
 class Recorder(jax.core.Trace):
@@ -32,7 +38,7 @@ class Recorder(jax.core.Trace):
 
     def add(self, record: Record) -> None:
         """Starts recording; the first record puts the recorder on top of its parent."""
-        if not self.records:
+        if self._installed is None:
             self._installed = _jax.set_current_trace(self)
             self._installed.__enter__()
         self.records.append(record)
@@ -40,7 +46,18 @@ class Recorder(jax.core.Trace):
     def remove(self, record: Record) -> None:
         """Stops recording; the last record takes the recorder away."""
         self.records = [r for r in self.records if r is not record]
-        if not self.records and self._installed is not None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Takes the recorder away if it serves no record.
+
+        Inside a transformation that began later (the body of a jitted function that ends the
+        recording) it stays, since that will go back to it; the end of the tape's block calls this
+        once more.
+        """
+        if self.records or self._installed is None:
+            return
+        if _jax.current_trace(None) is self:
             installed, self._installed = self._installed, None
             installed.__exit__(None, None, None)
 
@@ -53,15 +70,17 @@ class Recorder(jax.core.Trace):
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        if primitive.name == "shard_map":
-            self._refuse_shard_map(args)
         params = _without_donation(params)
+        captured = [c for c in captured_arrays(params) if self._is_tracked(c)]
+        watching = [r for r in self.records if r.tracks(args) or (captured and r.tracks(captured))]
+        if not watching:
+            with _jax.set_current_trace(self.parent):
+                return primitive.bind(*args, **params)
+        args = self._own_operands(primitive, args)
+        if primitive is _jax.JIT and has_effects(params) and reads_the_host(params):
+            return self._run_program(params["jaxpr"], args)
         with _jax.set_current_trace(self.parent):
             out = primitive.bind(*args, **params)
-        captured = [c for c in captured_arrays(params) if self._is_tracked(c)]
-        watching = [r for r in self.records if r.tracks(args) or r.tracks(captured)]
-        if not watching:
-            return out
         results = list(out) if primitive.multiple_results else [out]
         if captured:
             with _jax.set_current_trace(self.parent):
@@ -82,6 +101,18 @@ class Recorder(jax.core.Trace):
     ) -> list[Any]:
         return self._run_rule(primitive, (fun, fwd, bwd), args, params)
 
+    def process_shard_map(
+        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
+    ) -> Any:
+        # What the mapped function closes over cannot be seen, so any tracked array may be in it.
+        if any(record.tracked for record in self.records):
+            raise NotImplementedError(
+                "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
+                "a function compiled by jax.jit or tracegrad.trace"
+            )
+        with _jax.set_current_trace(self.parent):
+            return self.parent.process_shard_map(primitive, fun, args, **params)
+
     # ------------------------------------------------------------------------------ recording
 
     def _record(
@@ -92,20 +123,26 @@ class Recorder(jax.core.Trace):
         results: Sequence[Any],
         watching: Sequence[Record],
         constants: int = 0,
+        rule: CustomGradient | None = None,
     ) -> list[Any]:
         """Adds an operation to records; returns its results, each an array of its own."""
         # An operation may return the very array that it was given (a reshape to the same shape).
         # The result is another value with a gradient of its own: it gets its own identity.
         own = {id(arg) for arg in args}
-        fresh = [self._alias(r) if id(r) in own else r for r in results]
+        fresh = []
+        for result in results:
+            if id(result) in own:
+                result = self._alias(result)
+            own.add(id(result))
+            fresh.append(result)
         operation = Operation(
             primitive,
             params,
             tuple(args),
             tuple(fresh),
             _jax.current_source_info(),
-            (primitive, params_key(params)),
             constants,
+            rule,
         )
         for record in watching:
             record.add(operation)
@@ -118,17 +155,46 @@ class Recorder(jax.core.Trace):
         with _jax.set_current_trace(self.parent):
             return _jax.alias(array)
 
+    def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
+        """The operands as the record can hold them: a NumPy array may be changed by its owner."""
+        if any(is_reference(jax.typeof(arg)) for arg in args if not _is_plain(arg)):
+            raise NotImplementedError(
+                f"{primitive.name} of a jax.Ref with an array that a tape watches: what is written "
+                "to a Ref outside of a compiled function cannot be followed. Use it inside a "
+                "function compiled by jax.jit or tracegrad.trace"
+            )
+        if not any(isinstance(arg, np.ndarray) for arg in args):
+            return list(args)
+        with _jax.set_current_trace(self.parent):
+            return [jnp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+
+    # ---------------------------------------------------------------------------- custom rules
+
     def _run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
         it closes over shows as operands."""
-        with _jax.set_current_trace(self.parent):
-            if not any(r.tracked for r in self.records):
+        key = _own_rule_key(primitive, subfuns, args, params)
+        if not self.records:
+            with _jax.set_current_trace(self.parent):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
-            program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
-                *args
-            )
+        known = None if key is None else _own_rules.get(key)
+        if known is not None:
+            program, stores = known
+            subfuns[0].populate_stores(stores)  # from which its caller takes the tree of results
+        else:
+            with _jax.set_current_trace(self.parent):
+                program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
+                    *args
+                )
+            # What it closes over would be that of the first call only.
+            if key is not None and not _jax.constants_of(program):
+                _own_rules.put(key, (program, subfuns[0].stores))
+        return self._run_program(program, args, is_new=key is None)
+
+    def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
+        """Runs a program operation by operation; `is_new`: it was traced for this one run."""
         open_form = _jax.opened(program)
         values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
         values.update(zip(open_form.invars, args, strict=True))
@@ -138,22 +204,21 @@ class Recorder(jax.core.Trace):
 
         for equation in open_form.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if equation.primitive is primitive:
-                results = self._run_equation(primitive, dict(equation.params), operands)
+            if equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+                results = self._run_equation(equation, operands, is_new)
             else:
                 out = self.process_primitive(equation.primitive, operands, equation.params)
                 results = list(out) if equation.primitive.multiple_results else [out]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in open_form.outvars]
 
-    def _run_equation(
-        self, primitive: Any, params: dict[str, Any], args: Sequence[Any]
-    ) -> list[Any]:
-        with _jax.set_current_trace(self.parent):
-            results = _jax.bind(primitive, args, params)
+    def _run_equation(self, equation: Any, args: Sequence[Any], is_new: bool) -> list[Any]:
+        """Runs an equation that has a rule."""
+        primitive, params = equation.primitive, dict(equation.params)
         watching = [r for r in self.records if r.tracks(args)]
         if not watching:
-            return results
+            with _jax.set_current_trace(self.parent):
+                return _jax.bind(primitive, args, params)
         constants = int(params.get("num_consts", 0))
         if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
             raise ValueError(
@@ -161,14 +226,15 @@ class Recorder(jax.core.Trace):
                 "an array that a tape watches: its rule cannot tell the derivative with respect to "
                 "it. Pass the array as an argument"
             )
-        return self._record(primitive, params, args, results, watching, constants)
+        args = self._own_operands(primitive, args)
+        with _jax.set_current_trace(self.parent):
+            results = _jax.bind(primitive, args, params)
+        rule = _node_of(equation) if is_new else None
+        return self._record(primitive, params, args, results, watching, constants, rule)
 
-    def _refuse_shard_map(self, args: Sequence[Any]) -> None:
-        if any(r.tracks(args) for r in self.records):
-            raise NotImplementedError(
-                "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
-                "a function compiled by jax.jit or tracegrad.trace"
-            )
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex | np.ndarray | np.generic | jax.Array)
 
 
 # -------------------------------------------------------------------------------- what is called
@@ -180,6 +246,46 @@ def _without_donation(params: dict[str, Any]) -> dict[str, Any]:
     if donated and any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}
     return params
+
+
+# The programs of JAX's own functions with rules (relu, softplus, ...).
+_own_rules = Remembered(1024)
+
+
+def _own_rule_key(
+    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """What tells one call of a function of JAX's own from another; None for anybody else's.
+
+    Somebody else's function may read what has changed since its last call, so that it is traced at
+    each, as JAX does.
+    """
+    if params.get("symbolic_zeros") or any(len(fun.transforms) != 1 for fun in subfuns):
+        return None  # the second also: it has arguments that are not differentiated
+    functions = tuple(fun.f for fun in subfuns)
+    if not all(map(is_jaxs_own, functions)):
+        return None
+    ((_, trees),) = subfuns[0].transforms
+    types = tuple(_jax.type_key(arg) for arg in args)
+    return primitive, functions, trees, types, settings_now()
+
+
+def _node_of(equation: Any) -> CustomGradient:
+    node = make_node(
+        equation.primitive,
+        equation.params,
+        tuple(_inputs(equation)),
+        Source(equation.source_info, equation.ctx),
+        (),
+        {},
+    )
+    assert isinstance(node, CustomGradient)
+    return node
+
+
+def _inputs(equation: Any) -> list[Any]:
+    graph = Graph("operands")
+    return [graph.add_input(atom.aval) for atom in equation.invars]
 
 
 # ------------------------------------------------------------------------------ one per thread

@@ -1,0 +1,79 @@
+"""Effects happen once: when an operation runs, not again when its gradient is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
+from tracegrad.ir.dependence import is_reference
+from tracegrad.tracing.importer import sub_programs
+
+
+def has_effects(params: Mapping[str, Any]) -> bool:
+    """Whether the programs of an operation do more than compute: print, or call the host."""
+    return any(_jax.opened(program).effects for _, program in sub_programs(params))
+
+
+def reads_the_host(params: Mapping[str, Any]) -> bool:
+    """Whether such a call gives results, so that what follows depends on them."""
+    return any(_gives_results(program) for _, program in sub_programs(params))
+
+
+def _gives_results(program: Any) -> bool:
+    open_form = _jax.opened(program)
+    if not open_form.effects:
+        return False
+    return any(
+        _gives_results_itself(equation)
+        or any(_gives_results(inner) for _, inner in sub_programs(equation.params))
+        for equation in open_form.eqns
+    )
+
+
+def _gives_results_itself(equation: Any) -> bool:
+    if not equation.effects or not equation.outvars or any(sub_programs(equation.params)):
+        return False
+    return not any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
+
+
+def silence(node: Node) -> None:
+    """Takes out of a node's regions what has an effect and no result: prints, most of all.
+
+    Of custom rules out of the forward pass too; their backward pass has not run yet. Raises
+    NotImplementedError where a call of the host gives results: to be differentiated, the region
+    would have to call it again.
+    """
+    if isinstance(node, CustomGradient):
+        for face in ("jvp",) if node.kind == "jvp" else ("forward",):
+            if node.face(face).effects:
+                _silence_graph(node.face(face))
+    if isinstance(node, RegionNode):
+        for region in node.regions.values():
+            if region.effects:
+                _silence_graph(region)
+
+
+def _silence_graph(graph: Graph) -> None:
+    kept = []
+    for node in graph.nodes:
+        if node.effects and not node.outputs and not node.regions:
+            for value in node.inputs:
+                if isinstance(value, Value):
+                    value._uses.remove(node)
+            node.graph = None
+            continue
+        kept.append(node)
+        references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
+        if node.effects and not node.regions and not references:
+            raise NotImplementedError(
+                f"{Occurrence((), node)} gives results and stands in a loop or a branch: to "
+                "differentiate that, it would have to run once more. Call it outside, and pass "
+                "the results in"
+            )
+        if node.effects:
+            silence(node)
+    if len(kept) < len(graph.nodes):
+        graph.nodes[:] = kept
+        graph.program = None
