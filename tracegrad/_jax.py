@@ -269,3 +269,75 @@ def fresh_alias(array: Any) -> Any:
         return array.addressable_data(0)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+# ---------------------------------------------------------------------------------- placeholders
+
+
+class _Nowhere(jax.core.Trace):
+    """The transformation to which a `Placeholder` belongs: nothing is computed in it."""
+
+    __slots__ = ("_check",)
+
+    def __init__(self, check: Callable[[], None]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
+
+    def is_valid(self) -> bool:  # asked by JAX for every operand of everything that is bound
+        self._check()
+        return True
+
+    def process_primitive(self, primitive: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{primitive} is computed where a placeholder has no value")
+
+
+class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
+    """A traced value of a type, and no more: what a program computes with it has it as a constant.
+
+    `check` is called whenever something is computed with it, and may raise.
+    """
+
+    __slots__ = ("_check", "stands_for")
+
+    def __init__(self, aval: Any, stands_for: Any, check: Callable[[], None]):
+        super().__init__(_Nowhere(check), aval)
+        self.stands_for = stands_for
+        self._check = check
+
+    @property
+    def _debug_info(self) -> None:  # asked by JAX for the message that a tracer has escaped
+        self._check()
+
+
+@functools.cache
+def staging_trace_type() -> type:
+    """The class of the transformations that make programs: `jax.make_jaxpr`, the body of a scan."""
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(current_trace(None))))()
+    return found[0]
+
+
+def staging_trace() -> Any:
+    """The innermost program that what is bound now becomes a part of; None where there is none."""
+    kind = staging_trace_type()
+    trace = current_trace(None)
+    while trace is not None and not isinstance(trace, kind):
+        trace = parent_trace(trace)
+    return trace
+
+
+def parent_trace(trace: Any) -> Any:
+    """The transformation around a transformation; None outside of all."""
+    return getattr(trace, "parent_trace", None)
+
+
+def trace_of(tracer: Any) -> Any:
+    """The transformation to which a tracer belongs."""
+    return tracer._trace
+
+
+@contextmanager
+def outside_of(trace: Any) -> Iterator[None]:
+    """What is inside it is bound to whatever is around a transformation."""
+    with set_current_trace(parent_trace(trace)):
+        yield

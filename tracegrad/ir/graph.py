@@ -46,6 +46,9 @@ class Graph:
       outputs: one `Value` or `Literal` per flat output.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
       signature: the traced function's, static parameters left out; None where it has none.
+      variables: the Variables that the function reads: the last inputs are their values.
+      assigned: the Variables that it assigns: the last outputs are their new values. Not counted
+        in `out_tree`, as `variables` are not in `in_tree`.
       program: the JAX program that it was imported from, or None once edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
 
@@ -66,6 +69,8 @@ class Graph:
         self.in_tree = in_tree
         self.out_tree = out_tree
         self.signature: inspect.Signature | None = None
+        self.variables: tuple[Any, ...] = ()
+        self.assigned: tuple[Any, ...] = ()
         self.program = program
         self.inputs: list[Value] = []
         self.constants: dict[Value, Any] = {}
@@ -211,8 +216,9 @@ class Graph:
     def to_callable(self) -> Callable[..., Any]:
         """A function with the traced function's own signature (pytrees, keyword arguments).
 
-        It runs under every JAX transformation. A graph that is a region takes and returns flat
-        lists.
+        It runs under every JAX transformation. It reads the Variables among its inputs, and
+        assigns those among its outputs, whenever it is called. A graph that is a region takes and
+        returns flat lists.
         """
         return engine.to_callable(self)
 
@@ -231,6 +237,7 @@ class Graph:
             program=self.program,
         )
         new.signature = self.signature
+        new.variables, new.assigned = self.variables, self.assigned
         values: dict[Value, Value | Literal] = {
             value: new.add_input(value.aval, value.hint) for value in self.inputs
         }

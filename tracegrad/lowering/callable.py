@@ -38,8 +38,11 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                     f"it was called with {tree}"
                 )
+        flat += [variable.value for variable in graph.variables]
         _check_types(graph, flat)
         outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
+        for variable in reversed(graph.assigned):
+            variable.assign(outs.pop())
         return outs if graph.out_tree is None else jax.tree.unflatten(graph.out_tree, outs)
 
     call.__name__ = call.__qualname__ = graph.name

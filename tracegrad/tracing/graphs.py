@@ -14,6 +14,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
+from tracegrad.tracing.capture import Capture, ReadAgain
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
@@ -36,7 +37,9 @@ def graph(
 
     Returns:
       A function that takes the arguments of `fun` (arrays, or `jax.ShapeDtypeStruct`s in their
-      place) and returns the graph. Nothing is computed.
+      place) and returns the graph. Nothing is computed. The `Variable`s that `fun` reads are
+      further inputs, behind its arguments, and their last assigned values further outputs;
+      `Graph.to_callable` reads and assigns them at each call, as `fun` does.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
@@ -111,26 +114,40 @@ def trace_to_graph(
     positions = static.within(args)
     dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 
-    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any]:
-        fresh = _fresh(fun, static_kwargs, within)
-        return jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)(
-            *args, **dynamic_kwargs
-        )
+    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Capture]:
+        while True:
+            capture = Capture()
+            fresh = _fresh(fun, static_kwargs, within, capture)
+            traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
+            try:
+                program, shapes = traced(*args, **dynamic_kwargs)
+                return program, shapes[0] if capture.assigned else shapes, capture
+            except ReadAgain:
+                continue
 
     _tracing.depth += 1
     try:
         traced = _unless_again(lambda: trace(nullcontext))
-        program, shapes = trace(traced.within) if isinstance(traced, TraceAgain) else traced
+        if isinstance(traced, TraceAgain):
+            traced = trace(traced.within)
+        program, shapes, capture = traced
     finally:
         _tracing.depth -= 1
     dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
     graph = import_program(
-        program,
+        capture.explicit(program),
         name=function_name(fun),
         in_tree=jax.tree.structure((dynamic, dynamic_kwargs)),
         out_tree=jax.tree.structure(shapes),
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
+    if capture.read:
+        graph.function_source = _jax.function_source(program)
+        names = (*_jax.argument_names(program), *(variable.name for variable in capture.read))
+        for value, name in zip(graph.inputs, names, strict=True):
+            value.hint = name
+    graph.variables = tuple(capture.read)
+    graph.assigned = tuple(capture.assigned)
     return graph
 
 
@@ -194,16 +211,24 @@ def _fresh(
     fun: Callable[..., Any],
     static_kwargs: Mapping[str, Any],
     within: Callable[[], AbstractContextManager[Any]],
+    capture: Capture,
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
-    closed over at that time: under a new one it sees the world as it is now."""
+    closed over at that time: under a new one it sees the world as it is now.
+
+    It returns what `Capture.run` does.
+    """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        return functools.partial(_fresh(fun.func, static_kwargs, within), *fun.args, **fun.keywords)
+        inner = _fresh(fun.func, static_kwargs, within, capture)
+        return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        with within():
-            return fun(*args, **kwargs, **static_kwargs)
+        def run() -> Any:
+            with within():
+                return fun(*args, **kwargs, **static_kwargs)
+
+        return capture.run(run)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):

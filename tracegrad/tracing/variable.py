@@ -88,6 +88,13 @@ def _assign(variable: Variable, value: Any, stack: tuple[Listener, ...]) -> None
 
 # --------------------------------------------------------------------------------------- variable
 
+FROZEN = (
+    "the Variable {name!r} is read inside a function that JAX compiles or stages (jax.jit, "
+    "jax.make_jaxpr, or the body of a scan, cond, while_loop or checkpoint), where its value would "
+    "be kept as a constant for all later calls. Compile the function with `tracegrad.trace` "
+    "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
+)
+
 
 class Variable:
     """An array that can be assigned.
@@ -125,7 +132,7 @@ class Variable:
     As ``tf.Variable``.
     """
 
-    __slots__ = ("__weakref__", "_aval", "_is_ours", "_name", "_trainable", "_value")
+    __slots__ = ("__weakref__", "_aval", "_is_ours", "_name", "_stand_in", "_trainable", "_value")
 
     # NumPy's operators leave the operation to ours.
     __array_priority__ = 100
@@ -154,6 +161,7 @@ class Variable:
         self._aval = jax.typeof(value)
         self._value = value
         self._is_ours = False
+        self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
 
     # ---------------------------------------------------------------------- reading and assigning
 
@@ -221,14 +229,8 @@ class Variable:
 
     def _stored(self) -> Any:
         """What is read where nobody listens."""
-        if _jax.under_jit():
-            raise RuntimeError(
-                f"the Variable {self._name!r} is read inside a function that JAX compiles or "
-                "stages (jax.jit, jax.make_jaxpr, or the body of a scan, cond, while_loop or "
-                "checkpoint), where its value would be kept as a constant for all later calls. "
-                "Compile the function with `tracegrad.trace` instead, which makes an input of the "
-                "Variable, or pass its `.value` in as an argument."
-            )
+        if _jax.staging_trace() is not None:
+            raise RuntimeError(FROZEN.format(name=self._name))
         self._is_ours = False  # whoever has the array may keep it
         return self._value
 

@@ -1,0 +1,237 @@
+"""The Variables that a function reads and assigns while it is traced: found, and made explicit.
+
+While a function is traced a `Capture` listens. What it gives to whoever reads a Variable is a
+placeholder, which JAX takes for a value of an outer trace: the program has it as a constant,
+wherever in the function, its helpers, its loops or its nested jits the read may be. Afterwards
+these constants become inputs of the program, and assigned values outputs.
+
+JAX keeps the programs of inner functions (the bodies of loops, nested jits) by the function's
+identity, and does not run the function again when it meets it again, so that nobody hears of the
+read. In such places one Variable therefore always has the same placeholder: whatever program JAX
+keeps has that as a constant, and means the value at the time of the call. After an assignment the
+value is another one, so programs that were kept before must not be used; a context that is a part
+of JAX's keys takes care of that.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.tracing.variable import FROZEN, Variable, listening
+
+# A part of the key of every program that JAX keeps: programs made under one value are not used
+# under another.
+_generation = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+
+
+class ReadAgain(BaseException):
+    """A read was met for which an earlier assignment had to be prepared: trace the function anew.
+
+    Passes through the ``except Exception`` of users' functions.
+    """
+
+
+class _Active(threading.local):
+    captures = 0
+
+
+_active = _Active()
+
+
+class _Life:
+    """Whether the function of a capture is running; outlives it where its placeholders do."""
+
+    runs = False
+
+    def check(self) -> None:
+        if not self.runs:
+            raise RuntimeError(
+                "the value of a Variable, read in a traced function, is used after the function "
+                "was traced: it was kept outside of it, or a rule of a jax.custom_vjp or "
+                "jax.custom_jvp reads the Variable. Return the value; pass it to the rule as an "
+                "argument."
+            )
+
+
+class Capture:
+    """What one traced function does with Variables; listens while the function runs.
+
+    Attributes:
+      assigned: the Variables that are assigned, in the order of their first assignment.
+    """
+
+    def __init__(self) -> None:
+        self.assigned: list[Variable] = []
+        self._found: dict[int, Variable] = {}
+        self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
+        self._current: dict[int, Any] = {}
+        self._prepared: set[int] = set()  # assigned under a generation of programs of its own
+        self._trace: Any = None
+        self._life = _Life()
+        self._generations = ExitStack()
+
+    def run(self, fun: Callable[[], Any]) -> Any:
+        """Calls the function, inside the trace of its program.
+
+        Returns its result; where it assigned Variables, together with the last value of each.
+        """
+        self._trace = _jax.current_trace(None)
+        self._life.runs = True
+        _active.captures += 1
+        try:
+            with self._generations, listening(self):
+                result = fun()
+            if not self.assigned:  # messages about the result then say where in it
+                return result
+            return result, [self._current[id(variable)] for variable in self.assigned]
+        finally:
+            _active.captures -= 1
+            self._life.runs = False
+
+    # ---------------------------------------------------------------------------------- listening
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        where = _jax.staging_trace()
+        key = id(variable)
+        if where is None:  # jax.ensure_compile_time_eval
+            raise RuntimeError(FROZEN.format(name=variable.name))
+        if where is not self._trace:
+            return self._read_inside(variable)
+        if key in self._current:
+            return self._current[key]
+        if key not in self._entry:
+            self._note(variable)
+            self._entry[key] = _jax.Placeholder(
+                variable.aval, weakref.ref(variable), self._life.check
+            )
+        return self._entry[key]
+
+    def _read_inside(self, variable: Variable) -> Any:
+        """A read in an inner function, whose program JAX may keep."""
+        key = id(variable)
+        if key not in self._current:
+            self._note(variable)
+            return stand_in(variable)
+        if key not in self._prepared:
+            stand_in(variable)  # that there is one prepares the assignment, in the next run
+            raise ReadAgain
+        return self._current[key]
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        if _jax.staging_trace() is not self._trace:
+            raise RuntimeError(
+                f"the Variable {variable.name!r} is assigned inside the body of a loop, a branch, "
+                "a checkpoint or a nested jit, from where the value cannot get out. Carry the "
+                "value: read it before, let the body take and return it, and assign the result, "
+                f"as in `w, ys = jax.lax.scan(body, {variable.name}.value, xs); "
+                f"{variable.name}.assign(w)`. For a nested function use `tracegrad.trace` in the "
+                "place of `jax.jit`."
+            )
+        if _jax.is_tracer(value):
+            # Another object, for tapes; and an assignment is not differentiated: of a value that
+            # is being differentiated here, JAX gives the plain value.
+            value = jax.lax.stop_gradient(value)
+            self._refuse_inner(variable, value)
+        else:
+            value = _jax.fresh_alias(value)
+        key = id(variable)
+        if key not in self._current:
+            self.assigned.append(variable)
+        self._current[key] = value
+        if variable._stand_in is not None:
+            # Some inner function may have been traced with the old value.
+            self._generations.enter_context(_generation(object()))
+            self._prepared.add(key)
+
+    def _refuse_inner(self, variable: Variable, value: Any) -> None:
+        """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""
+        trace = _jax.current_trace(None)
+        while trace is not self._trace:
+            if _jax.is_tracer(value) and _jax.trace_of(value) is trace:
+                raise RuntimeError(
+                    f"the Variable {variable.name!r} is assigned inside {_name(trace)} a value "
+                    f"that exists only there ({_jax.type_text(value.aval)} of each). Return the "
+                    "value, and assign it outside."
+                )
+            trace = _jax.parent_trace(trace)
+
+    def _note(self, variable: Variable) -> None:
+        self._found.setdefault(id(variable), variable)
+
+    @property
+    def read(self) -> list[Variable]:
+        """The Variables whose value at the function's entry is used, in the order of the reads."""
+        return list(self._found.values())
+
+    # ------------------------------------------------------------------------------------ program
+
+    def explicit(self, program: Any) -> Any:
+        """The program with one more input for each Variable in `read`, behind the others."""
+        constants = list(_jax.constants_of(program))
+        owners = [self._owner(constant) for constant in constants]
+        for variable in owners:
+            if variable is not None:
+                self._note(variable)
+        if not self._found:
+            return program
+        places = {key: i for i, key in enumerate(self._found)}
+        slots = [None if v is None else places[id(v)] for v in owners]
+        open_form = _jax.opened(program)
+        count = len(open_form.invars)
+
+        def run(*inputs: Any) -> list[Any]:
+            values = inputs[count:]
+            given = [
+                constant if slot is None else values[slot]
+                for constant, slot in zip(constants, slots, strict=True)
+            ]
+            return list(jax.core.eval_jaxpr(open_form, given, *inputs[:count]))
+
+        avals = [var.aval for var in open_form.invars]
+        return jax.make_jaxpr(run)(*avals, *(variable.aval for variable in self.read))
+
+    def _owner(self, constant: Any) -> Variable | None:
+        """The Variable whose value at the function's entry a constant of the program is."""
+        if not isinstance(constant, _jax.Placeholder):
+            return None
+        variable: Variable | None = constant.stands_for()
+        if variable is None:
+            raise RuntimeError(
+                "an inner function, whose program JAX keeps, reads a Variable that no longer "
+                "exists. Make a new function, or pass the value as an argument."
+            )
+        shared = constant is variable._stand_in
+        return variable if shared or constant is self._entry.get(id(variable)) else None
+
+
+def _name(trace: Any) -> str:
+    return "a jax.vmap" if "Batch" in type(trace).__name__ else "a transformation"
+
+
+def stand_in(variable: Variable) -> Any:
+    """What a Variable that is not assigned before is to functions whose programs JAX keeps."""
+    if variable._stand_in is None:
+        name = variable.name
+
+        def check() -> None:
+            if not _active.captures:
+                raise RuntimeError(FROZEN.format(name=name))
+
+        variable._stand_in = _jax.Placeholder(variable.aval, weakref.ref(variable), check)
+    return variable._stand_in
+
+
+def variable_of(value: object) -> Variable | None:
+    """The Variable whose value, read in a function that is being traced, this is; else None.
+
+    A function whose program JAX has kept is not run again, and its read is not heard. What it
+    read is among the operands of its call: this tells.
+    """
+    return value.stands_for() if isinstance(value, _jax.Placeholder) else None
