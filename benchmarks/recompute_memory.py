@@ -119,7 +119,7 @@ def main() -> None:
     rows, whole = [], {}
     for name in ROWS:
         command = [sys.executable, str(Path(__file__)), "--only", name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         temporary, products, growth = map(float, output.split())
         program = name.split(",")[0]
         whole.setdefault(program, growth)
