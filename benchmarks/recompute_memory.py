@@ -99,7 +99,7 @@ def measure(name: str) -> tuple[float, int, float]:
     temporary = compiled.memory_analysis().temp_size_in_bytes / MIB
     # Ones, for tokens too: what is computed does not matter, but that every page is written does.
     args = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
-    results = jax.eval_shape(jitted, *shapes)
+    results = jitted.eval_shape(*shapes)
     spare = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), results)
     jax.block_until_ready((args, spare))
     del spare  # the room for the results is not what is asked about
