@@ -328,3 +328,24 @@ def test_a_failing_node_is_named_with_its_line():
 
 def close(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), got, expected)
+
+
+def test_the_faces_of_a_rule_that_closes_over_an_array_leave_the_array_out():
+    scale = jnp.float32(3.0)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * scale
+
+    scaled.defvjp(lambda x: (x * scale, scale), lambda scale, ct: (7.0 * ct * scale,))
+    graph = tg.graph(lambda x: scaled(x))(jnp.float32(2.0))
+    rule = rule_of(graph)
+    assert len(rule.node.inputs) == 2  # JAX makes the array an operand
+    out, *residuals = rule.node.face("forward").to_callable()(scale, jnp.float32(2.0))
+    close(out, 6.0)
+    close(rule.node.face("backward").to_callable()(*residuals, jnp.float32(1)), [21.0])
+    last = rule.node.face("backward").outputs[0].producer
+    here = graph.own(Occurrence((*rule.path, (rule.node, "backward")), last))
+    (tenfold,) = here.graph.insert(lambda v: v * 10, here.graph.outputs)
+    here.graph.set_outputs([tenfold])
+    close(jax.grad(graph.to_callable())(jnp.float32(2.0)), 210.0)

@@ -35,6 +35,13 @@ from tracegrad.annotations.calls import (
 )
 from tracegrad.annotations.captured import Captured, captured_name, unwrapped
 from tracegrad.annotations.pullback import Program, Pullback, Residuals, trace_pullback
+from tracegrad.annotations.variables import (
+    Reads,
+    require_variables_parameter,
+    with_variables,
+    without_variables,
+)
+from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +73,10 @@ def custom_gradient(f: Any = None) -> Any:
     floats. Each has one gradient. Python ints, bools, strings, None, functions and other objects
     among them stay the Python values that they are, and have none. Keyword arguments are passed
     on, and have none either.
+
+    Trainable Variables that ``f`` reads, and was not given as arguments, are inputs too. Then
+    ``grad_fn`` is called with ``variables=``, the list of them sorted by name, and returns a pair:
+    the gradients of the inputs, and a list with one (or None) for each variable.
 
     Arguments:
         f: a function ``f(*args, **kwargs) -> (y, grad_fn)``. ``y`` is an array or a tree of
@@ -126,16 +137,26 @@ _top_level = functools.cache(_jax.top_level_trace_type)
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function with a custom gradient."""
+    reads = Reads(fun, args)
+    args = without_variables(args)
     call = _Call(fun, args, kwargs, Arguments.of(args))
     if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
-        y, _ = call.run(*map(jnp.asarray, call.arguments.arrays))
+        with listening(reads):
+            y, grad_fn = call.run(*map(jnp.asarray, call.arguments.arrays))
+        if reads.trainable:
+            require_variables_parameter(fun, grad_fn, reads.trainable)
         return jax.tree.map(jnp.asarray, y)
     try:
-        program, shapes = jax.make_jaxpr(call.forward_or_later, return_shape=True)(
-            *map(jax.typeof, call.arguments.arrays)
-        )
+        with listening(reads):
+            program, shapes = jax.make_jaxpr(call.forward_or_later, return_shape=True)(
+                *map(jax.typeof, call.arguments.arrays)
+            )
     except _NEEDS_VALUES:
         program = None
+    if reads.trainable:
+        # Once more, with their values among the inputs: there are no others then.
+        values = [variable.value for variable in reads.trainable]
+        return _call(with_variables(fun, reads.trainable), (*args, values), kwargs)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.
@@ -155,7 +176,7 @@ class _Call:
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
-        """Calls the user's function. Variables that it reads are to be collected here."""
+        """Calls the user's function."""
         with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
             result = self.fun(*self.arguments.with_arrays(arrays), **self.kwargs)
         pair = isinstance(result, tuple | list) and len(result) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -18,6 +18,8 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.annotations.custom_gradient import custom_gradient
+from tracegrad.annotations.variables import Assignments
+from tracegrad.tracing.variable import Variable, listening
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,25 +65,34 @@ def grad_pass_through(f: Any = None) -> Any:
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function whose gradient is passed through."""
+    assigned: list[Variable] = []
 
     @functools.wraps(fun)
     def with_identity(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-        y = fun(*args, **kwargs)
+        assignments = Assignments()
+        with listening(assignments):
+            y = fun(*args, **kwargs)
+        # What was assigned leaves as further outputs: the rule has a trace of its own.
+        assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         arguments = Arguments.of(args)
         inputs = [jax.typeof(array) for array in arguments.arrays]
         names = input_names(fun, args)
         _check(fun, [names[i] for i in arguments.positions], inputs, outputs)
 
-        def identity(*dys: Any) -> list[Any]:
-            return [
+        def identity(*dys: Any, variables: Sequence[Variable] = ()) -> Any:
+            gradients = [
                 dy.astype(aval.dtype) if _jax.has_gradient(aval) else None
                 for dy, aval in zip(dys, inputs)
             ]
+            return (gradients, [None for _ in variables]) if variables else gradients
 
-        return y, identity
+        return (y, list(assignments.values.values())), identity
 
-    return custom_gradient(with_identity)(*args, **kwargs)
+    y, values = custom_gradient(with_identity)(*args, **kwargs)
+    for variable, value in zip(assigned, values, strict=True):
+        variable.assign(value)
+    return y
 
 
 def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:

@@ -113,7 +113,6 @@ def trace_pullback(
         dys = [
             next(flowing) if real else _zeros(aval) for aval, real in zip(outputs, differentiable)
         ]
-        # Variables that the forward read would be passed here, as variables=.
         with noted(lambda: f"in the gradient function {described(grad_fn)}"):
             returned = grad_fn(*dys)
         checked = _one_per_input(fun, args, grad_fn, arrays, returned)

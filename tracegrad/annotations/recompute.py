@@ -17,6 +17,8 @@ from tracegrad.annotations.calls import (
     named_after,
     require_callable,
 )
+from tracegrad.annotations.variables import ReadsOutside
+from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,12 +87,14 @@ def _call(
 ) -> Any:
     """One call of a recomputed function."""
     arguments = Arguments.of((args, kwargs))
+    variables = ReadsOutside()
 
     # A new function for every call: JAX keeps the programs of functions that it knows, with the
     # values that they closed over when it first saw them.
     def run(*arrays: Any) -> Any:
         positional, keywords = arguments.with_arrays(arrays)
-        return fun(*positional, **keywords)
+        with listening(variables):
+            return fun(*positional, **keywords)
 
     try:
         program = named_after(fun, run, _names(fun, args, kwargs, arguments))

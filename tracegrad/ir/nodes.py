@@ -221,7 +221,8 @@ class CustomGradient(RegionNode):
         """One part of the rule as a graph.
 
         `name`: for a vjp ``"forward"`` (inputs → outputs and residuals) or ``"backward"``
-        (residuals and output cotangents → cotangents of the inputs of float or complex dtype);
+        (residuals and output cotangents → cotangents of the inputs of float or complex dtype that
+        the function does not close over);
         for a jvp ``"jvp"`` (inputs and tangents of the float ones → outputs and their tangents).
         Raises KeyError for another name.
         """

@@ -140,15 +140,22 @@ def _trace_rule(
 ) -> dict[str, Graph]:
     """The faces of a rule as graphs, traced by differentiating the node as JAX does.
 
-    A vjp gives both faces at once: the residuals that one returns are what the other takes.
+    A vjp gives both faces at once: the residuals that one returns are what the other takes. JAX
+    refuses to differentiate with respect to what the function closes over, the first operands.
     """
+    closed_over = int(params.get("num_consts", 0))
 
     def bound(*args: Any) -> list[Any]:
         return _jax.bind(primitive, args, params)
 
     if face == "jvp":
         return {"jvp": _trace_jvp(bound, avals)}
-    forward, shapes = jax.make_jaxpr(lambda *args: jax.vjp(bound, *args), return_shape=True)(*avals)
+
+    def vjp(*args: Any) -> Any:
+        constants = args[:closed_over]
+        return jax.vjp(lambda *inputs: bound(*constants, *inputs), *args[closed_over:])
+
+    forward, shapes = jax.make_jaxpr(vjp, return_shape=True)(*avals)
     out_shapes, pullback_shape = shapes
     residuals, pullback_tree = jax.tree.flatten(pullback_shape)
 
@@ -158,7 +165,7 @@ def _trace_rule(
         cotangents = _jax.align(out_shapes, residuals_and_cotangents[split:])
         return [
             ct
-            for ct, aval in zip(pullback(cotangents), avals, strict=True)
+            for ct, aval in zip(pullback(cotangents), avals[closed_over:], strict=True)
             if _jax.has_gradient(aval)
         ]
 

@@ -1,0 +1,196 @@
+"""Annotated functions that read and assign Variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.tape import GradientTape
+from tracegrad.tracing.variable import Variable
+
+
+def floats(values):
+    return [None if v is None else float(v) for v in values]
+
+
+def test_each_variable_is_listed_once_sorted_by_name_with_its_own_gradient():
+    b, a = Variable(3.0, name="b"), Variable(2.0, name="a")
+    frozen = Variable(1.0, trainable=False, name="frozen")
+    seen = []
+
+    @tg.custom_gradient
+    def f(x):
+        y = x * b * a * frozen * b
+
+        def grad(dy, variables=None):
+            seen.append([v.name for v in variables])
+            return dy * 7, [dy * 10, dy * 20]
+
+        return y, grad
+
+    x = jnp.float32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x) * 2
+    assert float(y) == 2 * 2 * 9 * 2
+    assert floats(tape.gradient(y, [x, a, b, frozen])) == [14.0, 20.0, 40.0, None]
+    assert seen
+    assert all(names == ["a", "b"] for names in seen)
+
+
+def test_the_gradient_function_is_differentiated_through_the_variables_too():
+    v = Variable(3.0)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * v, lambda dy, variables: (dy * v * v, [dy * x])
+
+    x = jnp.float32(2.0)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with GradientTape() as inner:
+            inner.watch(x)
+            y = f(x)
+        slope = inner.gradient(y, x)
+    assert float(slope) == 9.0
+    assert float(outer.gradient(slope, v)) == 6.0
+
+
+def test_without_variables_the_argument_is_not_passed():
+    frozen = Variable(3.0, trainable=False)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * frozen, lambda dy: dy * 5  # would fail if it were given variables=
+
+    x = jnp.float32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    assert float(tape.gradient(y, x)) == 5.0
+
+
+def test_a_variable_given_as_an_argument_is_an_input_like_any_other():
+    v = Variable(3.0)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * 2, lambda dy: dy * 11
+
+    with GradientTape() as tape:
+        y = f(v)
+    assert float(tape.gradient(y, v)) == 11.0
+
+
+@pytest.mark.parametrize("under_tape", [False, True])
+def test_a_gradient_function_without_a_place_for_variables_fails_at_the_forward_call(under_tape):
+    v = Variable(3.0, name="weight")
+
+    @tg.custom_gradient
+    def f(x):
+        return x * v, lambda dy: dy
+
+    message = r"'weight'.*grad_fn\(\*dys, variables=None\)"
+    if under_tape:
+        with GradientTape(), pytest.raises(TypeError, match=message):
+            f(1.0)
+    else:
+        with pytest.raises(TypeError, match=message):
+            f(1.0)
+
+
+@pytest.mark.parametrize(
+    "grad_fn",
+    [
+        lambda dy, variables: (dy, [dy]),
+        lambda dy, *, variables: (dy, [dy]),
+        lambda dy, **options: (dy, [dy]),
+    ],
+)
+def test_variables_are_taken_in_any_form(grad_fn):
+    v = Variable(3.0)
+    f = tg.custom_gradient(lambda x: (x * v, grad_fn))
+    with GradientTape() as tape:
+        y = f(jnp.float32(2.0))
+    assert float(tape.gradient(y, v)) == 1.0
+
+
+def test_a_wrong_number_of_variable_gradients_is_told_with_both_numbers():
+    v = Variable(3.0)
+    f = tg.custom_gradient(lambda x: (x * v, lambda dy, variables: (dy, [dy, dy])))
+    with GradientTape() as tape:
+        y = f(jnp.float32(2.0))
+    with pytest.raises(ValueError, match="2 variable gradients for 1 variables"):
+        tape.gradient(y, v)
+
+
+def test_assigning_in_a_function_with_a_custom_gradient_is_refused():
+    v, w = Variable(3.0), Variable(1.0, name="counter")
+
+    @tg.custom_gradient
+    def f(x):
+        w.assign_add(1.0)
+        return x * v, lambda dy, variables: (dy, [dy])
+
+    with GradientTape(), pytest.raises(RuntimeError, match="assigns the Variable 'counter'"):
+        f(jnp.float32(2.0))
+
+
+def test_a_pass_through_function_gives_its_variables_nothing_and_keeps_assignments():
+    scale, last = Variable(3.0), Variable(0.0, trainable=False)
+
+    @tg.grad_pass_through
+    def quantise(x):
+        last.assign(x)
+        return jnp.round(x) * scale
+
+    x = jnp.float32(2.4)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = quantise(x) * 3
+    assert float(y) == 18.0
+    np.testing.assert_allclose(last.value, 2.4, rtol=1e-6)
+    assert floats(tape.gradient(y, [x, scale])) == [3.0, None]
+
+
+def test_a_pass_through_function_reads_what_it_has_assigned():
+    v = Variable(1.0, trainable=False)
+
+    @tg.grad_pass_through
+    def f(x):
+        v.assign(x * 2)
+        return v * 1.0
+
+    with GradientTape() as tape:
+        x = jnp.float32(3.0)
+        tape.watch(x)
+        y = f(x)
+    assert float(y) == 6.0
+    assert float(v.value) == 6.0
+    assert float(tape.gradient(y, x)) == 1.0
+
+
+def test_a_recomputed_function_gives_its_variables_their_gradients():
+    v = Variable(3.0)
+
+    @tg.recompute_grad
+    def f(x):
+        return jnp.sin(x * v)
+
+    x = jnp.float32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    np.testing.assert_allclose(
+        tape.gradient(y, [x, v]), [np.cos(6.0) * 3, np.cos(6.0) * 2], rtol=1e-5
+    )
+
+
+def test_a_recomputed_function_sees_assignments_between_calls():
+    v = Variable(3.0)
+    f = tg.recompute_grad(lambda x: x * v)
+    assert float(f(2.0)) == 6.0
+    v.assign(5.0)
+    assert float(f(2.0)) == 10.0
+    assert float(jax.grad(f)(2.0)) == 5.0

@@ -1,0 +1,173 @@
+"""Variables that an annotated function reads or assigns.
+
+A rule sees them as inputs and outputs of the function, like arguments and results: a value that
+went in or out on another way would be a constant, or a tracer that outlives its trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import described
+from tracegrad.tracing.variable import Variable, listening
+
+
+class ReadsOutside:
+    """Reads Variables in the trace that the annotated function was called in. (A `Listener`.)
+
+    The rule's own trace is a new one for every call, with what it closes over as operands: no
+    value stays in it for a later call.
+    """
+
+    def __init__(self) -> None:
+        self._trace = _jax.current_trace(None)
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        with _jax.set_current_trace(self._trace):
+            return outside()
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
+
+
+class Reads(ReadsOutside):
+    """Collects the Variables that a function with a custom gradient reads. (A `Listener`.)"""
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._fun = fun
+        leaves = jax.tree.leaves(args, is_leaf=_is_variable)
+        self._given = {leaf for leaf in leaves if isinstance(leaf, Variable)}
+        self._found: dict[Variable, None] = {}
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        self._found[variable] = None
+        return super().on_read(variable, outside)
+
+    @property
+    def trainable(self) -> tuple[Variable, ...]:
+        """The trainable ones, each once, without those given as arguments, sorted by name."""
+        found = (v for v in self._found if v.trainable and v not in self._given)
+        return tuple(sorted(found, key=lambda variable: variable.name))
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        _refuse_assignment(self._fun, variable)
+
+
+class Substitute:
+    """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)"""
+
+    def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
+        self._values = values
+        self._fun = fun
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        return self._values[variable] if variable in self._values else outside()
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        _refuse_assignment(self._fun, variable)
+
+
+class Assignments:
+    """Keeps assignments until the function is done. (A `Listener`.)"""
+
+    def __init__(self) -> None:
+        self.values: dict[Variable, Any] = {}
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        return self.values[variable] if variable in self.values else outside()
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        self.values[variable] = value
+
+
+def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:
+    raise RuntimeError(
+        f"{described(fun)}, which has a custom gradient, assigns the Variable {variable.name!r}: "
+        "its rule may run it more than once, or not at all. Return the value and assign it outside"
+    )
+
+
+def without_variables(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with the values of Variables in their places, which are inputs like any other."""
+    if not any(map(_is_variable, jax.tree.leaves(args, is_leaf=_is_variable))):
+        return args
+    leaves, tree = jax.tree.flatten(args)
+    new: tuple[Any, ...] = jax.tree.unflatten(tree, leaves)
+    return new
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, Variable)
+
+
+def require_variables_parameter(
+    fun: Callable[..., Any], grad_fn: Callable[..., Any], variables: Sequence[Variable]
+) -> None:
+    """Raises TypeError if a gradient function has no place for the Variables that were read."""
+    try:
+        parameters = inspect.signature(grad_fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if not any(p.name == "variables" or p.kind is p.VAR_KEYWORD for p in parameters):
+        names = ", ".join(repr(variable.name) for variable in variables)
+        raise TypeError(
+            f"{described(fun)} has a custom gradient and reads the trainable Variables {names}, so "
+            f"its gradient function {described(grad_fn)} must take them, as grad_fn(*dys, "
+            "variables=None), and return (gradients of the inputs, gradients of the variables). "
+            "If they are meant as constants, make them trainable=False or read them outside"
+        )
+
+
+def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Callable[..., Any]:
+    """A function with a custom gradient whose last argument is the values of Variables that it
+    reads, and whose gradient function returns their gradients too."""
+
+    @functools.wraps(fun, updated=())
+    def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
+        *own, values = args
+        given = Substitute(dict(zip(variables, values, strict=True)), fun)
+        with listening(given):
+            y, grad_fn = fun(*own, **kwargs)
+        require_variables_parameter(fun, grad_fn, variables)
+
+        @functools.wraps(grad_fn, updated=())
+        def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
+            with listening(given):
+                result = grad_fn(*dys, variables=list(variables))
+            return _flat(fun, grad_fn, result, len(own), variables)
+
+        return y, with_those_of_variables
+
+    return as_inputs
+
+
+def _flat(
+    fun: Callable[..., Any],
+    grad_fn: Callable[..., Any],
+    result: Any,
+    count: int,
+    variables: Sequence[Variable],
+) -> tuple[Any, ...]:
+    """``(gradients, variable gradients)`` as one gradient for each argument."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ValueError(
+            f"the gradient function {described(grad_fn)} of {described(fun)} was given variables, "
+            "so it must return a pair (gradients of the inputs, gradients of the variables)"
+        )
+    gradients, of_variables = result
+    of_variables = list(of_variables) if isinstance(of_variables, tuple | list) else [of_variables]
+    if len(of_variables) != len(variables):
+        names = ", ".join(repr(variable.name) for variable in variables)
+        raise ValueError(
+            f"the gradient function {described(grad_fn)} of {described(fun)} returned "
+            f"{len(of_variables)} variable gradients for {len(variables)} variables ({names})"
+        )
+    inputs = list(gradients) if isinstance(gradients, tuple | list) else [gradients]
+    return (*inputs, of_variables) if len(inputs) == count else (*inputs, *of_variables)
