@@ -18,10 +18,19 @@ from tracegrad.differentiation import select as select
 from tracegrad.differentiation import value_and_grad as value_and_grad
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
+from tracegrad.tape import AggregationMethod as AggregationMethod
+from tracegrad.tape import GradientTape as GradientTape
+from tracegrad.tape import UnconnectedGradients as UnconnectedGradients
+from tracegrad.tape import gradients as gradients
+from tracegrad.tape import hessian_vector_product as hessian_vector_product
+from tracegrad.tape import hessians as hessians
 from tracegrad.tracing import RetraceWarning as RetraceWarning
 from tracegrad.tracing import TracedFunction as TracedFunction
 from tracegrad.tracing import graph as graph
 from tracegrad.tracing import trace as trace
+from tracegrad.tracing.variable import Variable as Variable
+from tracegrad.tracing.variable import assign_values as assign_values
+from tracegrad.tracing.variable import values_of as values_of
 
 __version__ = "0.1.0"
 
