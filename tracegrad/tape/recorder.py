@@ -30,7 +30,7 @@ class Recorder(jax.core.Trace):
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.parent = parent
+        self.parent_trace = parent
         self.records: list[Record] = []
         self._installed: Any = None
 
@@ -64,8 +64,8 @@ class Recorder(jax.core.Trace):
     # ------------------------------------------------------------------ what JAX asks of a trace
 
     def stage_value(self, value: Any) -> Any:
-        with _jax.set_current_trace(self.parent):
-            return self.parent.stage_value(value)
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(value)
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
@@ -74,16 +74,16 @@ class Recorder(jax.core.Trace):
         captured = [c for c in captured_arrays(params) if self._is_tracked(c)]
         watching = [r for r in self.records if r.tracks(args) or (captured and r.tracks(captured))]
         if not watching:
-            with _jax.set_current_trace(self.parent):
+            with _jax.set_current_trace(self.parent_trace):
                 return primitive.bind(*args, **params)
         args = self._own_operands(primitive, args)
         if primitive is _jax.JIT and has_effects(params) and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
-        with _jax.set_current_trace(self.parent):
+        with _jax.set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
         results = list(out) if primitive.multiple_results else [out]
         if captured:
-            with _jax.set_current_trace(self.parent):
+            with _jax.set_current_trace(self.parent_trace):
                 lifted = lift(primitive, params, captured, args)
             args = [*captured, *args]
             results = self._record(_jax.JIT, lifted, args, results, watching)
@@ -110,8 +110,8 @@ class Recorder(jax.core.Trace):
                 "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
                 "a function compiled by jax.jit or tracegrad.trace"
             )
-        with _jax.set_current_trace(self.parent):
-            return self.parent.process_shard_map(primitive, fun, args, **params)
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
 
     # ------------------------------------------------------------------------------ recording
 
@@ -152,7 +152,7 @@ class Recorder(jax.core.Trace):
         return any(record.tracks((array,)) for record in self.records)
 
     def _alias(self, array: Any) -> Any:
-        with _jax.set_current_trace(self.parent):
+        with _jax.set_current_trace(self.parent_trace):
             return _jax.alias(array)
 
     def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
@@ -165,7 +165,7 @@ class Recorder(jax.core.Trace):
             )
         if not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
-        with _jax.set_current_trace(self.parent):
+        with _jax.set_current_trace(self.parent_trace):
             return [jnp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
 
     # ---------------------------------------------------------------------------- custom rules
@@ -177,14 +177,14 @@ class Recorder(jax.core.Trace):
         it closes over shows as operands."""
         key = _own_rule_key(primitive, subfuns, args, params)
         if not self.records:
-            with _jax.set_current_trace(self.parent):
+            with _jax.set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         known = None if key is None else _own_rules.get(key)
         if known is not None:
             program, stores = known
             subfuns[0].populate_stores(stores)  # from which its caller takes the tree of results
         else:
-            with _jax.set_current_trace(self.parent):
+            with _jax.set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
@@ -217,7 +217,7 @@ class Recorder(jax.core.Trace):
         primitive, params = equation.primitive, dict(equation.params)
         watching = [r for r in self.records if r.tracks(args)]
         if not watching:
-            with _jax.set_current_trace(self.parent):
+            with _jax.set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
         constants = int(params.get("num_consts", 0))
         if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
@@ -227,7 +227,7 @@ class Recorder(jax.core.Trace):
                 "it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
-        with _jax.set_current_trace(self.parent):
+        with _jax.set_current_trace(self.parent_trace):
             results = _jax.bind(primitive, args, params)
         rule = _node_of(equation) if is_new else None
         return self._record(primitive, params, args, results, watching, constants, rule)
