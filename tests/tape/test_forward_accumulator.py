@@ -1,0 +1,609 @@
+"""Forward mode over recorded arrays: numbers, nesting with tapes and accumulators, and refusals."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import tracegrad as tg
+from tracegrad.annotations import custom_gradient
+from tracegrad.tape import GradientTape, UnconnectedGradients
+from tracegrad.tape.forward_accumulator import ForwardAccumulator
+from tracegrad.tracing.variable import Variable
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def along(function, primal, tangent):
+    """What an accumulator gives for a function."""
+    with ForwardAccumulator(primal, tangent) as accumulator:
+        y = function(primal)
+    return accumulator.jvp(y)
+
+
+def difference(function, primal, tangent, step=1e-6):
+    return (function(primal + step * tangent) - function(primal - step * tangent)) / (2 * step)
+
+
+X = np.array([0.5, 1.25, -2.0])
+V = np.array([1.0, -0.5, 2.0])
+TABLE = np.arange(12.0).reshape(4, 3)
+
+FUNCTIONS = {
+    "elementwise": lambda x: jnp.sin(x) * x + 2.0 / (3.0 + x**2),
+    "the same operand twice": lambda x: x * x,
+    "matmul and reduction": lambda x: jnp.tanh(TABLE @ x).sum(),
+    "gather": lambda x: x[jnp.array([0, 2, 0])] ** 2,
+    "where": lambda x: jnp.where(x > 0, x**2, jnp.exp(x)),
+    "python branch": lambda x: x**3 if x[0] > 0 else x,
+    "softmax": jax.nn.softmax,
+    "custom jvp": lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
+    "jitted": jax.jit(lambda x: jnp.cos(x).sum() * x),
+    "traced": tg.trace(lambda x: jnp.cos(x).sum() * x),
+    "scan": lambda x: lax.scan(lambda c, a: (c * jnp.sin(a), c + a), 1.0, x)[1],
+    "cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 20.0, lambda c: c * 2.0, x**2),
+    "vmap": lambda x: jax.vmap(lambda a: a * x)(x),
+    "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
+    "inner grad": lambda x: jax.grad(lambda y: (y**3).sum())(x),
+    "inner jvp": lambda x: jax.jvp(jnp.sin, (x,), (x,))[1],
+    "sort": lambda x: jnp.sort(x) * jnp.arange(3.0),
+    "solve": lambda x: jnp.linalg.solve(jnp.eye(3) * 4 + jnp.outer(x, x), x),
+    "reshape to the same shape": lambda x: x.reshape(3) * 3.0,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_the_derivative_is_that_of_jax_and_of_finite_differences(function):
+    x, v = jnp.asarray(X), jnp.asarray(V)
+    found = along(function, x, v)
+    _, expected = (
+        jax.jvp(function, (x,), (v,))
+        if function is not FUNCTIONS["python branch"]
+        else (None, 3 * x**2 * v)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(found, difference(function, X, V), rtol=1e-6, atol=1e-8)
+    assert found.dtype == jnp.float64
+
+
+def test_the_second_block_of_one_structure_uses_the_compiled_programs():
+    compiled = []
+
+    @jax.custom_jvp
+    def watched(x):
+        return jnp.sin(x)
+
+    @watched.defjvp
+    def _(primals, tangents):
+        compiled.append(primals)
+        return jnp.sin(primals[0]), jnp.cos(primals[0]) * tangents[0]
+
+    function = jax.jit(lambda x: watched(x) * 2)
+    for step in range(4):
+        x = jnp.asarray(X + step)
+        np.testing.assert_allclose(
+            along(function, x, jnp.asarray(V)), 2 * np.cos(X + step) * V, rtol=1e-12
+        )
+        if step == 0:
+            once = len(compiled)
+    assert len(compiled) == once
+
+
+# -------------------------------------------------------------------------------- what is followed
+
+
+def test_arrays_are_followed_by_identity():
+    x, other = jnp.asarray(2.0), jnp.asarray(2.0)
+    with ForwardAccumulator(x, 1.0) as accumulator:
+        y, z = x * x, other * other
+        before = x
+        x = x + x**2
+        end = 5 * x
+    assert accumulator.jvp(y) == 4.0
+    assert accumulator.jvp(z) is None
+    assert accumulator.jvp(other) is None
+    assert accumulator.jvp(before) == 1.0
+    assert accumulator.jvp(end) == 25.0
+
+
+def test_none_is_structural_and_can_be_zeros():
+    x = jnp.asarray(X)
+    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
+        connected, cut = jax.jit(lambda x: (x * 0.0, lax.stop_gradient(x)))(x)
+        results = {
+            "floor": jnp.floor(x),
+            "sign": jnp.sign(x),
+            "integer": x.astype(int),
+            "through integers": x.astype(int).astype(float) * 2,
+            "compared": x > 0,
+            "cut": cut,
+            "tg": tg.stop_gradient(x) * 2,
+            "constant": jnp.ones(3) * 2,
+            "host": np.asarray(x) * 2.0,
+        }
+    outside = x * 2
+    assert set(accumulator.jvp(results | {"outside": outside}).values()) == {None}
+    np.testing.assert_array_equal(accumulator.jvp(connected), jnp.zeros(3))
+    for zero in ("zero", UnconnectedGradients.ZERO):
+        zeros = accumulator.jvp([outside, results["integer"]], unconnected_gradients=zero)
+        assert [(z.shape, z.dtype) for z in zeros] == [((3,), jnp.float64), ((3,), jnp.int64)]
+        assert not any(map(jnp.any, zeros))
+    with pytest.raises(ValueError, match="zeroes"):
+        accumulator.jvp(outside, unconnected_gradients="zeroes")
+
+
+def test_primals_and_targets_are_trees():
+    primals = {"w": jnp.asarray(X), "b": (jnp.asarray(1.0), jnp.asarray(3.0))}
+    tangents = {"w": jnp.asarray(V), "b": (2.0, jnp.asarray(-1.0))}
+
+    def function(p):
+        return {"sum": p["w"].sum() * p["b"][0], "list": [p["b"][1] ** 2, p["w"] * p["b"][1]]}
+
+    with ForwardAccumulator(primals, tangents) as accumulator:
+        y = function(primals)
+    _, expected = jax.jvp(
+        function, (primals,), (jax.tree.map(lambda t: jnp.asarray(t, jnp.float64), tangents),)
+    )
+    jax.tree.map(np.testing.assert_allclose, accumulator.jvp(y), expected)
+    assert accumulator.jvp([y["sum"], None, ()]) == [expected["sum"], None, ()]
+
+
+def test_a_block_can_be_entered_again_and_asked_at_any_time():
+    x = jnp.asarray(2.0)
+    accumulator = ForwardAccumulator(x, 1.0)
+    assert accumulator.jvp(x) == 1.0
+    with accumulator:
+        y = x**2
+        assert accumulator.jvp(y) == 4.0
+    between = y * 1.0
+    with accumulator:
+        z = y * x
+    assert accumulator.jvp(between) is None
+    assert accumulator.jvp([z, z]) == [12.0, 12.0]
+
+
+def test_an_exception_closes_the_block_and_keeps_what_it_has():
+    x = jnp.asarray(2.0)
+    with ForwardAccumulator(x, 1.0) as outer:
+        inner = ForwardAccumulator(x, 1.0)
+        results = []
+
+        def fail():
+            with inner:
+                results.append(x**2)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        (y,) = results
+        z = y * x
+    assert inner.jvp(y) == outer.jvp(y) == 4.0
+    assert (inner.jvp(z), outer.jvp(z)) == (None, 12.0)
+
+
+def test_blocks_may_close_out_of_order():
+    x = jnp.asarray(2.0)
+    first, second = ForwardAccumulator(x, 1.0), ForwardAccumulator(x, 2.0)
+    tape = GradientTape()
+    tape.watch(x)
+    first.__enter__()
+    tape.__enter__()
+    second.__enter__()
+    y = x**2
+    first.__exit__(None, None, None)
+    z = y * x
+    second.__exit__(None, None, None)
+    tape.__exit__(None, None, None)
+    assert [a.jvp(y) for a in (first, second)] == [4.0, 8.0]
+    assert [a.jvp(z) for a in (first, second)] == [None, 24.0]
+    assert tape.gradient(z, x) == 12.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_function_with_a_rule_at_the_end_of_a_block_is_seen_by_all(first):
+    x = jnp.asarray(2.0)
+    blocks = [ForwardAccumulator(x, 1.0), ForwardAccumulator(x, 1.0)]
+    for block in blocks:
+        block.__enter__()
+    y = jax.nn.softplus(x)
+    for block in (blocks[first], blocks[1 - first]):
+        block.__exit__(None, None, None)
+    slope = blocks[1].jvp(y)
+    np.testing.assert_allclose(slope, jax.nn.sigmoid(2.0))
+    np.testing.assert_allclose(blocks[0].jvp(slope), jax.grad(jax.nn.sigmoid)(2.0))
+
+
+def test_a_tangent_is_freed_with_its_array_and_all_without_the_garbage_collector():
+    x = jnp.asarray(X)
+    accumulator = ForwardAccumulator(x, jnp.asarray(V))
+    gc.disable()
+    try:
+        with accumulator:
+            y = jnp.sin(x) * 2
+            tangent = weakref.ref(accumulator.jvp(y))
+            del y
+            assert tangent() is None
+            y = x * 2
+        tangent = weakref.ref(accumulator.jvp(y))
+        kept = weakref.ref(accumulator)
+        del accumulator
+        assert kept() is None
+        assert tangent() is None
+    finally:
+        gc.enable()
+
+
+def test_a_jitted_function_that_closes_over_a_primal_moves_with_it():
+    x = jnp.asarray(X)
+    function = jax.jit(lambda y: (y * x).sum())
+    for _ in range(2):
+        found = along(lambda x: function(x), x, jnp.asarray(V))
+        np.testing.assert_allclose(found, 2 * (X * V).sum())
+
+
+def test_effects_happen_once():
+    seen = []
+
+    @jax.jit
+    def function(x):
+        def body(c, a):
+            jax.debug.callback(lambda c: seen.append(float(c)), c)
+            return c * a, c
+
+        c, _ = lax.scan(body, 1.0, x)
+        c = lax.cond(
+            c < 0, lambda c: [jax.debug.callback(seen.append, "neg"), c][1] * 2, jnp.sin, c
+        )
+        jax.debug.callback(lambda: seen.append("done"))
+        return c
+
+    x = jnp.asarray(X)
+    found = along(function, x, jnp.asarray(V))
+    jax.effects_barrier()
+    expected = [1.0, 0.5, 0.625, "done", "neg"]
+    assert sorted(map(str, seen)) == sorted(map(str, expected))
+    seen.clear()
+    np.testing.assert_allclose(found, jax.jvp(function, (x,), (jnp.asarray(V),))[1])
+
+
+def test_a_host_call_in_a_loop_is_not_made_again():
+    calls = []
+
+    def count():
+        calls.append(None)
+        return np.float64(len(calls))
+
+    def body(c, a):
+        return c * a * io_callback(count, jax.ShapeDtypeStruct((), jnp.float64)), None
+
+    x = jnp.asarray(X)
+    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
+        y = lax.scan(body, 1.0, x)[0]
+    np.testing.assert_allclose(y, 6 * X.prod())
+    with pytest.raises(NotImplementedError, match="io_callback"):
+        accumulator.jvp(y)
+    assert len(calls) == 3
+
+
+def test_what_a_derivative_rule_prints_of_tangents_is_printed():
+    seen = []
+
+    @jax.custom_jvp
+    def spied(x):
+        return x * 2
+
+    @spied.defjvp
+    def _(primals, tangents):
+        jax.debug.callback(lambda t: seen.append(float(t)), tangents[0])
+        return spied(*primals), 2 * tangents[0]
+
+    assert along(jax.jit(spied), jnp.asarray(1.0), 3.0) == 6.0
+    jax.effects_barrier()
+    assert seen == [3.0]
+
+
+# ----------------------------------------------------------------------------------------- nesting
+
+
+def cubic(x):
+    return jnp.sin(x) * x**3
+
+
+def third(x):
+    return jax.grad(jax.grad(jax.grad(cubic)))(x)
+
+
+def test_forward_over_forward_to_the_third_order():
+    x = jnp.asarray(1.1)
+    with (
+        ForwardAccumulator(x, 1.0) as outer,
+        ForwardAccumulator(x, 1.0) as middle,
+        ForwardAccumulator(x, 1.0) as inner,
+    ):
+        y = cubic(x)
+    first = inner.jvp(y)  # the tangents were computed in the block: asking outside is as good
+    second = middle.jvp(first)
+    np.testing.assert_allclose(first, jax.grad(cubic)(1.1))
+    np.testing.assert_allclose(second, jax.grad(jax.grad(cubic))(1.1))
+    np.testing.assert_allclose(outer.jvp(second), third(1.1))
+    np.testing.assert_allclose([outer.jvp(y), middle.jvp(y)], [first, first])
+    # What stands inside does not see what is computed outside of it.
+    assert inner.jvp(outer.jvp(y)) is None
+
+
+def test_forward_over_reverse_is_a_hessian_vector_product():
+    x, v = jnp.asarray(X), jnp.asarray(V)
+
+    def function(x):
+        return (jnp.sin(x) * jnp.roll(x, 1) ** 2).sum()
+
+    with ForwardAccumulator(x, v) as accumulator:
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        gradient = tape.gradient(y, x)
+    np.testing.assert_allclose(gradient, jax.grad(function)(x))
+    np.testing.assert_allclose(accumulator.jvp(gradient), jax.hessian(function)(x) @ v)
+    np.testing.assert_allclose(accumulator.jvp(y), jax.grad(function)(x) @ v)
+
+
+def test_reverse_over_forward():
+    x, v = jnp.asarray(X), jnp.asarray(V)
+
+    def function(x):
+        return (jnp.sin(x) * jnp.roll(x, 1) ** 2).sum()
+
+    with GradientTape(persistent=True) as tape:
+        tape.watch([x, v])
+        with ForwardAccumulator(x, v) as accumulator:
+            y = function(x)
+        slope = accumulator.jvp(y)
+    np.testing.assert_allclose(tape.gradient(slope, x), jax.hessian(function)(x) @ v)
+    np.testing.assert_allclose(tape.gradient(slope, v), jax.grad(function)(x))
+    np.testing.assert_allclose(tape.gradient(y, x), jax.grad(function)(x))
+    assert tape.gradient(y, v) is None
+
+
+def test_a_tape_inside_does_not_hold_the_tangents_of_an_accumulator_around_it():
+    x = jnp.asarray(2.0)
+    with ForwardAccumulator(x, 1.0) as accumulator, GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = x**3
+    assert tape.gradient(accumulator.jvp(y), x) is None
+    assert len(tape.graph().nodes) == 1
+
+
+def test_reverse_over_forward_over_reverse():
+    x = jnp.asarray(1.1)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with ForwardAccumulator(x, 1.0) as accumulator:
+            with GradientTape() as tape:
+                tape.watch(x)
+                y = cubic(x)
+            gradient = tape.gradient(y, x)
+        second = accumulator.jvp(gradient)
+    np.testing.assert_allclose(second, jax.grad(jax.grad(cubic))(1.1))
+    np.testing.assert_allclose(outer.gradient(second, x), third(1.1))
+
+
+def test_a_gradient_taken_inside_an_accumulator_inside_its_tape_moves_too():
+    x = jnp.asarray(1.1)
+    with GradientTape() as tape:
+        tape.watch(x)
+        with ForwardAccumulator(x, 1.0) as accumulator:
+            y = cubic(x)
+            gradient = tape.gradient(y, x)
+    np.testing.assert_allclose(accumulator.jvp(gradient), jax.grad(jax.grad(cubic))(1.1))
+
+
+def test_stop_recording_hides_tangents_from_the_tape_only():
+    x = jnp.asarray(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        with ForwardAccumulator(x, 1.0) as accumulator, tape.stop_recording():
+            y = x**3
+        slope = accumulator.jvp(y)
+    assert slope == 12.0
+    assert tape.gradient(slope, x) is None
+
+
+def test_derivatives_of_derivatives_through_jitted_functions_and_loops():
+    def function(x):
+        return jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c) * x, None), x, length=3)[0])(x)
+
+    x = jnp.asarray(0.7)
+    with ForwardAccumulator(x, 1.0) as outer, ForwardAccumulator(x, 1.0) as inner:
+        y = function(x)
+    expected = jax.grad(jax.grad(function))(0.7)
+    np.testing.assert_allclose(outer.jvp(inner.jvp(y)), expected)
+    with GradientTape() as tape:
+        tape.watch(x)
+        slope = along(function, x, 1.0)
+    np.testing.assert_allclose(tape.gradient(slope, x), expected)
+
+
+# ------------------------------------------------------------------------ inside other functions
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
+def test_inside_a_compiled_function(compiled):
+    @compiled
+    def slope(x, v):
+        with ForwardAccumulator(x, v) as accumulator:
+            y = jnp.sin(x) * x
+        assert accumulator.jvp(jnp.ones(3)) is None
+        return accumulator.jvp(y)
+
+    for shift in (0.0, 1.0):
+        expected = jax.jvp(lambda x: jnp.sin(x) * x, (X + shift,), (V,))[1]
+        np.testing.assert_allclose(slope(X + shift, V), expected)
+
+
+def test_inside_functions_that_jax_differentiates_and_batches():
+    def slope(x):
+        return along(cubic, x, jnp.ones_like(x))
+
+    x = jnp.asarray(1.1)
+    np.testing.assert_allclose(jax.grad(slope)(x), jax.grad(jax.grad(cubic))(1.1))
+    np.testing.assert_allclose(jax.jvp(slope, (x,), (x,))[1], 1.1 * jax.grad(jax.grad(cubic))(1.1))
+    np.testing.assert_allclose(jax.vmap(slope)(jnp.asarray(X)), jax.vmap(jax.grad(cubic))(X))
+
+
+# ------------------------------------------------------------------------------ custom gradients
+
+
+@custom_gradient
+def log1pexp(x):
+    e = jnp.exp(x)
+    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+
+@custom_gradient
+def clipped(x):
+    return x * 2, lambda dy: jnp.clip(dy, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
+def test_a_custom_gradient_moves_by_the_transpose_of_its_gradient_function(wrap):
+    with ForwardAccumulator(x := jnp.asarray(100.0), 3.0) as accumulator:
+        y = wrap(log1pexp)(x)
+    assert accumulator.jvp(y) == 3.0  # the naive form: NaN
+
+    with ForwardAccumulator(x := jnp.asarray(0.0), 1.0) as outer:
+        with ForwardAccumulator(x, 1.0) as inner:
+            y = wrap(log1pexp)(x)
+        with GradientTape() as tape:
+            tape.watch(x)
+            z = wrap(log1pexp)(x)
+        gradient = tape.gradient(z, x)
+    np.testing.assert_allclose([inner.jvp(y), outer.jvp(inner.jvp(y))], [0.5, 0.25])
+    np.testing.assert_allclose([gradient, outer.jvp(gradient)], [0.5, 0.25])
+
+
+def test_a_custom_gradient_has_nothing_for_what_it_closes_over():
+    c, x = jnp.asarray(3.0), jnp.asarray(2.0)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return c * x
+
+    scaled.defvjp(lambda x: (c * x, None), lambda _, dy: (7.0 * dy,))
+    with ForwardAccumulator([x, c], [1.0, 1.0]) as accumulator:
+        y = scaled(x)
+    assert accumulator.jvp(y) == 7.0
+    with ForwardAccumulator(c, 1.0) as accumulator:
+        y = scaled(x)
+    assert accumulator.jvp(y) is None
+
+
+def test_a_derivative_that_cannot_be_computed_is_refused_where_it_is_asked_for():
+    x = jnp.asarray(X)
+    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
+        refused = clipped(x)
+        host = jax.pure_callback(np.sin, jax.typeof(x), x)
+        later = jax.jit(lambda a, b: (a * b, b * 2))(refused, x)
+        cut = lax.stop_gradient(later[0]) * x
+        overwritten = host * 0 + x
+    np.testing.assert_allclose(accumulator.jvp(later[1]), 2 * V)
+    np.testing.assert_allclose(accumulator.jvp(cut), 2 * X**2 * V)
+    for array in (refused, later[0]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"clipped at .*test_forward_accumulator.*linear"):
+                accumulator.jvp(array)
+    for array in (host, overwritten):
+        with pytest.raises(ValueError, match="JVP"):
+            accumulator.jvp(array)
+
+
+def test_complex_numbers_follow_jax():
+    z, v = jnp.asarray([1 + 2j, -0.5j]), jnp.asarray([2 - 1j, 1j])
+
+    def function(z):
+        return {"conj": jnp.conj(z) * z**2, "abs": jnp.abs(z), "real": z.real}
+
+    with ForwardAccumulator(z, v) as accumulator:
+        y = function(z)
+    found, expected = accumulator.jvp(y), jax.jvp(function, (z,), (v,))[1]
+    jax.tree.map(np.testing.assert_allclose, found, expected)
+    assert found["conj"].dtype == jnp.complex128
+
+
+# --------------------------------------------------------------------------------------- Variables
+
+
+def test_a_variable_moves_at_every_read_also_after_an_assignment():
+    v, still = Variable(3.0), Variable(2.0)
+    with ForwardAccumulator(v, 1.0) as accumulator:
+        y1 = v * v
+        v.assign(5.0)
+        y2 = jnp.sin(v) * still
+    assert accumulator.jvp(y1) == 6.0
+    np.testing.assert_allclose(accumulator.jvp(y2), 2 * np.cos(5.0))
+    assert accumulator.jvp(v) == 1.0
+    assert accumulator.jvp(still) is None
+    assert accumulator.jvp(v * v) is None  # outside of the block
+    with pytest.raises(ValueError, match="twice"):
+        ForwardAccumulator([v, v], [1.0, 1.0])
+
+
+def test_a_hessian_vector_product_of_variables():
+    v = Variable([1.0, 2.0])
+    with ForwardAccumulator(v, jnp.asarray([1.0, 0.0])) as accumulator:
+        with GradientTape() as tape:
+            tape.watch(v.value)
+            y = jnp.sum(v**3.0)
+        gradient = tape.gradient(y, v.value)
+    np.testing.assert_allclose(gradient, [3.0, 12.0])
+    np.testing.assert_allclose(accumulator.jvp(gradient), [6.0, 0.0])
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+def test_the_same_primal_twice():
+    x = jnp.asarray(2.0)
+    with pytest.raises(ValueError, match=r"f64\[\].*listed twice.*sum of its tangents"):
+        ForwardAccumulator([x, x], [1.0, 2.0])
+
+
+def test_entering_twice_at_once():
+    accumulator = ForwardAccumulator(jnp.asarray(2.0), 1.0)
+    with accumulator, pytest.raises(ValueError, match="twice"):
+        accumulator.__enter__()
+    with accumulator:
+        pass
+
+
+def test_a_tangent_that_does_not_fit():
+    x = jnp.asarray(X)
+    with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
+        ForwardAccumulator(x, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"\(\).*\(3,\)"):
+        ForwardAccumulator(x, 1.0)
+    with pytest.raises(TypeError, match=r"float32.*float64"):
+        ForwardAccumulator(x, jnp.ones(3, jnp.float32))
+    with pytest.raises(TypeError, match=r"complex.*float64"):
+        ForwardAccumulator(x[0], 1j)
+    with pytest.raises(ValueError, match=r"structure.*\[\*, \*\].*\[\*\]"):
+        ForwardAccumulator([x, x * 2], [x])
+
+
+def test_a_primal_that_is_no_array_of_floats():
+    for primal in (np.ones(3), 1.0):
+        with pytest.raises(ValueError, match=r"jnp\.asarray"):
+            ForwardAccumulator(primal, primal)
+    with pytest.raises(ValueError, match="int"):
+        ForwardAccumulator(jnp.arange(3), jnp.arange(3))

@@ -1,0 +1,135 @@
+"""The forward pass: tangents of a graph's inputs → tangents of its outputs, as a program.
+
+It asks JAX for each node's JVP and has no derivative formula of its own; a custom gradient's is the
+transpose of its backward. The graph ran before, so that what it did besides computing values (its
+prints) is left out: effects happen once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
+from tracegrad.ir.dependence import Masks, dependence, enter, is_reference, joined, spread
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.rewriting.forward_mode import with_forward_mode
+from tracegrad.tracing.importer import import_program
+
+
+class PushForward(NamedTuple):
+    """How tangents go through a graph: a compiled program, and which outputs have one."""
+
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    """From all inputs' values and a tangent for each active one: the tangents of those outputs
+    that are connected."""
+    connected: tuple[bool, ...]
+    """For every output of the graph, whether its tangent depends on one of an active input."""
+
+
+def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
+    """The forward pass through a graph, with respect to some of its inputs.
+
+    Args:
+      graph: its inputs and outputs are of any types.
+      active: which inputs have tangents, by position; of a float or complex dtype.
+
+    Raises:
+      ValueError: a custom gradient on the way has no transpose.
+      NotImplementedError: an operation inside a region asks the host for a value.
+      Exception: whatever JAX raises for an operation that cannot be differentiated forward.
+    """
+    function = with_forward_mode(graph)
+
+    def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def along(*chosen: Any) -> list[Any]:
+            operands = list(args)
+            for i, value in zip(active, chosen, strict=True):
+                operands[i] = value
+            return evaluate(function, operands, Lowering())
+
+        _, found = jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
+        return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
+
+    types = [value.aval for value in graph.inputs]
+    program = jax.make_jaxpr(pushed)(types, [types[i] for i in active])
+    imported = import_program(program)
+    # An output is connected if its tangent depends on one: by the program, never by values.
+    linked = [bool(mask >> len(types)) for mask in dependence(imported)]
+    run = jax.extend.core.jaxpr_as_fun(program)
+    if imported.effects:
+        quiet = _without_past_effects(imported, len(types))
+
+        def run(*operands: Any) -> list[Any]:
+            return evaluate(quiet, operands, Lowering())
+
+    def connected_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        found = run(*args, *tangents)
+        return [tangent for tangent, is_linked in zip(found, linked, strict=True) if is_linked]
+
+    each = iter(linked)
+    connected = tuple(_jax.has_gradient(out) and next(each) for out in graph.out_avals)
+    return PushForward(jax.jit(connected_only), connected)
+
+
+# ---------------------------------------------------------------------------------------- effects
+
+
+def _without_past_effects(graph: Graph, values: int) -> Graph:
+    """The graph without the nodes that are there for an effect of the values alone.
+
+    They had it when the values were computed. What prints a tangent (in the rule of a
+    `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError for a node that has
+    had an effect and gave results.
+
+    Args:
+      graph: of ``(*values, *tangents)``.
+      values: how many of its inputs are values.
+    """
+    flows: dict[Value, int] = {}
+
+    def note(region: Graph, ins: Masks) -> Masks:
+        record: dict[Value, int] = {}
+        outs = spread(region, ins, through, record)
+        for value, mask in record.items():
+            flows[value] = flows.get(value, 0) | mask
+        return outs
+
+    def through(node: Node, ins: Masks) -> Masks:
+        entered = enter(node, ins, note)
+        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+
+    note(graph, [int(i >= values) for i in range(len(graph.inputs))])
+    return _quiet(graph, {value for value, mask in flows.items() if mask}, {})
+
+
+def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Graph:
+    if graph in done:
+        return done[graph]
+    result = done[graph] = graph.copy()
+    for node, here in list(zip(graph.nodes, result.nodes, strict=True)):
+        if not node.effects or isinstance(node, CustomGradient):
+            continue
+        if isinstance(here, RegionNode):
+            for name, region in node.regions.items():
+                here._regions[name] = _quiet(region, tangents, done)
+                here._regions[name].add_owner(here)
+            here.effects = frozenset().union(*(r.effects for r in here._regions.values()))
+        elif not tangents.intersection(node.inputs) and not _is_on_references(node):
+            if node.outputs:
+                raise NotImplementedError(
+                    f"{Occurrence((), node)} gives results and stands in a compiled function, a "
+                    "loop or a branch: to differentiate that, it would have to run once more. "
+                    "Call it outside, and pass the results in"
+                )
+            here.effects = frozenset()
+            result.erase(here)
+    return result
+
+
+def _is_on_references(node: Node) -> bool:
+    return any(is_reference(value.aval) for value in (*node.inputs, *node.outputs))

@@ -1,0 +1,175 @@
+"""`ForwardAccumulator`: derivatives along a direction, carried forward as a ``with`` block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.tape.gradient_tape import UnconnectedGradients
+from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tape.tangents import Tangents
+from tracegrad.tracing.variable import Variable, start_listening, stop_listening
+
+
+class ForwardAccumulator:
+    """Jacobian-vector products of whatever runs inside a ``with`` block.
+
+    Each array has at most one tangent: the derivative of it along the direction in which the
+    primals move. Where a tape costs one pass for each target, this costs one for each direction.
+    Tangents are computed as the block runs, and one is freed with its array.
+
+    Arrays are followed by identity, as by a `GradientTape`. Accumulators and tapes nest in any
+    order: what stands outside sees the tangents that one further inside computes, never the other
+    way, so higher derivatives are taken from the outer one. A Hessian-vector product is an
+    accumulator around a tape.
+
+    Args:
+      primals: a tree of arrays or Variables of a float or complex dtype, the sources.
+      tangents: a tree of the same structure: the direction, with an array of the shape and dtype
+        of each primal (or a number, for a primal of shape ``[]``). An array that is not among the
+        primals does not move.
+
+    Raises:
+      ValueError: a primal is listed twice, is no JAX array, or has no float dtype; the structure
+        of the tangents is another, or the shape of one.
+      TypeError: the dtype of a tangent is another than its primal's.
+
+    The semantics are those of ``tf.autodiff.ForwardAccumulator``; of complex numbers, those of
+    `jax.jvp`. A custom gradient moves by the transpose of its gradient function, as in
+    `tracegrad.jvp`.
+
+    >>> import jax.numpy as jnp
+    >>> from tracegrad.tape import GradientTape
+    >>> from tracegrad.tape.forward_accumulator import ForwardAccumulator
+    >>> x = jnp.array([1.0, 2.0])
+    >>> with ForwardAccumulator(x, jnp.array([1.0, 0.0])) as accumulator:
+    ...     with GradientTape() as tape:
+    ...         tape.watch(x)
+    ...         y = (x**3).sum()
+    ...     gradient = tape.gradient(y, x)
+    >>> print(accumulator.jvp(y), gradient, accumulator.jvp(gradient))
+    3.0 [ 3. 12.] [6. 0.]
+    """
+
+    def __init__(self, primals: Any, tangents: Any):
+        self._tangents = Tangents()
+        self._variables: dict[int, tuple[Variable, Any]] = {}
+        self._recorder: Recorder | None = None
+        for primal, tangent in _paired(primals, tangents):
+            if isinstance(primal, Variable):
+                self._variables[id(primal)] = primal, tangent
+            else:
+                self._tangents.set(primal, tangent)
+
+    def __enter__(self) -> ForwardAccumulator:
+        if self._recorder is not None:
+            raise ValueError(
+                "this accumulator is recording already: it cannot be entered twice at once"
+            )
+        self._recorder = recorder_here()
+        self._tangents.enter(self._recorder)
+        if self._variables:
+            start_listening(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._recorder is None:
+            return
+        self._recorder = None
+        if self._variables:
+            stop_listening(self)
+        self._tangents.leave()
+
+    def jvp(
+        self,
+        target: Any,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    ) -> Any:
+        """The tangents of arrays. Computes nothing, and may be called at any time.
+
+        Args:
+          target: a tree of arrays or Variables.
+          unconnected_gradients: what stands for an array to which nothing connects a primal:
+            ``NONE``, or ``ZERO`` for zeros of its shape and dtype; the enum or its value.
+
+        Returns:
+          A tree like `target`: of each array's shape and dtype, or None. Only what ran inside the
+          block connects.
+
+        Raises:
+          ValueError: an unknown `unconnected_gradients`, or a custom gradient on the way is not
+            linear in its cotangent, and so has no transpose.
+          Exception: whatever JAX raises for an operation on the way that has no forward mode.
+        """
+        unconnected = UnconnectedGradients(unconnected_gradients)
+
+        def tangent(leaf: Any) -> Any:
+            if isinstance(leaf, Variable):
+                _, found = self._variables.get(id(leaf), (None, None))
+            else:
+                found = self._tangents.get(leaf)
+            if isinstance(found, Exception):
+                raise found.with_traceback(None)
+            if found is None and unconnected is UnconnectedGradients.ZERO:
+                return jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
+            return found
+
+        return jax.tree.map(tangent, target, is_leaf=_is_variable)
+
+    # A Variable moves as one, whatever it is assigned: each value read of it has its tangent.
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        value = outside()
+        if id(variable) in self._variables:
+            self._tangents.set(value, self._variables[id(variable)][1])
+        return value
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
+
+
+# --------------------------------------------------------------------------------------- arguments
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, Variable)
+
+
+def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
+    """Every primal with its tangent, an array of its type."""
+    leaves, tree = jax.tree.flatten(primals, is_leaf=_is_variable)
+    given: Any
+    directions, given = jax.tree.flatten(tangents)
+    if given != tree:
+        raise ValueError(
+            f"the tangents must have the structure of the primals, {tree}; they have {given}"
+        )
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        twice = next(p for i, p in enumerate(leaves) if any(p is q for q in leaves[:i]))
+        raise ValueError(
+            f"an array ({_jax.type_text(twice.aval)}) is listed twice among the primals: list it "
+            "once, with the sum of its tangents"
+        )
+    return [(p, _direction(p, t)) for p, t in zip(leaves, directions, strict=True)]
+
+
+def _direction(primal: Any, tangent: Any) -> Any:
+    if not isinstance(primal, jax.Array | Variable):
+        raise ValueError(
+            f"a primal is a JAX array or a Variable; this one is {primal!r} of type "
+            f"{type(primal).__name__}. Make it one by jnp.asarray, and use the result"
+        )
+    if not _jax.has_gradient(primal):
+        raise ValueError(f"a primal has a float or complex dtype; this one is {primal.dtype}")
+    if not isinstance(tangent, jax.Array):  # an array must stay the very object that it is
+        is_real = isinstance(tangent, int | float)  # such a number has no dtype of its own
+        tangent = jnp.asarray(tangent, primal.dtype if is_real else None)
+    if tangent.shape != primal.shape:
+        raise ValueError(f"a tangent has the shape {tangent.shape}, its primal {primal.shape}")
+    if tangent.dtype != primal.dtype:
+        raise TypeError(f"a tangent is {tangent.dtype}, its primal {primal.dtype}")
+    return tangent

@@ -1,0 +1,150 @@
+"""The tangents of the arrays that an accumulator follows, carried forward as operations run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.differentiation.push_forward import PushForward, push_forward
+from tracegrad.ir import Graph, Source
+from tracegrad.tape.keys import Remembered
+from tracegrad.tape.record import Operation, Record
+from tracegrad.tape.recorder import Recorder
+from tracegrad.tracing.importer import make_node
+
+
+class Tangents(Record):
+    """A record that keeps no operations, but a tangent for each array that is alive.
+
+    In the place of one there may be an exception: the tangent exists but cannot be computed. It is
+    raised for whoever asks for it, and not where the operation runs, of which perhaps nobody wants
+    the derivative.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tangents: dict[int, Any] = {}
+        self._recorder: Recorder | None = None
+        self._waiting: list[tuple[Operation, Any]] = []
+
+    def enter(self, recorder: Recorder) -> None:
+        """Follows what a recorder sees, from now on."""
+        self._recorder = recorder
+        recorder.add(self)
+
+    def leave(self) -> None:
+        """Stops to follow."""
+        assert self._recorder is not None, "it has entered"
+        # Those further inside may have something for this one to see.
+        for record in self._recorder.records:
+            if isinstance(record, Tangents):
+                record._catch_up()
+        self._recorder.remove(self)
+        self._recorder = None
+
+    def set(self, array: Any, tangent: Any) -> None:
+        here, identity = weakref.ref(self), id(array)
+
+        def gone(_: Any) -> None:
+            self = here()  # not held: an accumulator is freed when its last user lets go
+            if self is not None:
+                self._forget(identity)
+
+        self._tangents[identity] = tangent
+        self.tracked[identity] = weakref.ref(array, gone)
+
+    def _forget(self, identity: int) -> None:
+        self._tangents.pop(identity, None)
+        self.tracked.pop(identity, None)
+
+    def get(self, array: Any) -> Any:
+        """An array's tangent, an exception in the place of it, or None."""
+        self._catch_up()
+        return self._tangents.get(id(array))
+
+    # ------------------------------------------------------------------------------ operations
+
+    def add(self, operation: Operation) -> None:
+        """Carries tangents from the operands of an operation that has run to its results."""
+        self._catch_up()
+        trace = self._trace_around()
+        if operation.primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+            self._carry(operation, trace)
+            return
+        # The call of a function with a rule is not over. It allows for one of the two to have been
+        # traced, the function or its rule; until it is over the rule must wait.
+        self._waiting.append((operation, trace))
+        for result in operation.results:
+            if _jax.has_gradient(result):
+                self.set(result, None)
+
+    def _catch_up(self) -> None:
+        while self._waiting:
+            self._carry(*self._waiting.pop(0))
+
+    def _carry(self, operation: Operation, trace: Any) -> None:
+        found: list[Any] = [None] * operation.constants
+        found += [self._tangents.get(id(arg)) for arg in operation.args[operation.constants :]]
+        active = [i for i, tangent in enumerate(found) if tangent is not None]
+        moving = [i for i in active if not isinstance(found[i], Exception)]
+        refused = [i for i in active if isinstance(found[i], Exception)]
+        tangents: list[Any] = [None] * len(operation.results)
+        with _jax.set_current_trace(trace):
+            try:
+                push = _push_forward(operation, moving) if moving else None
+                lost = _push_forward(operation, refused).connected if refused else ()
+            except Exception as error:
+                tangents = [error.with_traceback(None)] * len(operation.results)
+            else:
+                if push is not None:
+                    values = iter(push.run(operation.args, [found[i] for i in moving]))
+                    tangents = [next(values) if known else None for known in push.connected]
+                for i, is_lost in enumerate(lost):
+                    tangents[i] = found[refused[0]] if is_lost else tangents[i]
+        for result, tangent in zip(operation.results, tangents, strict=True):
+            if tangent is None:
+                self._forget(id(result))
+            elif _jax.has_gradient(result):
+                self.set(result, tangent)
+
+    def _trace_around(self) -> Any:
+        """Where tangents are computed: in sight of the tapes and accumulators around this one."""
+        assert self._recorder is not None, "a recorder tells records that have entered"
+        records = self._recorder.records
+        around = records[: next(i for i, record in enumerate(records) if record is self)]
+        if not any(record.tracked for record in around):
+            return self._recorder.parent_trace
+        recorder = Recorder(self._recorder.parent_trace)
+        recorder.records = around
+        return recorder
+
+
+# ----------------------------------------------------------------------------- compiled operations
+
+_programs = Remembered(1024)
+
+
+def _push_forward(operation: Operation, active: Sequence[int]) -> PushForward:
+    """The compiled forward pass of an operation, for operands of its types."""
+    types = tuple(map(jax.typeof, operation.args))
+    key = operation.keys[1], operation.constants, tuple(active), types
+    program: PushForward | None = _programs.get(key)
+    if program is None:
+        program = push_forward(_graph_of(operation), active)
+        _programs.put(key, program)
+    return program
+
+
+def _graph_of(operation: Operation) -> Graph:
+    """One operation as a graph of its own; each operand is an input."""
+    graph = Graph(operation.primitive.name)
+    inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in operation.args)
+    source = Source(operation.source_info, None)
+    node = make_node(operation.primitive, operation.params, inputs, source, (), {})
+    graph.append(node, [jax.typeof(result) for result in operation.results])
+    graph.outputs = list(node.outputs)
+    return graph
