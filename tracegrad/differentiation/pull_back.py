@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 
@@ -124,9 +124,14 @@ def _node_vjp(
             operands[i] = value
         return evaluate_node(node, operands, Lowering())
 
-    _, vjp = jax.vjp(bound, *(args[i] for i in active))
     pairs = zip(node.outputs, cotangents, strict=True)
-    return list(vjp([_zero(v.aval) if ct is None else ct for v, ct in pairs]))
+    try:
+        _, vjp = jax.vjp(bound, *(args[i] for i in active))
+        return list(vjp([_zero(v.aval) if ct is None else ct for v, ct in pairs]))
+    except Exception as error:
+        if not getattr(error, "__notes__", ()):  # lowering names the node as well
+            error.add_note(f"while differentiating {Occurrence((), node)}")
+        raise
 
 
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.pull_back import running_sum
 from tracegrad.ir import Graph
 from tracegrad.tape.backward import seeds_for, trace_backward
+from tracegrad.tape.keys import Remembered
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.variable import Variable, start_listening, stop_listening
@@ -36,12 +39,23 @@ class GradientTape:
     array *objects*, not values: two equal constants are two sources, and after ``x += 1`` the name
     means another array. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
-    Not seen: functions compiled ahead of time (``.lower().compile()``), other threads, and what
-    NumPy computes (``np.asarray(x)`` ends the gradient: None).
+    Functions run as they are, compiled ones too, and their effects happen once. No argument is
+    donated inside the block, since a tape still needs it.
+
+    Not seen, so that the gradient is None: what a function compiled ahead of time
+    (``.lower().compile()``) computes, what other threads do, and what NumPy computes
+    (``np.asarray(x)``, ``float(x)``). An operation that returns the very array it was given
+    (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two. ``flax.nnx`` refuses to change a
+    module that was made outside the block: clone it inside (``nnx.clone``), and update the
+    original after.
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.
       watch_accessed_variables: watch every trainable `Variable` when it is first read.
+
+    Raises RuntimeError when another thread uses the tape while its block runs, and
+    NotImplementedError for a `jax.shard_map` or a `jax.Ref` that is used directly in the block
+    rather than in a compiled function.
 
     The semantics are those of ``tf.GradientTape``.
 
@@ -60,25 +74,34 @@ class GradientTape:
         self._record = Record()
         self._recorder: Recorder | None = None
         self._recording = False
-        self._entered = False  # ever
         self._used = False
 
     # ----------------------------------------------------------------------------------- block
 
     def __enter__(self) -> GradientTape:
+        self._check_thread()
         if self._recorder is not None:
             raise ValueError("this tape is recording already: it cannot be entered twice at once")
         if self._used:
             raise RuntimeError(_USED)
-        self._entered = True
         self._recorder = recorder_here()
         self._thread = threading.get_ident()
         self._start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._check_thread()
         self._stop()
-        self._recorder = None
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.leave()
+
+    def _check_thread(self) -> None:
+        if self._recorder is not None and self._thread != threading.get_ident():
+            raise RuntimeError(
+                "this tape is recording in another thread, and sees only what is done there: use "
+                "one tape for each thread, or take the gradient when the block is over"
+            )
 
     def _start(self) -> None:
         assert self._recorder is not None
@@ -111,9 +134,11 @@ class GradientTape:
     def watch(self, tensor: Any) -> None:
         """Follows an array or a `Variable`, or every one of a tree, from now on.
 
+        Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over.
         Raises ValueError for what is not a JAX array (a NumPy array, a Python number: they have
-        no identity that JAX would keep), or is of a dtype that has no gradient.
+        no identity that JAX would keep).
         """
+        self._check_thread()
         for leaf in jax.tree.leaves(tensor, is_leaf=_is_variable):
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
@@ -123,11 +148,8 @@ class GradientTape:
                     f"a tape watches JAX arrays; it was given {leaf!r} of type "
                     f"{type(leaf).__name__}. Make it one by jnp.asarray, and use the result"
                 )
-            if not _jax.has_gradient(leaf):
-                raise ValueError(
-                    f"a tape watches arrays of a float or complex dtype; this one is {leaf.dtype}"
-                )
-            self._record.watch(leaf)
+            if _jax.has_gradient(leaf):
+                self._record.watch(leaf)
 
     @contextmanager
     def stop_recording(self) -> Any:
@@ -135,6 +157,7 @@ class GradientTape:
 
         Raises RuntimeError if the tape is not recording.
         """
+        self._check_thread()
         if not self._recording:
             raise RuntimeError("stop_recording is for inside the tape's block: it is not recording")
         self._stop()
@@ -146,6 +169,7 @@ class GradientTape:
 
     def reset(self) -> None:
         """Forgets everything, what is watched too; inside the block recording goes on."""
+        self._check_thread()
         self._record.clear()
         self._used = False
 
@@ -186,45 +210,154 @@ class GradientTape:
           TypeError: `output_gradients` of another dtype, or a complex target without any.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
-        self._use()
-        targets = [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_variable)]
-        leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
+        self._check_usable()
+        targets = _arrays(target)
         seeds = seeds_for(targets, output_gradients)
+        return self._differentiate(targets, sources, unconnected, _GRADIENT, seeds)
+
+    def jacobian(
+        self,
+        target: Any,
+        sources: Any,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    ) -> Any:
+        """The derivative of every element of a target with respect to every element of sources.
+
+        Args:
+          target: one array, of any shape.
+          sources: a tree of arrays that were watched, or computed from watched ones.
+          unconnected_gradients: as for `gradient`.
+
+        Returns:
+          A tree like `sources`: of the shape ``target.shape + source.shape`` each, or None.
+
+        Raises:
+          RuntimeError: a tape that is not persistent was used before.
+          ValueError: an unknown `unconnected_gradients`, or a target that is not one array.
+          TypeError: a complex target.
+
+        As ``tf.GradientTape.jacobian``; one vectorised backward pass for all of the target.
+
+        >>> import jax.numpy as jnp
+        >>> from tracegrad.tape import GradientTape
+        >>> x = jnp.array([1.0, 2.0])
+        >>> with GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = x**3
+        >>> print(tape.jacobian(y, x))
+        [[ 3.  0.]
+         [ 0. 12.]]
+        """
+        unconnected = UnconnectedGradients(unconnected_gradients)
+        self._check_usable()
+        return self._differentiate([_real(_one(target))], sources, unconnected, _JACOBIAN)
+
+    def batch_jacobian(
+        self,
+        target: Any,
+        source: Any,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.ZERO,
+    ) -> Any:
+        """The Jacobian of each example of a batch: ``target[i]`` with respect to ``source[i]``.
+
+        Each ``target[i]`` must depend on ``source[i]`` alone: where examples mix, as in a batch
+        norm, what the other rows of the target depend on is added in.
+
+        Args:
+          target: an array ``[batch, ...]``.
+          source: an array ``[batch, ...]``, watched, or computed from what is.
+          unconnected_gradients: as for `gradient`, but zeros unless ``NONE`` is asked for.
+
+        Returns:
+          An array ``[batch, ..., ...]``: the batch, the rest of the target's shape, the rest of
+          the source's.
+
+        Raises:
+          RuntimeError: a tape that is not persistent was used before.
+          ValueError: fewer than two axes, batches of different sizes, or not one array.
+          TypeError: a complex target.
+
+        As ``tf.GradientTape.batch_jacobian``.
+
+        >>> import jax.numpy as jnp
+        >>> from tracegrad.tape import GradientTape
+        >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        >>> with GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = x**2
+        >>> print(tape.batch_jacobian(y, x)[1])
+        [[6. 0.]
+         [0. 8.]]
+        """
+        unconnected = UnconnectedGradients(unconnected_gradients)
+        self._check_usable()
+        shapes = jnp.shape(_one(target)), jnp.shape(_one(source))
+        if min(map(len, shapes)) < 2:
+            raise ValueError(
+                f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
+                f"has the shape {shapes[0]}, the source {shapes[1]}"
+            )
+        if shapes[0][0] != shapes[1][0]:
+            raise ValueError(
+                f"the batch of the target has the size {shapes[0][0]}, that of the source "
+                f"{shapes[1][0]}"
+            )
+        targets = [_real(_one(target))]
+        return self._differentiate(targets, source, unconnected, _BATCH_JACOBIAN)
+
+    def _check_usable(self) -> None:
+        self._check_thread()
+        if self._used:
+            raise RuntimeError(_USED)
+
+    def _differentiate(
+        self,
+        targets: Sequence[Any],
+        sources: Any,
+        unconnected: UnconnectedGradients,
+        kind: _Kind,
+        seeds: Sequence[Any] = (),
+    ) -> Any:
+        leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
+        if not self._persistent:
+            self._used = True
+            self._stop()
         # A Variable is all its reads: each is a value of its own, the more so after an assignment.
         reads = [self._record.reads_of(leaf) for leaf in leaves]
-        each = iter(self._pull_back(targets, [array for of in reads for array in of], seeds))
+        flat = [array for of in reads for array in of]
+        each = iter(self._pull_back(targets, flat, kind, seeds))
         found = [_sum([next(each) for _ in of]) for of in reads]
         if not self._persistent:
             self._record.forget_operations()
         if unconnected is UnconnectedGradients.ZERO:
             found = [
-                jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct
+                kind.zeros(targets, leaf) if ct is None else ct
                 for ct, leaf in zip(found, leaves, strict=True)
             ]
         return jax.tree.unflatten(tree, found)
 
-    def _use(self) -> None:
-        if self._used:
-            raise RuntimeError(_USED)
-        if not self._persistent:
-            self._used = True
-            self._stop()
-
     def _pull_back(
-        self, targets: Sequence[Any], sources: Sequence[Any], seeds: Sequence[Any]
+        self, targets: Sequence[Any], sources: Sequence[Any], kind: _Kind, seeds: Sequence[Any]
     ) -> list[Any]:
-        inside = [t for t in targets if id(t) in self._record.tracked]
-        given = [s for t, s in zip(targets, seeds, strict=True) if id(t) in self._record.tracked]
-        tracked = {id(s): s for s in sources if id(s) in self._record.tracked}
-        known = list(tracked.values())
-        if not inside or not known:
+        tracked, ends = self._record.tracked, {id(target) for target in targets}
+        # A source that is a target has its seed for a gradient, watched or not.
+        known = {
+            id(s): s
+            for s in sources
+            if _jax.has_gradient(s) and (id(s) in tracked or id(s) in ends)
+        }
+        inside = [i for i, t in enumerate(targets) if id(t) in tracked or id(t) in known]
+        from_sources = list(known.values())
+        to_targets = [targets[i] for i in inside]
+        if not to_targets or not from_sources:
             return [None] * len(sources)
-        block = block_between(self._record, known, inside)
-        program, connected = _program(block, known, inside)
+        block = block_between(self._record, from_sources, to_targets)
+        program, connected = _program(block, from_sources, to_targets, kind)
+        given = [seeds[i] for i in inside] if seeds else []
         results = iter(program(block.arrays, given) if any(connected) else ())
         by_source = {
-            id(source): next(results) if linked else None
-            for source, linked in zip(known, connected, strict=True)
+            identity: next(results) if linked else None
+            for identity, linked in zip(known, connected, strict=True)
         }
         return [by_source.get(id(source)) for source in sources]
 
@@ -248,37 +381,126 @@ _USED = (
 )
 
 
+def _arrays(target: Any) -> list[Any]:
+    return [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_variable)]
+
+
+def _one(target: Any) -> Any:
+    arrays = _arrays(target)
+    if len(arrays) != 1:
+        raise ValueError(f"a Jacobian is of one array; there are {len(arrays)}")
+    return arrays[0]
+
+
+def _real(target: Any) -> Any:
+    if jnp.iscomplexobj(target):
+        raise TypeError(
+            f"the target is {target.dtype}: take the Jacobians of its real and of its imaginary "
+            "part, which are real"
+        )
+    return target
+
+
 # ----------------------------------------------------------------------------- compiled backwards
 
-_programs: OrderedDict[Any, tuple[Callable[..., Any], tuple[bool, ...]]] = OrderedDict()
-_lock = threading.Lock()
-_REMEMBERED = 256
+# From the arrays of a block and the seeds of its targets to the cotangents of the sources.
+Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is made of a backward pass: how it is run, and what zeros have what shape."""
+
+    run: Callable[[Backward, Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]]
+    zeros: Callable[[Sequence[Any], Any], Any]
+
+
+def _run_gradient(
+    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
+) -> list[Any]:
+    return backward(arrays, seeds)
+
+
+def _run_jacobian(
+    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
+) -> list[Any]:
+    (target,) = types
+    rows = _basis(target.shape, target.dtype)
+    found = jax.vmap(lambda seed: backward(arrays, [seed]))(rows)
+    return [ct.reshape(*target.shape, *ct.shape[1:]) for ct in found]
+
+
+def _run_batch_jacobian(
+    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
+) -> list[Any]:
+    (target,) = types
+    batch, *rest = target.shape
+    rows = _basis(rest, target.dtype)
+    # The same element of every example at once: none depends on another example.
+    found = jax.vmap(lambda row: backward(arrays, [jnp.broadcast_to(row, target.shape)]))(rows)
+    return [jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:]) for ct in found]
+
+
+def _basis(shape: Sequence[int], dtype: Any) -> Any:
+    """One array of the shape for each of its elements, which alone is 1."""
+    size = math.prod(shape)
+    return jnp.eye(size, dtype=dtype).reshape(size, *shape)
+
+
+_GRADIENT = _Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+_JACOBIAN = _Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
+_BATCH_JACOBIAN = _Kind(
+    _run_batch_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf, skipped=1)
+)
+
+
+def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
+    return jnp.zeros((*leading, *leaf.shape[skipped:]), leaf.dtype)
+
+
+_programs = Remembered(256)
 
 
 def _program(
-    block: Block, sources: Sequence[Any], targets: Sequence[Any]
+    block: Block, sources: Sequence[Any], targets: Sequence[Any], kind: _Kind
 ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
     """The compiled backward of a block's structure, and which sources it has a gradient for."""
-    with _lock:
-        if block.key in _programs:
-            _programs.move_to_end(block.key)
-            return _programs[block.key]
-    program = _compile(block, sources, targets)
-    with _lock:
-        _programs[block.key] = program
-        if len(_programs) > _REMEMBERED:
-            _programs.popitem(last=False)
+    # One that only runs serves every block of the same gradient; one that may be differentiated in
+    # its turn (by another tape, or a transformation) only those of the same derivatives.
+    runs = isinstance(_jax.current_trace(None), _top_level())
+    key = kind, block.key if runs else block.exact_key
+    known = _programs.get(key)
+    if known is None:
+        known = _compile(block, sources, targets, kind)
+        # A rule made under a transformation may hold values of it, which would outlive it here.
+        if not _is_transforming() or all(o.rule is None for o in block.operations):
+            _programs.put(key, known)
+    program: tuple[Callable[..., Any], tuple[bool, ...]] = known
     return program
 
 
+def _is_transforming() -> bool:
+    trace = _jax.current_trace(None)
+    while isinstance(trace, Recorder):
+        trace = trace.parent_trace
+    return not isinstance(trace, _top_level())
+
+
+_top_level = functools.cache(_jax.top_level_trace_type)
+
+
 def _compile(
-    block: Block, sources: Sequence[Any], targets: Sequence[Any]
+    block: Block, sources: Sequence[Any], targets: Sequence[Any], kind: _Kind
 ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
     program, connected = trace_backward(block, sources, targets)
     run = jax.extend.core.jaxpr_as_fun(program)
+    types = [jax.typeof(target) for target in targets]
 
-    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+    def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         found = run(*arrays, *seeds)
         return [ct for ct, linked in zip(found, connected, strict=True) if linked]
+
+    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+        return kind.run(connected_only, arrays, seeds, types)
 
     return jax.jit(backward), connected

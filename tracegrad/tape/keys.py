@@ -88,8 +88,8 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     """
     if node.params.get("symbolic_zeros"):
         # It may do another thing where only some inputs are differentiated.
-        exact = node.primitive, params_key(node.params)
-        return exact, exact
+        by_identity = node.primitive, params_key(node.params)
+        return by_identity, by_identity
     programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
     settings = node.params.get("num_consts", 0)
     once, exact = (
@@ -143,7 +143,7 @@ def _parts(program: Any, as_run: bool) -> Any:
 
 def _settings_key(settings: Any) -> Any:
     """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
-    values = (getattr(settings, name, None) for name in _setting_names(type(settings)))
+    values = (getattr(settings, name, None) for name in _setting_names(settings.__class__))
     return tuple(_value_key(value, False) for value in values)
 
 
@@ -159,7 +159,7 @@ def _setting_names(kind: type) -> tuple[str, ...]:
 def is_jaxs_own(function: Any) -> bool:
     """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
     that its identity tells what it does."""
-    return _is_jaxs_own(function, depth=3)
+    return _is_jaxs_own(function, depth=6)
 
 
 def _is_jaxs_own(value: Any, depth: int) -> bool:
