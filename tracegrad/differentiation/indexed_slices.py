@@ -1,0 +1,334 @@
+"""`IndexedSlices`: the gradient of a table of which a program looked up some rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+
+LARGE = 100_000_000  # elements: from here on turning slices dense warns, as in TensorFlow
+
+
+class IndexedSlices:
+    """Some rows of an array whose other rows are zero: one slice for each lookup.
+
+    Row ``indices[i]`` of the array that it stands for has ``values[i]`` in it. An index may come
+    several times: the slices are added up. An index that is no row (the gradient of a lookup out
+    of range has ``dense_shape[0]``) counts for nothing. Made by ``sparse=True`` of the gradient
+    functions, where it takes memory in proportion to the lookups, not to the table.
+
+    ``table - 0.1 * slices`` is a step of gradient descent that touches the looked-up rows alone
+    (in place where `table` is donated); for optimisers with a state see `apply_rows`.
+
+    A pytree of `values` and `indices`; to map over whole slices give
+    ``is_leaf=lambda x: isinstance(x, IndexedSlices)``.
+
+    Args:
+      values: ``[n, ...]``, of any dtype.
+      indices: ``int[n]``.
+      dense_shape: of the array that it stands for: ``[rows, ...]``; None if it is not known.
+
+    Raises:
+      ValueError: the shapes do not fit each other.
+      TypeError: `indices` are no integers.
+
+    As ``tf.IndexedSlices``.
+
+    >>> import jax.numpy as jnp
+    >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 2, 0]), dense_shape=(4, 2))
+    >>> slices
+    IndexedSlices(values=f32[3,2], indices=i32[3], dense_shape=(4, 2))
+    >>> print((2 * slices).to_dense())
+    [[4. 4.]
+     [0. 0.]
+     [2. 2.]
+     [0. 0.]]
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None
+
+    # NumPy's operators leave the operation to ours.
+    __array_ufunc__ = None
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
+        self.values = jnp.asarray(values)
+        self.indices = jnp.asarray(indices)
+        self.dense_shape = None if dense_shape is None else tuple(dense_shape)
+        if not jnp.issubdtype(self.indices.dtype, jnp.integer):
+            raise TypeError(f"indices are integers; these are {self.indices.dtype}")
+        if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
+            raise ValueError(
+                f"there is one index for each slice: values of shape [n, ...] and indices [n]; got "
+                f"{list(self.values.shape)} and {list(self.indices.shape)}"
+            )
+        if self.dense_shape is not None and (
+            not self.dense_shape or self.values.shape[1:] != self.dense_shape[1:]
+        ):
+            raise ValueError(
+                f"slices of the shape {list(self.values.shape[1:])} are no rows of an array "
+                f"{list(self.dense_shape)}"
+            )
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the array that it stands for, `dense_shape`."""
+        return self.dense_shape
+
+    def __repr__(self) -> str:
+        values, indices = map(_type_text, (self.values, self.indices))
+        return f"IndexedSlices(values={values}, indices={indices}, dense_shape={self.dense_shape})"
+
+    # ------------------------------------------------------------------------------------- dense
+
+    def to_dense(self, dtype: Any = None) -> Any:
+        """The array that it stands for.
+
+        Args:
+          dtype: the dtype that is expected; default: that of the values.
+
+        Raises:
+          ValueError: the dense shape is not known.
+          TypeError: the values are of another dtype than `dtype`.
+
+        Warns:
+          UserWarning: the array has 100 million elements or more.
+        """
+        shape = self._known_shape()
+        if int(np.prod(shape)) >= LARGE:
+            size = int(np.prod(shape)) * self.dtype.itemsize / 2**20
+            warnings.warn(
+                f"turning {len(self.indices)} slices of {self.dtype}{list(shape)} dense takes "
+                f"{size:,.0f} MiB",
+                stacklevel=2,
+            )
+        return self._dense(dtype)
+
+    def _dense(self, dtype: Any = None) -> Any:
+        if dtype is not None and jnp.dtype(dtype) != self.dtype:
+            raise TypeError(
+                f"the slices are {self.dtype}, an array of {jnp.dtype(dtype)} is expected: convert "
+                "their values"
+            )
+        return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
+
+    def _added_to(self, array: Any) -> Any:
+        return jnp.asarray(array).at[self.indices].add(self.values, mode="drop")
+
+    def _known_shape(self) -> tuple[int, ...]:
+        if self.dense_shape is None:
+            raise ValueError(
+                f"{self!r} does not know the shape of the array that it stands for: make it with "
+                "dense_shape=..."
+            )
+        return self.dense_shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.to_dense(), dtype)
+
+    # --------------------------------------------------------------------------------- arithmetic
+
+    def deduplicated(self) -> IndexedSlices:
+        """The same with the slices of each row added up.
+
+        There are as many slices as before, so that it works in compiled functions: first one for
+        each row in ascending order, then zeros with the index ``dense_shape[0]``, which is no row.
+
+        >>> import jax.numpy as jnp
+        >>> slices = IndexedSlices(jnp.array([1.0, 2.0, 3.0]), jnp.array([2, 0, 2]), (5,))
+        >>> print(slices.deduplicated().indices, slices.deduplicated().values)
+        [0 2 5] [2. 4. 0.]
+        """
+        rows = self._known_shape()[0]
+        count = len(self.indices)
+        if count == 0:
+            return self
+        indices = jnp.where(self.indices < 0, self.indices + rows, self.indices)
+        is_row = (indices >= 0) & (indices < rows)
+        unique, place = jnp.unique(
+            jnp.where(is_row, indices, rows), return_inverse=True, size=count, fill_value=rows
+        )
+        values = jnp.where(_like_rows(is_row, self.values), self.values, 0)
+        return _make(
+            jnp.zeros_like(values).at[place.reshape(-1)].add(values), unique, self.dense_shape
+        )
+
+    def __add__(self, other: Any) -> Any:
+        """With other slices: slices of both, one after the other; with an array: an array."""
+        if isinstance(other, IndexedSlices):
+            if (
+                other.dense_shape != self.dense_shape
+                or other.values.shape[1:] != (self.values.shape[1:])
+            ):
+                raise ValueError(f"cannot add {self!r} and {other!r}: of another shape")
+            if other.dtype != self.dtype:
+                raise TypeError(f"cannot add {self!r} and {other!r}: of another dtype")
+            return _make(
+                jnp.concatenate([self.values, other.values]),
+                jnp.concatenate([self.indices, other.indices]),
+                self.dense_shape,
+            )
+        if type(other) is int and other == 0:  # what `sum` starts from
+            return self
+        if not _is_array(other):
+            return NotImplemented
+        if jnp.shape(other) != self._known_shape():
+            raise ValueError(f"cannot add {self!r} and an array {list(jnp.shape(other))}")
+        if other.dtype != self.dtype:
+            raise TypeError(f"cannot add {self!r} and an array of {other.dtype}")
+        return self._added_to(other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __neg__(self) -> IndexedSlices:
+        return _make(-self.values, self.indices, self.dense_shape)
+
+    def __mul__(self, number: Any) -> IndexedSlices:
+        """Scaled by a number, or by an array of shape ``[]``."""
+        if not _is_number(number):
+            return NotImplemented
+        return _make(self.values * number, self.indices, self.dense_shape)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, number: Any) -> IndexedSlices:
+        if not _is_number(number):
+            return NotImplemented
+        return _make(self.values / number, self.indices, self.dense_shape)
+
+
+def _make(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
+    """Slices of what is known to fit, or of whatever JAX puts in the place of arrays."""
+    new = object.__new__(IndexedSlices)
+    new.values, new.indices, new.dense_shape = values, indices, dense_shape
+    return new
+
+
+def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], Any]:
+    return (slices.values, slices.indices), slices.dense_shape
+
+
+def _flatten_with_keys(slices: IndexedSlices) -> tuple[Any, Any]:
+    key = jax.tree_util.GetAttrKey
+    children = ((key("values"), slices.values), (key("indices"), slices.indices))
+    return children, slices.dense_shape
+
+
+def _unflatten(dense_shape: tuple[int, ...] | None, children: Any) -> IndexedSlices:
+    values, indices = children
+    return _make(values, indices, dense_shape)
+
+
+jax.tree_util.register_pytree_with_keys(IndexedSlices, _flatten_with_keys, _unflatten, _flatten)
+
+
+def is_slices(value: object) -> bool:
+    return isinstance(value, IndexedSlices)
+
+
+def dense_leaves(tree: Any) -> Any:
+    """The tree with an array in place of each `IndexedSlices`; does not warn of a large one."""
+    return jax.tree.map(lambda x: x._dense() if is_slices(x) else x, tree, is_leaf=is_slices)
+
+
+def _type_text(value: Any) -> str:
+    try:
+        return _jax.type_text(jax.typeof(value))
+    except TypeError:  # a tree may hold anything in the places of arrays
+        return repr(value)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex | np.generic) or (
+        _is_array(value) and jnp.shape(value) == ()
+    )
+
+
+def _like_rows(flags: Any, values: Any) -> Any:
+    """Flags ``[n]`` as ``[n, 1, ...]``, to go with values ``[n, ...]``."""
+    return flags.reshape(flags.shape + (1,) * (values.ndim - 1))
+
+
+# ------------------------------------------------------------------------------------- optimisers
+
+
+def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any]) -> Any:
+    """Updates the rows of a table for which there is a gradient, and leaves the others alone.
+
+    This is how an optimiser with a state treats sparse gradients: no other row of the table or of
+    the state is read or written, so that a step costs in proportion to the lookups (where the
+    table is donated to the compiled function, or it would be copied).
+
+    Args:
+      table: an array ``[rows, ...]``, or a tree of arrays with as many rows each: the table and
+        what the optimiser keeps for its rows.
+      slices: the gradient. Slices of the same row are added up first.
+      fn: ``(rows, gradients) -> new rows``. `rows` is a tree like `table` of the rows with a
+        gradient, each ``[n, ...]``, `gradients` is ``[n, ...]``; it returns a tree like `rows`.
+        There may be some rows more than needed in it, of which the result is not used.
+
+    Returns:
+      A tree like `table`.
+
+    Raises:
+      ValueError: an array has another number of rows than the slices are of, or `fn` returned
+        another shape.
+
+    Row-wise adagrad, which keeps one number for each row:
+
+    >>> import jax.numpy as jnp
+    >>> def adagrad(rows, gradients):
+    ...     table, squares = rows
+    ...     squares = squares + jnp.mean(gradients**2, axis=1)
+    ...     return table - 0.5 * gradients / jnp.sqrt(squares)[:, None], squares
+    >>> gradient = IndexedSlices(jnp.full((2, 2), 3.0), jnp.array([2, 2]), (4, 2))
+    >>> table, squares = apply_rows((jnp.zeros((4, 2)), jnp.zeros(4)), gradient, adagrad)
+    >>> print(table[2], squares)
+    [-0.5 -0.5] [ 0.  0. 36.  0.]
+    """
+    count = slices._known_shape()[0]
+    table = jax.tree.map(jnp.asarray, table)  # arrays in place of Variables, which are trees
+    for leaf in jax.tree.leaves(table):
+        if jnp.shape(leaf)[:1] != (count,):
+            raise ValueError(
+                f"the gradient is that of a table of {count} rows; one of the arrays to update is "
+                f"{list(jnp.shape(leaf))}"
+            )
+    unique = slices.deduplicated()
+
+    def read(leaf: Any) -> Any:
+        return leaf.at[unique.indices].get(mode="clip")
+
+    def written(leaf: Any, old: Any, new: Any) -> Any:
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                f"the function of apply_rows returned {list(jnp.shape(new))} for rows of the shape "
+                f"{list(jnp.shape(old))}"
+            )
+        return leaf.at[unique.indices].set(new, mode="drop")
+
+    rows = jax.tree.map(read, table)
+    return jax.tree.map(written, table, rows, fn(rows, unique.values))
