@@ -1,0 +1,121 @@
+"""The gradients of the TensorFlow-flavoured half, against what TensorFlow gave for them.
+
+TensorFlow's results are in ``tensorflow.json``, recorded by ``record.py``. Where tracegrad decided
+otherwise, ``statements.py`` has the result that it must have, and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from statements import STATEMENTS, plain
+
+import tracegrad as tg
+
+RECORDED = json.loads(Path(__file__).with_name("tensorflow.json").read_text())["results"]
+
+# What cannot hold yet, and why: by the name of a statement.
+AWAITED = {
+    "a_traced_step_reads_and_assigns_variables": "traced functions do not read Variables yet",
+    "a_variable_of_the_branch_not_taken_of_a_traced_cond_is_zero": "as above",
+    "recomputed_functions_run_once_more_in_the_backward_pass": "effects run once on tapes",
+    "variables_passed_as_arguments_are_not_listed": "one that is also closed over raises",
+    "an_unused_argument_of_a_recomputed_function_gets_zero": "it gets None on tapes",
+}
+FUNCTIONS = "sum reshape sin cosh exp log floor ceil round sign real imag"
+
+
+def warnings_of(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return len(caught)
+
+
+def tracegrad_namespace():
+    """What the programs use, of tracegrad and `jax.numpy`."""
+    lib = SimpleNamespace(
+        constant=lambda value, dtype="float32": jnp.array(value, dtype),
+        function=tg.trace,
+        sparse={"sparse": True},
+        dense_shape=lambda shape: shape,
+        warnings_of=warnings_of,
+        has_scope=lambda fun, x, name: f"# {name}" in str(tg.graph(fun)(x)),
+        name_of=lambda variable: variable.name,
+        tick=lambda runs: jax.debug.callback(lambda: runs.append(None)),
+        finish=jax.effects_barrier,
+        cond=lambda p, yes, no: jax.lax.cond(p, yes, no),
+        cast=lambda x, dtype: x.astype(dtype),
+        gather=lambda table, ids: table[jnp.array(ids, "int32")],
+        io_callback=lambda x: jax.experimental.io_callback(lambda x: x, x, x),
+        SIN="sin",
+        float32=jnp.float32,
+    )
+    for name in FUNCTIONS.split():
+        setattr(lib, name, getattr(jnp, name))
+    for name in vars(tg):
+        if not name.startswith("_"):
+            setattr(lib, name, getattr(tg, name))
+    return lib
+
+
+def assert_same(got, expected):
+    """None is no number, a list has its length, numbers agree as float32 does."""
+    if isinstance(expected, dict):
+        assert isinstance(got, dict), got
+        assert sorted(got) == sorted(expected)
+        for key in expected:
+            assert_same(got[key], expected[key])
+    elif isinstance(expected, list):
+        assert isinstance(got, list), got
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected):
+            assert_same(one, other)
+    elif expected is None or isinstance(expected, (bool, str)):
+        assert got == expected
+    else:
+        assert isinstance(got, (int, float)), got
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def differs(got, expected):
+    try:
+        assert_same(got, expected)
+    except AssertionError:
+        return True
+    return False
+
+
+def awaited(name):
+    marks = [pytest.mark.skip(reason=AWAITED[name])] if name in AWAITED else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [awaited(name) for name in STATEMENTS])
+def test_statement(name):
+    statement, lib = STATEMENTS[name], tracegrad_namespace()
+    missing = [needed for needed in statement.needs if not hasattr(lib, needed)]
+    if missing:
+        pytest.skip(f"there is no {', '.join(missing)} yet")
+    got = plain(statement.program(lib))
+    if statement.because:
+        assert_same(got, statement.ours)
+    else:
+        assert_same(got, RECORDED[name])
+
+
+def test_every_program_is_recorded_that_tensorflow_can_run():
+    assert sorted(RECORDED) == sorted(name for name, s in STATEMENTS.items() if s.recorded)
+
+
+@pytest.mark.parametrize("name", [name for name, s in STATEMENTS.items() if s.because])
+def test_where_tracegrad_decided_otherwise_tensorflow_does_otherwise(name):
+    if STATEMENTS[name].recorded:
+        assert differs(RECORDED[name], STATEMENTS[name].ours)
