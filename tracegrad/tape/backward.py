@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad.differentiation.indexed_slices import dense_leaves
 from tracegrad.differentiation.pull_back import Aggregation, pull_back, running_sum
 from tracegrad.ir.dependence import dependence
 from tracegrad.tape.record import Block, graph_of
@@ -72,7 +73,7 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
     if output_gradients is None:
         given: list[Any] = [None] * len(targets)
     else:
-        given = jax.tree.leaves(output_gradients, is_leaf=lambda leaf: leaf is None)
+        given = jax.tree.leaves(dense_leaves(output_gradients), is_leaf=lambda leaf: leaf is None)
     if len(given) != len(targets):
         raise ValueError(
             f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.differentiation.pull_back import running_sum
+from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
 from tracegrad.tape.backward import seeds_for, trace_backward
 from tracegrad.tape.keys import Remembered
@@ -189,6 +190,7 @@ class GradientTape:
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        sparse: bool = False,
     ) -> Any:
         """The gradient of a target with respect to sources.
 
@@ -196,9 +198,11 @@ class GradientTape:
           target: an array or a tree of arrays, which are summed.
           sources: a tree of arrays that were watched, or computed from watched ones.
           output_gradients: a tree like `target` of cotangents, each of its target's shape and
-            dtype (None: ones).
+            dtype (None: ones); `IndexedSlices` count as one.
           unconnected_gradients: what stands for a source that nothing connects: ``NONE``, or
             ``ZERO`` for zeros of the source's shape; the enum or its value.
+          sparse: whether a table that is only used through lookups by axis 0 (``table[ids]``,
+            `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
         Returns:
           A tree like `sources`: of each source's shape and dtype, or None.
@@ -213,7 +217,8 @@ class GradientTape:
         self._check_usable()
         targets = _arrays(target)
         seeds = seeds_for(targets, output_gradients)
-        return self._differentiate(targets, sources, unconnected, _GRADIENT, seeds)
+        kind = _SPARSE_GRADIENT if sparse else _GRADIENT
+        return self._differentiate(targets, sources, unconnected, kind, seeds)
 
     def jacobian(
         self,
@@ -372,7 +377,7 @@ def _value_read(leaf: Any) -> Any:
 
 def _sum(cotangents: Sequence[Any]) -> Any:
     known = [ct for ct in cotangents if ct is not None]
-    return running_sum(known) if known else None
+    return functools.reduce(operator.add, known) if known else None  # some may be slices
 
 
 _USED = (
@@ -413,6 +418,7 @@ class _Kind:
 
     run: Callable[[Backward, Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]]
     zeros: Callable[[Sequence[Any], Any], Any]
+    sparse: bool = False
 
 
 def _run_gradient(
@@ -448,6 +454,7 @@ def _basis(shape: Sequence[int], dtype: Any) -> Any:
 
 
 _GRADIENT = _Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+_SPARSE_GRADIENT = replace(_GRADIENT, sparse=True)
 _JACOBIAN = _Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
 _BATCH_JACOBIAN = _Kind(
     _run_batch_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf, skipped=1)
@@ -494,6 +501,8 @@ def _compile(
 ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
     program, connected = trace_backward(block, sources, targets)
     run = jax.extend.core.jaxpr_as_fun(program)
+    if kind.sparse:
+        run = with_slices(program, [True] * len(sources))
     types = [jax.typeof(target) for target in targets]
 
     def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:

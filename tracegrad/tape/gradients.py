@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.indexed_slices import is_slices
+from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, trace_backward
 from tracegrad.tape.gradient_tape import UnconnectedGradients
@@ -81,6 +83,7 @@ def gradients(
     aggregation_method: AggregationMethod | None = None,
     stop_gradients: Any = None,
     unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    sparse: bool = False,
 ) -> list[Any]:
     """The gradients of the sum of ``ys`` with respect to each of ``xs``.
 
@@ -91,7 +94,8 @@ def gradients(
     Args:
       ys: an array, or a list of them.
       xs: an array, or a list of them: arguments, or values computed on the way to the ys.
-      grad_ys: for each y what its gradient starts from, of its shape and dtype; None: ones.
+      grad_ys: for each y what its gradient starts from, of its shape and dtype, or
+        `IndexedSlices` of one; None: ones.
       name: the named scope of the backward operations.
       colocate_gradients_with_ops: give each gradient the sharding of the value it belongs to.
       gate_gradients: release the gradients that one operation hands to its several inputs
@@ -100,6 +104,8 @@ def gradients(
       stop_gradients: an array or a list of arrays that count as constants: the derivatives are
         partial.
       unconnected_gradients: ``NONE``, or ``ZERO`` for zeros of the x's shape.
+      sparse: whether a table that is only used through lookups by axis 0 (``table[ids]``,
+        `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
     Returns:
       A list with one gradient for each x, of its shape and dtype, or None if nothing connects it.
@@ -130,7 +136,7 @@ def gradients(
     seeds = seeds_for(targets, grad_ys)
     record = _record_here(sources)
     with jax.named_scope(name):
-        found = _pull_back(record, targets, sources, seeds, stops, sums, gate_gradients)
+        found = _pull_back(record, targets, sources, seeds, stops, sums, gate_gradients, sparse)
         if colocate_gradients_with_ops:
             found = [_colocated(g, x) for g, x in zip(found, sources, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
@@ -162,7 +168,7 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 
 
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
-    (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero"})
+    (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     block = block_between(_record_here([x]), [x], [first])
     program, (connected,) = trace_backward(block, [x], [first])
     if not connected:
@@ -238,19 +244,23 @@ def _pull_back(
     stops: Sequence[Any],
     aggregate: Aggregation,
     gated: bool,
+    sparse: bool,
 ) -> list[Any]:
     block = block_between(record, sources, targets)
     program, connected = trace_backward(
         block, sources, targets, stopped=stops, aggregate=aggregate, gated=gated
     )
     # Bound one by one, so that gradients of gradients find every operation.
-    found = _jax.eval_program(program, [*block.arrays, *seeds])
+    if sparse:
+        found = with_slices(program, [True] * len(sources))(*block.arrays, *seeds)
+    else:
+        found = _jax.eval_program(program, [*block.arrays, *seeds])
     return [ct if linked else None for ct, linked in zip(found, connected, strict=True)]
 
 
 def _colocated(gradient: Any, value: Any) -> Any:
     sharding = getattr(jax.typeof(value), "sharding", None)
-    if gradient is None or sharding is None or sharding.mesh.empty:
+    if is_slices(gradient) or gradient is None or sharding is None or sharding.mesh.empty:
         return gradient
     constrain: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint
     return constrain(gradient, sharding)
