@@ -83,6 +83,26 @@ def test_a_variable_given_as_an_argument_is_an_input_like_any_other():
     assert float(tape.gradient(y, v)) == 11.0
 
 
+def test_a_variable_given_as_an_argument_and_closed_over_is_the_argument():
+    v, w = Variable(3.0, name="v"), Variable(5.0, name="w")
+    seen = []
+
+    @tg.custom_gradient
+    def f(x):
+        y = x * v * w
+
+        def grad(dy, variables=None):
+            seen.append([variable.name for variable in variables])
+            return dy * 10, [dy * 20]
+
+        return y, grad
+
+    with GradientTape() as tape:
+        y = f(v)
+    assert floats(tape.gradient(y, [v, w])) == [10.0, 20.0]
+    assert all(names == ["w"] for names in seen)
+
+
 @pytest.mark.parametrize("under_tape", [False, True])
 def test_a_gradient_function_without_a_place_for_variables_fails_at_the_forward_call(under_tape):
     v = Variable(3.0, name="weight")

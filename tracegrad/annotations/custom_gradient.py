@@ -37,6 +37,7 @@ from tracegrad.annotations.captured import Captured, captured_name, unwrapped
 from tracegrad.annotations.pullback import Program, Pullback, Residuals, trace_pullback
 from tracegrad.annotations.variables import (
     Reads,
+    ReadsOutside,
     require_variables_parameter,
     with_variables,
     without_variables,
@@ -137,8 +138,13 @@ _top_level = functools.cache(_jax.top_level_trace_type)
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function with a custom gradient."""
-    reads = Reads(fun, args)
-    args = without_variables(args)
+    return _call_listening(Reads(fun, args), fun, without_variables(args), kwargs)
+
+
+def _call_listening(
+    reads: ReadsOutside, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The call, while `reads` hears which Variables the function reads."""
     call = _Call(fun, args, kwargs, Arguments.of(args))
     if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
         with listening(reads):
@@ -154,9 +160,10 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     except _NEEDS_VALUES:
         program = None
     if reads.trainable:
-        # Once more, with their values among the inputs: there are no others then.
+        # Once more, with their values among the inputs.
         values = [variable.value for variable in reads.trainable]
-        return _call(with_variables(fun, reads.trainable), (*args, values), kwargs)
+        as_inputs = with_variables(fun, reads.trainable)
+        return _call_listening(ReadsOutside(), as_inputs, (*args, values), kwargs)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.

@@ -25,6 +25,7 @@ from tracegrad.annotations.calls import (
     is_traced,
     noted,
 )
+from tracegrad.differentiation.indexed_slices import dense_leaves
 
 
 @functools.partial(
@@ -115,7 +116,7 @@ def trace_pullback(
         ]
         with noted(lambda: f"in the gradient function {described(grad_fn)}"):
             returned = grad_fn(*dys)
-        checked = _one_per_input(fun, args, grad_fn, arrays, returned)
+        checked = _one_per_input(fun, args, grad_fn, arrays, dense_leaves(returned))
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 

@@ -25,6 +25,8 @@ class ReadsOutside:
     value stays in it for a later call.
     """
 
+    trainable: tuple[Variable, ...] = ()  # those to be made inputs
+
     def __init__(self) -> None:
         self._trace = _jax.current_trace(None)
 
@@ -51,7 +53,7 @@ class Reads(ReadsOutside):
         return super().on_read(variable, outside)
 
     @property
-    def trainable(self) -> tuple[Variable, ...]:
+    def trainable(self) -> tuple[Variable, ...]:  # type: ignore[override]
         """The trainable ones, each once, without those given as arguments, sorted by name."""
         found = (v for v in self._found if v.trainable and v not in self._given)
         return tuple(sorted(found, key=lambda variable: variable.name))
