@@ -366,7 +366,7 @@ def test_complex_gradients_follow_the_convention_of_jax():
     np.testing.assert_allclose(tape.gradient(y, z, output_gradients=seed), want, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------ Jacobians
+# ---------------------------------------------------------------------------------- Jacobians
 
 
 def test_the_jacobian_has_the_shape_of_the_target_and_then_of_the_source():
@@ -475,7 +475,7 @@ def test_batch_jacobian_wants_two_axes_and_one_batch(target, source, words):
         tape.batch_jacobian(y, x)
 
 
-# -------------------------------------------------------------------------------------- higher orders
+# ---------------------------------------------------------------------------------- higher orders
 
 
 def test_four_nested_tapes_give_four_derivatives():

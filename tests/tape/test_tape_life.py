@@ -1,0 +1,454 @@
+"""How long a tape lives, where it may be used, and what it leaves behind."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import _jax
+from tracegrad.tape import GradientTape
+from tracegrad.tape.recorder import Recorder
+
+F32 = jnp.float32
+X = 3.0
+
+
+@pytest.fixture(autouse=True)
+def the_trace_of_jax_is_as_it_was():
+    before = _jax.current_trace(None)
+    yield
+    assert _jax.current_trace(None) is before
+
+
+# ---------------------------------------------------------------------------------- used up, or not
+
+
+def test_a_tape_gives_one_gradient():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    tape.gradient(y, x)
+    with pytest.raises(RuntimeError, match="used up"):
+        tape.gradient(y, x)
+    with pytest.raises(RuntimeError, match="used up"):
+        tape.jacobian(y, x)
+
+
+def test_a_gradient_of_nothing_uses_a_tape_up_too():
+    x = F32(X)
+    with GradientTape() as tape:
+        y = x * x
+    assert tape.gradient(y, x) is None
+    with pytest.raises(RuntimeError, match="used up"):
+        tape.gradient(y, x)
+
+
+def test_a_tape_that_is_used_up_cannot_be_entered():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+    tape.gradient(x, x)
+    with pytest.raises(RuntimeError, match="used up"), tape:
+        pass
+
+
+def test_a_persistent_tape_gives_many():
+    x = F32(X)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = x * x
+        z = y * y
+    assert [tape.gradient(z, x), tape.gradient(y, x), tape.gradient(z, y)] == [108.0, 6.0, 18.0]
+
+
+def test_a_gradient_inside_the_block_ends_the_recording_and_the_block_runs_on():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+        assert tape.gradient(y, x) == 6.0
+        z = y * 2
+    assert z == 18.0
+    with pytest.raises(RuntimeError, match="used up"):
+        tape.gradient(z, x)
+
+
+# ----------------------------------------------------------------------------- entering and leaving
+
+
+def test_a_tape_that_is_entered_again_goes_on():
+    x = F32(X)
+    tape = GradientTape()
+    with tape:
+        tape.watch(x)
+        y = x * x
+    with tape:
+        z = y * x
+    assert tape.gradient(z, x) == 27.0
+
+
+def test_a_tape_cannot_be_entered_twice_at_once():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        with pytest.raises(ValueError, match="entered twice"), tape:
+            pass
+        y = x * x
+    assert tape.gradient(y, x) == 6.0
+
+
+def test_tapes_may_close_out_of_order():
+    x = F32(X)
+    first, second = GradientTape(), GradientTape()
+    first.__enter__()
+    second.__enter__()
+    first.watch(x)
+    second.watch(x)
+    y = x * x
+    first.__exit__(None, None, None)
+    z = y * x
+    second.__exit__(None, None, None)
+    assert first.gradient(z, x) is None
+    assert second.gradient(z, x) == 27.0
+
+
+def test_an_exception_closes_the_tape_which_keeps_what_it_has():
+    x = F32(X)
+    with GradientTape() as outer:
+        outer.watch(x)
+        inner = GradientTape()
+        with pytest.raises(ZeroDivisionError), inner:
+            inner.watch(x)
+            y = x * x
+            raise ZeroDivisionError
+        z = y * x
+    assert inner.gradient(y, x) == 6.0
+    assert outer.gradient(z, x) == 27.0
+
+
+def test_an_exception_of_jax_inside_the_block_leaves_its_trace_alone():
+    before = _jax.current_trace(None)
+    with pytest.raises(TypeError), GradientTape() as tape:
+        x = jnp.ones(3)
+        tape.watch(x)
+        jax.jit(lambda x: x @ jnp.ones((4, 2)))(x)
+    assert _jax.current_trace(None) is before
+
+
+def test_an_exception_while_a_function_is_traced_leaves_the_trace_alone():
+    def f(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            raise ZeroDivisionError
+
+    with GradientTape() as tape:
+        x = F32(X)
+        tape.watch(x)
+        with pytest.raises(ZeroDivisionError):
+            jax.jit(f)(x)
+        y = x * x
+    assert tape.gradient(y, x) == 6.0
+
+
+def test_a_recorder_serves_all_tapes_of_a_block_and_goes_with_the_last():
+    with GradientTape():
+        recorder = _jax.current_trace(None)
+        assert isinstance(recorder, Recorder)
+        with GradientTape():
+            assert _jax.current_trace(None) is recorder
+        assert _jax.current_trace(None) is recorder
+    assert not isinstance(_jax.current_trace(None), Recorder)
+
+
+# -------------------------------------------------------------------------- stop_recording and reset
+
+
+def test_stop_recording_makes_constants():
+    x = F32(X)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = x * x
+        with tape.stop_recording():
+            assert not isinstance(_jax.current_trace(None), Recorder)
+            z = y * x
+        w = y + z
+    assert tape.gradient(z, x) is None
+    assert tape.gradient(w, x) == 6.0
+
+
+def test_stop_recording_concerns_its_own_tape_only():
+    x = F32(X)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with GradientTape() as inner:
+            inner.watch(x)
+            with inner.stop_recording():
+                y = x * x
+    assert inner.gradient(y, x) is None
+    assert outer.gradient(y, x) == 6.0
+
+
+def test_stop_recording_is_for_inside_the_block():
+    tape = GradientTape()
+    with pytest.raises(RuntimeError, match="not recording"), tape.stop_recording():
+        pass
+
+
+def test_stop_recording_goes_on_after_an_exception():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        with pytest.raises(ZeroDivisionError), tape.stop_recording():
+            raise ZeroDivisionError
+        y = x * x
+    assert tape.gradient(y, x) == 6.0
+
+
+def test_reset_forgets_what_was_watched():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+        tape.reset()
+        z = x * x
+    assert tape.gradient([y, z], x) is None
+
+
+def test_after_a_reset_the_block_starts_anew():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        x * x
+        tape.reset()
+        tape.watch(x)
+        z = x * x
+    assert tape.gradient(z, x) == 6.0
+    tape.reset()
+    assert str(tape.graph()).count("mul") == 0
+
+
+# ------------------------------------------------------------------------------- transformations
+
+
+def gradient_on_a_tape(x):
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = jnp.sin(x) * x
+    return tape.gradient(y, x)
+
+
+def slope(x):
+    return np.cos(x) * x + np.sin(x)
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
+def test_a_tape_inside_a_compiled_function(compiled):
+    f = compiled(gradient_on_a_tape)
+    for value in (1.0, 2.0):
+        np.testing.assert_allclose(f(F32(value)), slope(value), rtol=1e-6)
+
+
+def test_a_tape_inside_grad():
+    second = 2 * np.cos(1.0) - np.sin(1.0)
+    np.testing.assert_allclose(jax.grad(gradient_on_a_tape)(F32(1.0)), second, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(gradient_on_a_tape))(1.0), second, rtol=1e-6)
+
+
+def test_a_tape_inside_vmap():
+    xs = jnp.linspace(0.0, 1.0, 4)
+    np.testing.assert_allclose(jax.vmap(gradient_on_a_tape)(xs), slope(np.asarray(xs)), rtol=1e-5)
+
+
+def test_a_tape_inside_forward_mode():
+    _, tangent = jax.jvp(gradient_on_a_tape, (F32(1.0),), (F32(1.0),))
+    np.testing.assert_allclose(tangent, 2 * np.cos(1.0) - np.sin(1.0), rtol=1e-6)
+
+
+def test_a_tape_inside_a_scan():
+    xs = jnp.linspace(0.0, 1.0, 4)
+    _, found = jax.lax.scan(lambda carry, x: (carry, gradient_on_a_tape(x)), 0.0, xs)
+    np.testing.assert_allclose(found, slope(np.asarray(xs)), rtol=1e-5)
+
+
+def test_a_tape_inside_a_cond():
+    found = jax.lax.cond(True, gradient_on_a_tape, lambda x: x, F32(1.0))
+    np.testing.assert_allclose(found, slope(1.0), rtol=1e-6)
+
+
+def test_a_tape_inside_a_compiled_function_inside_a_block():
+    x = F32(1.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        d = jax.jit(gradient_on_a_tape)(x)
+    np.testing.assert_allclose(d, slope(1.0), rtol=1e-6)
+    np.testing.assert_allclose(tape.gradient(d, x), 2 * np.cos(1.0) - np.sin(1.0), rtol=1e-6)
+
+
+def test_a_gradient_taken_in_the_body_of_a_compiled_function_leaves_the_trace_alone():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+
+        @jax.jit
+        def f(z):
+            return z * 2 + tape.gradient(y, x)
+
+        assert f(x) == 12.0
+        assert f(x) == 12.0
+        z = x * 5
+    assert z == 15.0
+
+
+def test_a_tape_that_is_suspended_in_the_body_of_a_compiled_function_goes_on_after():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+
+        @jax.jit
+        def f(z):
+            with tape.stop_recording():
+                return z * z
+
+        y = f(x) * x
+    assert tape.gradient(y, x) == 27.0
+
+
+# ---------------------------------------------------------------------------------------- threads
+
+
+def in_another_thread(fun):
+    """What a function raises in a thread of its own, or None."""
+    raised = []
+
+    def run():
+        try:
+            fun()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tape, x, y: tape.watch(x),
+        lambda tape, x, y: tape.gradient(y, x),
+        lambda tape, x, y: tape.jacobian(y, x),
+        lambda tape, x, y: tape.reset(),
+        lambda tape, x, y: tape.__enter__(),
+        lambda tape, x, y: tape.__exit__(None, None, None),
+        lambda tape, x, y: tape.stop_recording().__enter__(),
+    ],
+)
+def test_a_tape_that_records_is_its_threads_own(use):
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+        error = in_another_thread(lambda: use(tape, x, y))
+        assert isinstance(error, RuntimeError)
+        assert "another thread" in str(error)
+    assert tape.gradient(y, x) == 6.0
+
+
+def test_what_another_thread_does_is_not_recorded():
+    x = F32(X)
+    found = []
+    with GradientTape() as tape:
+        tape.watch(x)
+        assert in_another_thread(lambda: found.append(x * x)) is None
+    assert tape.gradient(found[0], x) is None
+
+
+def test_a_tape_that_is_over_may_be_asked_anywhere():
+    x = F32(X)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    found = []
+    assert in_another_thread(lambda: found.append(tape.gradient(y, x))) is None
+    assert found == [6.0]
+
+
+def test_each_thread_has_its_own_tapes():
+    barrier = threading.Barrier(4)
+    found = {}
+
+    def work(i):
+        x = F32(i)
+        barrier.wait()
+        for _ in range(20):
+            with GradientTape() as tape:
+                tape.watch(x)
+                y = x * x * x
+            found.setdefault(i, []).append(float(tape.gradient(y, x)))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: [3.0 * i * i] * 20 for i in range(4)}
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def test_two_thousand_tapes_leave_nothing_alive_without_the_garbage_collector():
+    def step(i):
+        x = jnp.full(8, float(i))
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = jax.nn.relu(x * 2).sum()
+        dx = tape.gradient(y, x)
+        return [weakref.ref(thing) for thing in (x, y, dx, tape)]
+
+    step(0)
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(2000):
+            alive += step(i)
+            if i % 100 == 99:
+                assert not any(ref() is not None for ref in alive)
+                alive.clear()
+    finally:
+        gc.enable()
+
+
+def test_a_block_without_a_gradient_leaves_nothing_alive():
+    gc.disable()
+    try:
+        x = jnp.ones(4)
+        with GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = jnp.exp(x * 2)
+        refs = [weakref.ref(thing) for thing in (x, y, tape)]
+        del x, y, tape
+        assert [ref() for ref in refs] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_used_tape_frees_what_it_recorded():
+    x = jnp.ones(4)
+    with GradientTape() as tape:
+        tape.watch(x)
+        middle = jnp.exp(x)
+        y = middle.sum()
+    ref = weakref.ref(middle)
+    del middle
+    tape.gradient(y, x)
+    assert ref() is None
