@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 
@@ -71,6 +71,8 @@ def pull_back(
         if not active or all(ct is None for ct in given):
             continue
         results = _node_vjp(node, values, given, active)
+        if isinstance(node, Recompute):
+            results = _connected(results, next(ct for ct in given if ct is not None))
         if gated:
             results = _released_together(results)
         for i, ct in zip(active, results, strict=True):
@@ -132,6 +134,17 @@ def _node_vjp(
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
             error.add_note(f"while differentiating {Occurrence((), node)}")
         raise
+
+
+def _connected(results: Sequence[Any], cotangent: Any) -> list[Any]:
+    """The same cotangents, made to depend on one that came in by a choice that is never taken.
+
+    TensorFlow differentiates a recomputed function as a whole: an argument that it does not use has
+    a gradient of zero, not none. What is connected is told by dependence; XLA drops the choice.
+    """
+    other = jnp.sum(jnp.real(cotangent))
+    never = jnp.zeros((), bool)
+    return [jnp.where(never, other.astype(ct.dtype), ct) for ct in results]
 
 
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:
