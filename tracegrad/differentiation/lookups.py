@@ -43,7 +43,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     main = _Entered(import_program(program))
     outputs = main.graph.outputs
     found = [
-        _scatters(main, value) if flag else None
+        _scatters(main, value) if flag and _jax.has_gradient(value.aval) else None
         for value, flag in zip(outputs, sparse, strict=True)
     ]
     for value, scatters in zip(outputs, found, strict=True):

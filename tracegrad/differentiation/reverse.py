@@ -26,6 +26,7 @@ from tracegrad.differentiation.connectivity import (
     connections,
     explain_unconnected,
 )
+from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
@@ -36,6 +37,7 @@ def grad(
     wrt: Wrt = 0,
     has_aux: bool = False,
     unconnected: str = "zero",
+    sparse: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -60,6 +62,12 @@ def grad(
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
         `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
         ceil, sign and comparisons cut, and so does a custom gradient that returns nothing.
+      sparse: whether a leaf that is only used through lookups by axis 0 (``table[ids]``,
+        `jax.numpy.take`, embeddings of flax and equinox), also in jitted functions, gets
+        `IndexedSlices`: one slice for each lookup, and no array of the table's size is ever made.
+        Then `fun` is traced, and takes what `jax.jit` takes. What is used in another way too, was
+        computed, or is looked up in the body of a loop, a branch or a recomputed function, gets
+        an array.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
       allow_int: whether integer leaves may be selected; their gradients have dtype ``float0``.
 
@@ -95,9 +103,17 @@ def grad(
     ...     return jnp.round(x) + 0.0 * y
     >>> print(grad(rounded, (0, 1), unconnected="none")(1.5, 2.0))
     (None, Array(0., dtype=float32, weak_type=True))
+
+    The gradient of a table by the rows that were looked up:
+
+    >>> def looked_up(table, ids):
+    ...     return jnp.sum(table[ids] ** 2)
+    >>> gradient = grad(looked_up, sparse=True)(jnp.ones((1000, 4)), jnp.array([7, 0, 7]))
+    >>> print(gradient, gradient.indices)
+    IndexedSlices(values=f32[3,4], indices=i32[3], dense_shape=(1000, 4)) [7 0 7]
     """
     both = value_and_grad(
-        fun, wrt, has_aux, unconnected, holomorphic=holomorphic, allow_int=allow_int
+        fun, wrt, has_aux, unconnected, sparse, holomorphic=holomorphic, allow_int=allow_int
     )
 
     @named_after(fun, "Gradient")
@@ -113,6 +129,7 @@ def value_and_grad(
     wrt: Wrt = 0,
     has_aux: bool = False,
     unconnected: str = "zero",
+    sparse: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -143,9 +160,10 @@ def value_and_grad(
         def scalar(leaves: list[Any]) -> Any:
             return scalar_result(fun, chosen.call(leaves), has_aux)
 
-        value, results = jax.value_and_grad(
+        run = jax.value_and_grad(
             scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
-        )(chosen.leaves)
+        )
+        value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
             (results,) = _marked(chosen, _main(scalar, has_aux), unconnected, [results])
         return value, selection.answer(_spread_out(results, differentiable))
