@@ -349,3 +349,24 @@ def test_the_faces_of_a_rule_that_closes_over_an_array_leave_the_array_out():
     (tenfold,) = here.graph.insert(lambda v: v * 10, here.graph.outputs)
     here.graph.set_outputs([tenfold])
     close(jax.grad(graph.to_callable())(jnp.float32(2.0)), 210.0)
+
+
+def test_an_edited_rule_refuses_to_be_differentiated_by_what_it_closes_over():
+    def scaled(c, x):
+        @jax.custom_vjp
+        def f(x):
+            return c * x
+
+        f.defvjp(lambda x: (2.0 * x, None), lambda _, ct: (3.0 * ct,))
+        return f(x)
+
+    def tenfold_backward(graph):
+        (rule,) = graph.nodes
+        backward = rule.face("backward")
+        backward.set_outputs(backward.insert(lambda ct: 10.0 * ct, backward.outputs))
+        return graph
+
+    edited = tg.trace(scaled, rules=[tenfold_backward])
+    assert jax.grad(edited, 1)(2.0, 3.0) == 30.0
+    with pytest.raises(ValueError, match="f closes over a value that is being differentiated"):
+        jax.grad(edited, 0)(2.0, 3.0)
