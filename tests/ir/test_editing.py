@@ -102,6 +102,14 @@ def test_what_computes_the_new_value_goes_on_taking_the_old_one():
     np.testing.assert_allclose(graph.to_callable()(0.5), np.cos(y) + y, rtol=1e-6)
 
 
+def test_a_refused_edit_leaves_the_graph_as_it_was():
+    graph, other = tg.graph(jnp.sin)(1.0), tg.graph(jnp.sin)(1.0)
+    with pytest.raises(tg.GraphError, match="of another one"):
+        graph.set_inputs(graph.nodes[0], other.inputs)
+    assert graph.is_clean
+    graph.verify()
+
+
 def test_insert_refuses_a_wrong_number_or_type_of_inputs():
     graph = tg.graph(jnp.sin)(jnp.ones(3))
     program = tg.graph(lambda x, y: x + y)(jnp.ones(3), jnp.ones(3))
@@ -146,6 +154,24 @@ ARGUMENTS = (jnp.linspace(0, 1, 9).reshape(3, 3), jnp.eye(3) * 0.5)
 
 def nodes_of(graph, *ops):
     return [n for n in graph.nodes if n.op in ops]
+
+
+def test_a_call_has_the_effects_that_an_edit_puts_into_its_region():
+    graph = tg.graph(calls_twice)(1.0)
+    first, _ = sines(graph)
+    here = graph.own(first)
+
+    def shown(v):
+        jax.debug.print("sine {}", v)
+
+    here.graph.insert(shown, here.node.outputs)
+    call, other = (node for node in graph.nodes if node.op == "jit")
+    assert call.effects and graph.effects
+    assert not other.effects
+    (replacement,) = graph.insert(jnp.cos, graph.inputs)
+    graph.replace_uses(call.outputs[0], replacement)
+    with pytest.raises(tg.GraphError, match="has effects"):
+        graph.erase(call)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -333,8 +333,15 @@ class Graph:
             self.outputs = [new if v is old else v for v in self.outputs]
 
     def set_inputs(self, node: Node, inputs: Sequence[Value | Literal]) -> None:
-        """Gives a node other inputs."""
+        """Gives a node other inputs.
+
+        Raises GraphError if one is a value of another graph. That the node takes them, `verify`
+        checks.
+        """
         self._check_node(node)
+        for value in inputs:
+            if isinstance(value, Value):
+                self._check_mine(value)
         self._edited()
         for value in node.inputs:
             if isinstance(value, Value):
@@ -342,7 +349,6 @@ class Graph:
         node.inputs = tuple(inputs)
         for value in node.inputs:
             if isinstance(value, Value):
-                self._check_mine(value)
                 value._uses.append(node)
 
     def set_outputs(self, outputs: Sequence[Value | Literal]) -> None:
@@ -418,7 +424,17 @@ class Graph:
             for node in new:  # they stand for the place where they were put
                 node.source = beside.source
         self.nodes[index:index] = new
+        self._tell_owners(frozenset().union(*(node.effects for node in new)))
         return [values[v] if isinstance(v, Value) else v for v in program.outputs]
+
+    def _tell_owners(self, effects: frozenset[Any]) -> None:
+        """A call has the effects of its region: without them it could be erased or moved."""
+        if not effects:
+            return
+        for owner in self._owners:
+            owner.effects |= effects
+            if owner.graph is not None:
+                owner.graph._tell_owners(effects)
 
     def erase(self, node: Node) -> None:
         """Takes a node out.
