@@ -252,6 +252,13 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
     return None
 
 
+def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
+    """Options of `jax.jit` with more compiler options; lists of XLA's passes are joined."""
+    own = options.get("compiler_options") or {}
+    joined = {key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()}
+    return {**options, "compiler_options": {**own, **joined}}
+
+
 # -------------------------------------------------------------------------------------- arrays
 
 

@@ -14,7 +14,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import jax
 
@@ -23,8 +23,18 @@ from tracegrad.ir import Graph, Recompute
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.stateful import (
+    Expecting,
+    Program,
+    StatefulCalls,
+    VariablesFound,
+    evaluate_once,
+    is_expected,
+)
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -39,6 +49,9 @@ class Pipeline:
         self.static = static
         self.history = TraceHistory(function_name(fun))
         self.recomputes = False  # whether any program of it held a Recompute
+        self.has_variables = False  # whether any program of it used some
+        self.functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
+        self._warned = False
         self.__name__ = self.__qualname__ = function_name(fun)
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
@@ -51,24 +64,70 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            graph = self.graph(args, kwargs)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
-        positions = self.static.within(args)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
-        names = self.static.named(kwargs)
-        flat = jax.tree.leaves((dynamic, {k: v for k, v in kwargs.items() if k not in names}))
-        self._note(args, kwargs, positions)
-        if not self.recomputes and any(isinstance(o.node, Recompute) for o in graph.walk()):
-            self.recomputes = True
-        return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
+        graph = self.traced(args, kwargs)
+        flat, _ = self.flatten(args, kwargs)
+        if not graph.variables and not graph.assigned:
+            return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
+        if is_expected(self):
+            raise VariablesFound(self, graph)
+        # A warm function went to jit directly, and finds Variables for the first time.
+        self.meet_variables()
+        return evaluate_once(graph, flat)
 
     def __repr__(self) -> str:
         return repr(self._fun())  # what JAX's messages name
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        return apply_rules(trace_to_graph(self.__wrapped__, args, kwargs, self.static), self.rules)
+        traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
+        graph = apply_rules(traced, self.rules)
+        if not graph.variables and not graph.assigned:  # a rule may make a new graph
+            graph.variables, graph.assigned = traced.variables, traced.assigned
+        return graph
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """The graph of a call that is about to be compiled."""
+        try:
+            graph = self.graph(args, kwargs)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
+        self._note(args, kwargs, self.static.within(args))
+        if not self.recomputes and any(isinstance(o.node, Recompute) for o in graph.walk()):
+            self.recomputes = True
+        return graph
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The leaves and the tree of the arguments that are not static."""
+        positions = self.static.within(args)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+        names = self.static.named(kwargs)
+        flat, tree = jax.tree.flatten(
+            (dynamic, {k: v for k, v in kwargs.items() if k not in names})
+        )
+        return flat, tree
+
+    def meet_variables(self) -> None:
+        """Has every wrapper of the function go the way of functions with Variables."""
+        self.has_variables = True
+        for function in list(self.functions):
+            function.use_variables()
+
+    def warn_of_merging(self, stacklevel: int) -> None:
+        """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
+        # Inside another traced function that one sees to it, or warns itself.
+        if not self.recomputes or self._warned or tracing_depth() or not _jax.under_jit():
+            return
+        options = _jax.keep_recompute_options(jax.default_backend())
+        if options is None:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.__name__} recomputes, and is called inside another "
+            "compiled function. On this JAX and backend XLA merges recomputed code with the "
+            "original, which saves no memory, unless the outermost function is compiled with "
+            f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
+            f"`jax.jit(..., compiler_options={options})`.",
+            stacklevel=stacklevel,
+        )
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int]) -> None:
         names = _argument_names(self.__wrapped__, len(args))
@@ -114,14 +173,39 @@ class TracedFunction:
         self._pipeline = _shared_pipeline(fun, tuple(rules), static)
         self._options = options
         self._jit: Any = jax.jit(self._pipeline, **options)
+        self._stateful = StatefulCalls(self._pipeline, options)
+        self._pipeline.functions.add(self)
         self.__call__ = self._first_call
-        self._warned = False
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         # Not in `__init__`: asking for the backend starts it.
-        direct = self._outermost is self._jit
-        self.__call__ = self._jit if direct else self._keeping_recompute()
-        return self.__call__(*args, **kwargs)
+        if not self._pipeline.has_variables:
+            direct = self._outermost is self._jit
+            self.__call__ = self._jit if direct else self._keeping_recompute()
+        call = self.__call__
+        return self._either(lambda: call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs)
+
+    def _either(
+        self,
+        plain: Callable[[], T],
+        stateful: Callable[[Program], T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> T:
+        """One way for functions without Variables, another for those with; which it is shows when
+        the function is traced."""
+        found = None
+        if not self._pipeline.has_variables:
+            with Expecting(self._pipeline) as expecting:
+                return plain()
+            found = expecting.found
+            self._pipeline.meet_variables()
+        self.use_variables()
+        return self._stateful.search(args, kwargs, stateful, found)
+
+    def use_variables(self) -> None:
+        """From now on calls pass the values of Variables."""
+        self.__call__ = self._stateful
 
     @functools.cached_property
     def _outermost(self) -> Any:
@@ -133,12 +217,7 @@ class TracedFunction:
         extra = _jax.keep_recompute_options(jax.default_backend())
         if extra is None:
             return self._jit
-        own = self._options.get("compiler_options") or {}
-        merged = {
-            **own,
-            **{key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()},
-        }
-        return jax.jit(self._pipeline, **{**self._options, "compiler_options": merged})
+        return jax.jit(self._pipeline, **_jax.with_compiler_options(self._options, extra))
 
     def _keeping_recompute(self) -> Callable[..., Any]:
         """Dispatches on whether there is a transformation around the call; a warm one costs as
@@ -155,20 +234,7 @@ class TracedFunction:
 
     def _nested(self, *args: Any, **kwargs: Any) -> Any:
         result = self._jit(*args, **kwargs)
-        # Inside another traced function that one sees to it, or warns itself.
-        if not self._pipeline.recomputes or self._warned or tracing_depth():
-            return result
-        if _jax.under_jit():
-            self._warned = True
-            options = _jax.keep_recompute_options(jax.default_backend())
-            warnings.warn(
-                f"{function_name(self.__wrapped__)} recomputes, and is called inside another "
-                "compiled function. On this JAX and backend XLA merges recomputed code with the "
-                "original, which saves no memory, unless the outermost function is compiled with "
-                f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
-                f"`jax.jit(..., compiler_options={options})`.",
-                stacklevel=4,
-            )
+        self._pipeline.warn_of_merging(stacklevel=4)
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -182,23 +248,42 @@ class TracedFunction:
             raise explain(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(fun).lower``: StableHLO in `.as_text()`, XLA's in `.compile()`."""
-        lowered: jax.stages.Lowered = self._outermost.lower(*args, **kwargs)
+        """As ``jax.jit(fun).lower``: StableHLO in `.as_text()`, XLA's in `.compile()`.
+
+        The program of a function with Variables takes their values in front of the arguments:
+        of those that it reads and assigns, which it writes over, then of those that it only reads.
+        It returns a pair: a list of the assigned values, and the result.
+        """
+        lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
         return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As ``jax.jit(fun).trace``."""
-        traced: jax.stages.Traced = self._outermost.trace(*args, **kwargs)
+        """As ``jax.jit(fun).trace``; for a function with Variables see `lower`."""
+        traced: jax.stages.Traced = self._staged("trace", args, kwargs)
         return traced
 
+    def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._either(
+            lambda: getattr(self._outermost, stage)(*args, **kwargs),
+            lambda program: program.staged(stage, args, kwargs),
+            args,
+            kwargs,
+        )
+
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The results as `jax.ShapeDtypeStruct`s."""
-        return self._jit.eval_shape(*args, **kwargs)
+        """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
+        return self._either(
+            lambda: self._jit.eval_shape(*args, **kwargs),
+            lambda program: program.staged("eval_shape", args, kwargs)[1],
+            args,
+            kwargs,
+        )
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
         self._jit.clear_cache()
         self._outermost.clear_cache()
+        self._stateful.clear_cache()
 
     def __repr__(self) -> str:
         return f"<traced {self.__wrapped__!r}>"

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -232,7 +233,8 @@ class Variable:
         if _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
         self._is_ours = False  # whoever has the array may keep it
-        return self._value
+        value = self._value
+        return _awaited(self) if isinstance(value, _Lent) else value
 
     def _store(self, value: Any) -> None:
         """What is done by an assignment to which nobody listens."""
@@ -457,6 +459,90 @@ class Variable:
 
     def __ne__(self, other: Any) -> Any:
         return self.value != _operand(other)
+
+
+# ---------------------------------------------------------------------------------------- lending
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """Stands in a Variable for an array that a program on some thread has, to write over."""
+
+    array: Any
+    thread: int
+
+
+_returned = threading.Condition()
+
+
+@jax.jit
+def _copies(arrays: list[Any]) -> list[Any]:
+    return [jnp.copy(array) for array in arrays]
+
+
+def listened() -> bool:
+    """Whether somebody listens to Variables on this thread."""
+    return bool(_listeners.stack)
+
+
+def lend(variables: Sequence[Variable]) -> list[Any]:
+    """Arrays with the values of Variables, which a program may be given for good.
+
+    They are the Variables' own where no one else can have them: where `settle` stored them, and
+    nobody has read them since. Others are copied. Until `settle` or `take_back`, readers wait.
+    """
+    me = threading.get_ident()
+    with _returned:
+        while any(isinstance(v._value, _Lent) and v._value.thread != me for v in variables):
+            _returned.wait()
+        values = [v._value for v in variables]
+        foreign = [i for i, v in enumerate(variables) if not v._is_ours]
+        if foreign:
+            arrays = [_of(variables[i]) for i in foreign]
+            for i, copy in zip(foreign, _copies(arrays), strict=True):
+                values[i] = copy
+        for variable in variables:
+            variable._value = _Lent(_of(variable), me)
+    return values
+
+
+def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    """Stores arrays that a program made, and that nobody else has."""
+    with _returned:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+            variable._is_ours = True
+        _returned.notify_all()
+
+
+def take_back(variables: Sequence[Variable]) -> None:
+    """Undoes `lend`, where the program was not run."""
+    with _returned:
+        for variable in variables:
+            variable._value = _of(variable)
+        _returned.notify_all()
+
+
+def peek(variables: Sequence[Variable]) -> list[Any]:
+    """The stored values, for a program that only reads them: nobody is handed them."""
+    return [_awaited(v) if isinstance(v._value, _Lent) else v._value for v in variables]
+
+
+def _of(variable: Variable) -> Any:
+    value = variable._value
+    return value.array if isinstance(value, _Lent) else value
+
+
+def _awaited(variable: Variable) -> Any:
+    """The value of a Variable whose array a program has: the next one, or, where that program
+    itself is given the value on another way, a copy."""
+    me = threading.get_ident()
+    with _returned:
+        while isinstance(variable._value, _Lent):
+            if variable._value.thread == me:
+                return jnp.copy(variable._value.array)
+            _returned.wait()
+        return variable._value
 
 
 # What is asked of the Variable and answered by its value.
