@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -126,16 +127,29 @@ class Tangents(Record):
 # ----------------------------------------------------------------------------- compiled operations
 
 _programs = Remembered(1024)
+_top_level = functools.cache(_jax.top_level_trace_type)
 
 
 def _push_forward(operation: Operation, active: Sequence[int]) -> PushForward:
     """The compiled forward pass of an operation, for operands of its types."""
+    key: Any
+    trace = _jax.current_trace(None)
+    if operation.rule is None:
+        key = operation.key
+    else:
+        # As with a tape: what only runs serves all rules of the same derivative, what may be
+        # differentiated in its turn those of which all derivatives are the same.
+        key = operation.keys[0 if isinstance(trace, _top_level()) else 1]
     types = tuple(map(jax.typeof, operation.args))
-    key = operation.keys[1], operation.constants, tuple(active), types
+    key = key, operation.constants, tuple(active), types
     program: PushForward | None = _programs.get(key)
     if program is None:
         program = push_forward(_graph_of(operation), active)
-        _programs.put(key, program)
+        while isinstance(trace, Recorder):
+            trace = trace.parent_trace
+        # A rule made under a transformation may hold values of it, which would outlive it here.
+        if operation.rule is None or isinstance(trace, _top_level()):
+            _programs.put(key, program)
     return program
 
 
