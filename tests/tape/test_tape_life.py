@@ -1,5 +1,6 @@
 """How long a tape lives, where it may be used, and what it leaves behind."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -25,7 +26,7 @@ def the_trace_of_jax_is_as_it_was():
     assert _jax.current_trace(None) is before
 
 
-# ---------------------------------------------------------------------------------- used up, or not
+# -------------------------------------------------------------------------------- used up, or not
 
 
 def test_a_tape_gives_one_gradient():
@@ -79,7 +80,7 @@ def test_a_gradient_inside_the_block_ends_the_recording_and_the_block_runs_on():
         tape.gradient(z, x)
 
 
-# ----------------------------------------------------------------------------- entering and leaving
+# --------------------------------------------------------------------------- entering and leaving
 
 
 def test_a_tape_that_is_entered_again_goes_on():
@@ -123,7 +124,7 @@ def test_an_exception_closes_the_tape_which_keeps_what_it_has():
     with GradientTape() as outer:
         outer.watch(x)
         inner = GradientTape()
-        with pytest.raises(ZeroDivisionError), inner:
+        with contextlib.suppress(ZeroDivisionError), inner:
             inner.watch(x)
             y = x * x
             raise ZeroDivisionError
@@ -134,10 +135,11 @@ def test_an_exception_closes_the_tape_which_keeps_what_it_has():
 
 def test_an_exception_of_jax_inside_the_block_leaves_its_trace_alone():
     before = _jax.current_trace(None)
-    with pytest.raises(TypeError), GradientTape() as tape:
-        x = jnp.ones(3)
+    x = jnp.ones(3)
+    with contextlib.suppress(TypeError), GradientTape() as tape:
         tape.watch(x)
         jax.jit(lambda x: x @ jnp.ones((4, 2)))(x)
+        pytest.fail("the shapes do not fit")
     assert _jax.current_trace(None) is before
 
 
@@ -166,7 +168,7 @@ def test_a_recorder_serves_all_tapes_of_a_block_and_goes_with_the_last():
     assert not isinstance(_jax.current_trace(None), Recorder)
 
 
-# -------------------------------------------------------------------------- stop_recording and reset
+# ----------------------------------------------------------------------- stop_recording and reset
 
 
 def test_stop_recording_makes_constants():
@@ -233,7 +235,7 @@ def test_after_a_reset_the_block_starts_anew():
     assert str(tape.graph()).count("mul") == 0
 
 
-# ------------------------------------------------------------------------------- transformations
+# -------------------------------------------------------------------------------- transformations
 
 
 def gradient_on_a_tape(x):

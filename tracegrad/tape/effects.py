@@ -38,24 +38,27 @@ def _gives_results_itself(equation: Any) -> bool:
     return not any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
 
 
-def silence(node: Node) -> None:
+def silence(node: Node, depth: int = 3) -> None:
     """Takes out of a node's regions what has an effect and no result: prints, most of all.
 
     Of custom rules out of the forward pass too; their backward pass has not run yet. Raises
     NotImplementedError where a call of the host gives results: to be differentiated, the region
-    would have to call it again.
+    would have to call it again. `depth`: the forward pass of a rule may use the rule itself, for
+    derivatives of higher order, and so on for ever; that many are looked at.
     """
     if isinstance(node, CustomGradient):
-        for face in ("jvp",) if node.kind == "jvp" else ("forward",):
-            if node.face(face).effects:
-                _silence_graph(node.face(face))
+        if depth == 0:
+            return
+        face = node.face("jvp" if node.kind == "jvp" else "forward")
+        if face.effects:
+            _silence_graph(face, depth - 1)
     if isinstance(node, RegionNode):
         for region in node.regions.values():
             if region.effects:
-                _silence_graph(region)
+                _silence_graph(region, depth)
 
 
-def _silence_graph(graph: Graph) -> None:
+def _silence_graph(graph: Graph, depth: int) -> None:
     kept = []
     for node in graph.nodes:
         if node.effects and not node.outputs and not node.regions:
@@ -73,7 +76,7 @@ def _silence_graph(graph: Graph) -> None:
                 "the results in"
             )
         if node.effects:
-            silence(node)
+            silence(node, depth)
     if len(kept) < len(graph.nodes):
         graph.nodes[:] = kept
         graph.program = None

@@ -18,7 +18,7 @@ from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tape.keys import params_key
-from tracegrad.tracing.importer import import_program, make_node, sub_programs
+from tracegrad.tracing.importer import make_node, sub_programs
 
 
 def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
@@ -79,6 +79,7 @@ def _lift(
         source = Source(_jax.current_source_info(), None)
         node = make_node(primitive, params, values, source, (), {})
         assert isinstance(node, RegionNode)
+        _refuse_closed_over(node, places)
         for region in node.regions.values():
             _replace_constants(region, places, operands)
         return evaluate_node(node, list(operands[count:]), Lowering())
@@ -87,12 +88,15 @@ def _lift(
         lifted.__name__ = lifted.__qualname__ = str(params["name"])
     program = jax.make_jaxpr(jax.jit(lifted))(*captured, *args)
     (equation,) = _jax.opened(program).eqns
-    _refuse_closed_over(import_program(equation.params["jaxpr"]), count)
     return dict(equation.params)
 
 
-def _refuse_closed_over(graph: Graph, count: int) -> None:
+def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:
     """What a custom derivative closes over would silently get none: JAX does not look at it."""
+
+    def run(graph: Graph, ins: Masks) -> Masks:
+        constants = {v: int(id(array) in captured) for v, array in graph.constants.items()}
+        return spread(graph, ins, rule, constants)
 
     def rule(node: Node, ins: Masks) -> Masks:
         is_jvp = isinstance(node, CustomGradient) and node.kind == "jvp"
@@ -102,10 +106,10 @@ def _refuse_closed_over(graph: Graph, count: int) -> None:
                 "its rule cannot tell the derivative with respect to it. Pass the array as an "
                 "argument"
             )
-        entered = enter(node, ins, lambda region, masks: spread(region, masks, rule))
+        entered = enter(node, ins, run)
         return data_flow(node, ins) if entered is None else entered[0]
 
-    spread(graph, [int(i < count) for i in range(len(graph.inputs))], rule)
+    rule(node, [0] * len(node.inputs))
 
 
 def _replace_constants(graph: Graph, places: Mapping[int, int], operands: Sequence[Any]) -> None:

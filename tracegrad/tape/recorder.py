@@ -82,6 +82,7 @@ class Recorder(jax.core.Trace):
         with _jax.set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
         results = list(out) if primitive.multiple_results else [out]
+        _refuse_references(primitive, results)
         if captured:
             with _jax.set_current_trace(self.parent_trace):
                 lifted = lift(primitive, params, captured, args)
@@ -157,12 +158,7 @@ class Recorder(jax.core.Trace):
 
     def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
-        if any(is_reference(jax.typeof(arg)) for arg in args if not _is_plain(arg)):
-            raise NotImplementedError(
-                f"{primitive.name} of a jax.Ref with an array that a tape watches: what is written "
-                "to a Ref outside of a compiled function cannot be followed. Use it inside a "
-                "function compiled by jax.jit or tracegrad.trace"
-            )
+        _refuse_references(primitive, args)
         if not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
         with _jax.set_current_trace(self.parent_trace):
@@ -231,6 +227,15 @@ class Recorder(jax.core.Trace):
             results = _jax.bind(primitive, args, params)
         rule = _node_of(equation) if is_new else None
         return self._record(primitive, params, args, results, watching, constants, rule)
+
+
+def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
+    if any(not _is_plain(value) and is_reference(jax.typeof(value)) for value in values):
+        raise NotImplementedError(
+            f"{primitive.name} of a jax.Ref with an array that a tape watches: what is written "
+            "to a Ref outside of a compiled function cannot be followed. Use it inside a "
+            "function compiled by jax.jit or tracegrad.trace"
+        )
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,857 @@
+"""What the recorder sees: transformations, compiled functions, rules, effects, libraries."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import tracegrad as tg
+from tracegrad.tape import GradientTape
+
+F32 = jnp.float32
+
+
+def tape_gradients(fun, *args):
+    with GradientTape() as tape:
+        tape.watch(args)
+        y = fun(*args)
+    return tape.gradient(y, list(args))
+
+
+def agrees_with_jax(fun, *args, rtol=1e-5, atol=1e-6):
+    """Whether the gradient of a scalar function on a tape is that of `jax.grad`; twice, so that
+    the second comes from the programs that are remembered."""
+    want = jax.grad(fun, tuple(range(len(args))))(*args)
+    for _ in range(2):
+        for g, w in zip(tape_gradients(fun, *args), want, strict=True):
+            np.testing.assert_allclose(jnp.zeros_like(w) if g is None else g, w, rtol, atol)
+
+
+# -------------------------------------------------------------------------------- transformations
+
+X = jnp.array([0.3, -1.2, 2.0])
+X_IDS = jnp.array([0, 0])
+
+
+@functools.partial(jax.custom_vjp)
+def doubled_rule(x):
+    return x**2
+
+
+doubled_rule.defvjp(lambda x: (x**2, x), lambda x, dy: (4 * x * dy,))
+
+
+@jax.custom_jvp
+def tripled_rule(x):
+    return x**2
+
+
+tripled_rule.defjvp(lambda p, t: (p[0] ** 2, 6 * p[0] * t[0]))
+
+
+@tg.custom_gradient
+def halved_rule(x):
+    return x**2, lambda dy: x * dy
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jax.grad(lambda x: jnp.sum(x**3))(x).sum(),
+        lambda x: jax.jit(jax.grad(lambda x: jnp.sum(x**3)))(x).sum(),
+        lambda x: jax.vmap(lambda x: jnp.sin(x) * x)(x).sum(),
+        lambda x: jax.jit(jax.vmap(lambda x: jnp.sin(x) * x))(x).sum(),
+        lambda x: lax.scan(lambda c, x: (c * x, c + x), F32(1.0), x)[1].sum(),
+        lambda x: lax.fori_loop(0, 3, lambda i, c: c * jnp.sin(x), x).sum(),
+        lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum(),
+        lambda x: lax.switch(1, [jnp.sin, jnp.exp], x).sum(),
+        lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
+        lambda x: tg.recompute_grad(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
+        lambda x: tg.trace(lambda x: jnp.sin(x) * x)(x).sum(),
+        lambda x: jax.jvp(jnp.sin, (x,), (x,))[1].sum(),
+        lambda x: jax.linearize(jnp.sin, x)[1](x).sum(),
+        lambda x: jax.vjp(jnp.sin, x)[1](x)[0].sum(),
+        lambda x: jax.jacrev(lambda x: x**2)(x).sum(),
+        lambda x: jax.hessian(lambda x: jnp.sum(x**4))(x).sum(),
+        lambda x: doubled_rule(x).sum(),
+        lambda x: jax.jit(doubled_rule)(x).sum(),
+        lambda x: jax.vmap(doubled_rule)(x).sum(),
+        lambda x: lax.map(doubled_rule, x).sum(),
+        lambda x: tripled_rule(x).sum(),
+        lambda x: jax.vmap(tripled_rule)(x).sum(),
+        lambda x: halved_rule(x).sum(),
+        lambda x: jax.jit(halved_rule)(x).sum(),
+        lambda x: jax.vmap(halved_rule)(x).sum(),
+        lambda x: jax.nn.relu(x).sum() + jax.nn.softmax(x)[0] + jax.nn.gelu(x).sum(),
+        lambda x: jax.scipy.special.logsumexp(x) + jnp.linalg.norm(x),
+        lambda x: jnp.sort(x)[0] * jnp.max(x) + x[jnp.argmin(x)] + jnp.take(x, X_IDS).sum(),
+        lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x).sum(),
+        lambda x: jnp.where(x > 0, x, 0).sum() * jnp.asarray(x, jnp.float16).astype(F32)[2],
+        lambda x: jnp.fft.fft(x).real.sum() + jnp.abs(jnp.fft.fft(x))[1],
+        lambda x: jnp.einsum("i,j->ij", x, x).sum() + jnp.concatenate([x, x * 2]).sum(),
+    ],
+)  # fmt: skip
+def test_the_gradient_around_a_transformation_is_that_of_jax(fun):
+    agrees_with_jax(fun, X)
+
+
+def test_rules_have_their_own_gradient_at_second_order_too():
+    for rule in (doubled_rule, tripled_rule, halved_rule):
+        x = F32(3.0)
+        with GradientTape() as outer:
+            outer.watch(x)
+            with GradientTape() as inner:
+                inner.watch(x)
+                y = rule(x)
+            d = inner.gradient(y, x)
+        assert d == jax.grad(rule)(x)
+        np.testing.assert_allclose(outer.gradient(d, x), jax.grad(jax.grad(rule))(x))
+
+
+def test_rules_that_differ_only_in_their_second_derivative_are_told_apart():
+    def with_second(slope):
+        @tg.custom_gradient
+        def first(x):
+            @tg.custom_gradient
+            def rule(x):
+                return 2 * x, lambda dy: slope * dy
+
+            return x**2, lambda dy: dy * rule(x)
+
+        return first
+
+    x = F32(3.0)
+    for slope in (5.0, 7.0, 5.0):
+        with GradientTape() as outer:
+            outer.watch(x)
+            with GradientTape() as inner:
+                inner.watch(x)
+                y = with_second(slope)(x)
+            d = inner.gradient(y, x)
+        assert d == 6.0
+        assert outer.gradient(d, x) == slope
+
+
+def test_a_rule_whose_constant_changes_is_traced_anew():
+    scale = [2.0]
+
+    @jax.custom_vjp
+    def rule(x):
+        return x
+
+    rule.defvjp(lambda x: (x, None), lambda _, dy: (dy * scale[0],))
+    for value in (2.0, 5.0, 2.0):
+        scale[0] = value
+        assert tape_gradients(rule, F32(1.0)) == [value]
+
+
+def test_the_same_function_with_two_rules_is_told_apart():
+    def with_rule(factor):
+        rule = jax.custom_jvp(jnp.sin)
+        rule.defjvp(lambda p, t: (jnp.sin(p[0]), factor * t[0]))
+        return rule
+
+    assert [tape_gradients(with_rule(f), F32(1.0))[0] for f in (2.0, 3.0)] == [2.0, 3.0]
+
+
+def test_rules_with_arguments_that_are_not_differentiated():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def power(x, n):
+        return x**n
+
+    power.defvjp(lambda x, n: (x**n, x), lambda n, x, dy: (10 * n * x * dy,))
+    assert [tape_gradients(lambda x, n=n: power(x, n), F32(2.0))[0] for n in (2, 3)] == [40.0, 60.0]
+    x = jnp.array([[0.1, 0.2], [0.5, 0.1]])
+    for axis in (0, 1):
+        agrees_with_jax(lambda x, axis=axis: (jax.nn.softmax(x, axis=axis) * x).sum(), x)
+
+
+# ------------------------------------------------------------------------- closures and constants
+
+
+def test_a_compiled_function_that_closes_over_a_watched_array_passes_gradients_to_it():
+    w = jnp.array([2.0, 3.0])
+    inner = jax.jit(lambda x: x * w)
+    for f in (
+        inner,
+        jax.jit(lambda x: inner(x) + 0 * x),
+        jax.jit(lambda x: lax.scan(lambda c, _: (c, inner(c)), x, None, length=1)[1][0]),
+        jax.jit(lambda x: lax.cond(x[0] > 0, inner, lambda x: x, x)),
+        jax.jit(lambda x: jax.checkpoint(inner)(x)),
+        jax.jit(lambda x: jax.vmap(lambda a, b: a * b)(x, w)),
+        jax.jit(lambda x: lax.fori_loop(0, 1, lambda i, c: inner(c), x)),
+        tg.trace(lambda x: x * w),
+    ):
+        for _ in range(3):  # the first call traces, the others do not
+            x = jnp.array([5.0, 7.0])
+            with GradientTape() as tape:
+                tape.watch([x, w])
+                y = f(x).sum()
+            dx, dw = tape.gradient(y, [x, w])
+            assert dx.tolist() == [2.0, 3.0]
+            assert dw.tolist() == [5.0, 7.0]
+
+
+def test_eager_control_flow_that_closes_over_a_watched_array():
+    w = F32(3.0)
+    x = F32(2.0)
+    with GradientTape(persistent=True) as tape:
+        tape.watch([x, w])
+        scanned, _ = lax.scan(lambda c, _: (c * w, None), x, None, length=2)
+        chosen = lax.cond(True, lambda x: x * w, lambda x: x, x)
+        again = jax.checkpoint(lambda x: x * w)(x)
+        mapped = jax.vmap(lambda a: a * w)(jnp.ones(2)).sum()
+    assert tape.gradient(scanned, [x, w]) == [9.0, 12.0]
+    assert tape.gradient(chosen, [x, w]) == [3.0, 2.0]
+    assert tape.gradient(again, [x, w]) == [3.0, 2.0]
+    assert tape.gradient(mapped, w) == 2.0
+
+
+def test_a_watched_array_that_is_returned_as_it_is():
+    w = F32(3.0)
+    f = jax.jit(lambda: w)
+    with GradientTape() as tape:
+        tape.watch(w)
+        y = f() * 2
+    assert tape.gradient(y, w) == 2.0
+
+
+def test_a_custom_jvp_that_closes_over_a_watched_array_raises():
+    w = F32(3.0)
+
+    @jax.custom_jvp
+    def f(x):
+        return x * w
+
+    f.defjvp(lambda p, t: (p[0] * w, t[0] * w))
+    for g in (f, jax.jit(f), jax.jit(lambda x: jax.jit(f)(x) * 1)):
+        x = F32(2.0)
+        with GradientTape() as tape:
+            tape.watch([x, w])
+            with pytest.raises(ValueError, match="closes over an array that a tape watches"):
+                g(x)
+
+
+def test_what_a_custom_vjp_closes_over_gets_none():
+    w = F32(3.0)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * w, lambda dy: dy * w
+
+    x = F32(2.0)
+    with GradientTape() as tape:
+        tape.watch([x, w])
+        y = f(x)
+    assert tape.gradient(y, [x, w]) == [3.0, None]
+
+
+def test_the_second_derivative_by_what_a_rule_closes_over():
+    w = F32(3.0)
+
+    @jax.custom_vjp
+    def f(x):
+        return x * x
+
+    f.defvjp(lambda x: (x * x, x), lambda x, dy: (dy * x * w,))
+    x = F32(2.0)
+    with GradientTape() as outer:
+        outer.watch([x, w])
+        with GradientTape() as inner:
+            inner.watch(x)
+            y = f(x)
+        d = inner.gradient(y, x)
+    assert d == 6.0
+    assert outer.gradient(d, [x, w]) == [3.0, 2.0]
+
+
+# --------------------------------------------------------------------------------------- aliasing
+
+IDENTITIES = {
+    "asarray": jnp.asarray,
+    "reshape": lambda x: x.reshape(3),
+    "slice": lambda x: x[:],
+    "ellipsis": lambda x: x[...],
+    "astype": lambda x: x.astype(F32),
+    "device_put": jax.device_put,
+    "broadcast_to": lambda x: jnp.broadcast_to(x, (3,)),
+    "concatenate": lambda x: jnp.concatenate([x]),
+    "jit": jax.jit(lambda x: x),
+    "scan": lambda x: lax.scan(lambda c, _: (c, None), x, None, length=2)[0],
+    "no iteration": lambda x: lax.scan(lambda c, _: (c * 2, None), x, None, length=0)[0],
+    "cond": lambda x: lax.cond(True, lambda x: x, lambda x: x * 2, x),
+    "while": lambda x: lax.fori_loop(0, 2, lambda i, x: x, x),
+    "checkpoint": jax.checkpoint(lambda x: x),
+    "vmap": jax.vmap(lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_what_returns_its_argument_passes_the_gradient_on(name):
+    same = IDENTITIES[name]
+    x = jnp.array([1.0, 2.0, 3.0])
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = same(x)
+        z = (y * x).sum()
+    assert tape.gradient(z, x).tolist() == [2.0, 4.0, 6.0]
+    if y is not x:
+        assert tape.gradient(z, y).tolist() == [1.0, 2.0, 3.0]
+        assert tape.gradient(x, y) is None
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        jax.custom_vjp(lambda x: x),
+        jax.custom_jvp(lambda x: x),
+        tg.custom_gradient(lambda x: (x, lambda dy: 5 * dy)),
+    ],
+)
+def test_an_identity_with_a_rule_is_another_value(rule):
+    if isinstance(rule, jax.custom_vjp):
+        rule.defvjp(lambda x: (x, None), lambda _, dy: (5 * dy,))
+    elif isinstance(rule, jax.custom_jvp):
+        rule.defjvp(lambda p, t: (p[0], 5 * t[0]))
+    x = F32(2.0)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = rule(x)
+        z = y * y
+    assert y is not x
+    assert tape.gradient(z, [x, y]) == [20.0, 4.0]
+
+
+def test_stop_gradient_is_another_value():
+    x = F32(2.0)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = lax.stop_gradient(x)
+        z = x * y
+    assert tape.gradient(z, x) == 2.0
+
+
+def test_one_result_returned_twice_has_two_gradients():
+    x = F32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        a, b, c = jax.jit(lambda x: (x * 2, x * 2, x))(x)
+        y = a * 3 + b * 5 + c
+    assert tape.gradient(y, [x, c]) == [17.0, 1.0]
+
+
+def test_a_numpy_operand_may_change_after_it_was_used():
+    factor = np.full(3, 2.0, np.float32)
+    x = jnp.ones(3)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = lax.mul(x, factor)
+        factor[:] = 100.0
+    assert tape.gradient(y, x).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_updates_in_place_are_new_arrays():
+    x = jnp.zeros(3)
+    v = F32(2.0)
+    with GradientTape() as tape:
+        tape.watch([x, v])
+        y = x.at[1].set(v * v)
+        z = y.at[1].multiply(3.0).at[0].add(v)
+    dx, dv = tape.gradient(z, [x, v])
+    assert dx.tolist() == [1.0, 0.0, 1.0]
+    assert dv == 13.0
+
+
+def test_a_donated_argument_lives_on_under_a_tape():
+    f = jax.jit(lambda x: x * 2.0, donate_argnums=0)
+    x = jnp.arange(4.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+        z = f(y)
+    assert not x.is_deleted()
+    assert not y.is_deleted()
+    assert tape.gradient(z, x).tolist() == [4.0] * 4
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# ---------------------------------------------------------------------------------------- effects
+
+
+def test_a_print_in_a_compiled_function_happens_once(capfd):
+    @jax.jit
+    def f(x):
+        jax.debug.print("seen {}", x[0])
+        return jnp.sin(x) * 2
+
+    agrees = jnp.cos(X) * 2
+    with GradientTape() as tape:
+        tape.watch(X)
+        y = f(X)
+    np.testing.assert_allclose(tape.gradient(y, X), agrees, rtol=1e-6)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") == 1
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: jax.jit(lambda x: jax.jit(f)(x)),
+        lambda f: jax.jit(lambda x: lax.cond(True, f, f, x)),
+        lambda f: lambda x: lax.cond(x[0] > -100, f, f, x),
+        lambda f: jax.jit(lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]),
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
+        lambda f: jax.jit(lambda x: jax.vmap(lambda y: f(x) * y)(jnp.ones(2))),
+        lambda f: tg.trace(f),
+    ],
+)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_callback_happens_once_wherever_it_stands(place, ordered):
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0], ordered=ordered)
+        return jnp.sin(x)
+
+    x = X + 0
+    g = place(f)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = g(x).sum()
+        d = tape.gradient(y, x)
+    second = tape.gradient(d, x)
+    jax.effects_barrier()
+    assert len(seen) == 1
+    factor = 2 if g(x).ndim == 2 else 1
+    np.testing.assert_allclose(d, factor * np.cos(x), rtol=1e-5)
+    np.testing.assert_allclose(second, -factor * np.sin(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_the_host_gave_a_compiled_function_is_asked_for_once(ordered):
+    answers = iter([3.0, 100.0, 1000.0])
+
+    @jax.jit
+    def f(x):
+        scale = io_callback(
+            lambda: np.float32(next(answers)), jax.ShapeDtypeStruct((), F32), ordered=ordered
+        )
+        return jnp.sin(x) * scale
+
+    x = F32(1.0)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = f(x)
+    np.testing.assert_allclose(tape.gradient(y, x), 3 * np.cos(1.0), rtol=1e-6)
+    np.testing.assert_allclose(y, 3 * np.sin(1.0), rtol=1e-6)
+
+
+def test_a_print_in_a_custom_rule_happens_once(capfd):
+    @jax.custom_vjp
+    def f(x):
+        jax.debug.print("forward")
+        return x * x
+
+    def forward(x):
+        return f(x), x
+
+    def backward(x, dy):
+        jax.debug.print("backward")
+        return (2 * x * dy,)
+
+    f.defvjp(forward, backward)
+    x = F32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    assert tape.gradient(y, x) == 6.0
+    jax.effects_barrier()
+    out = capfd.readouterr().out
+    assert (out.count("forward"), out.count("backward")) == (1, 1)
+
+
+def test_a_host_call_with_results_in_a_loop_is_refused_when_it_is_differentiated():
+    @jax.jit
+    def f(x):
+        def step(c, _):
+            scale = io_callback(lambda: np.float32(2.0), jax.ShapeDtypeStruct((), F32))
+            return c * scale, None
+
+        return lax.scan(step, x, None, length=2)[0]
+
+    x = F32(1.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+        assert y == 4.0
+    with pytest.raises(NotImplementedError, match="would have to run once more"):
+        tape.gradient(y, x)
+
+
+# ---------------------------------------------------------------------------------- compiled once
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    count = [0]
+
+    def listen(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            count[0] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: count[0]
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+W = jnp.linspace(-1.0, 1.0, 3)
+closing = jax.jit(lambda x: x * W)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.tanh(x * 2).sum(),
+        lambda x: (jax.nn.relu(x) * jax.nn.silu(x)).sum(),
+        lambda x: jax.nn.softmax(x)[0] + jax.nn.gelu(x).sum(),
+        lambda x: doubled_rule(x).sum(),
+        lambda x: tripled_rule(x).sum(),
+        lambda x: halved_rule(x).sum() * halved_rule(x * 2).sum(),
+        lambda x: jax.jit(halved_rule)(x).sum(),
+        lambda x: closing(x).sum(),
+        lambda x: sum(jnp.sin(x * i) for i in range(4)).sum(),
+    ],
+)
+def test_the_second_step_of_a_loop_compiles_nothing(fun, compilations):
+    def step(x):
+        with GradientTape() as tape:
+            tape.watch([x, W])
+            y = fun(x)
+        return tape.gradient(y, x)
+
+    step(X + 0.0)
+    step(X + 1.0)
+    before = compilations()
+    for i in range(3):
+        step(X + i)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize(
+    "fun", [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
+)
+def test_the_second_step_of_a_nested_loop_compiles_nothing(fun, compilations):
+    def step(x):
+        with GradientTape() as outer:
+            outer.watch(x)
+            with GradientTape() as inner:
+                inner.watch(x)
+                y = fun(x).sum()
+            d = inner.gradient(y, x)
+        return outer.gradient(d, x)
+
+    step(X + 0.0)
+    step(X + 1.0)
+    before = compilations()
+    for i in range(3):
+        step(X + i)
+    assert compilations() == before
+
+
+def test_structures_that_look_alike_are_told_apart():
+    x, y = F32(2.0), F32(5.0)
+
+    def gradient(fun, sources):
+        with GradientTape() as tape:
+            tape.watch([x, y])
+            z = fun(x, y)
+        return tape.gradient(z, sources)
+
+    assert gradient(lambda x, y: x - y, [x, y]) == [1.0, -1.0]
+    assert gradient(lambda x, y: y - x, [x, y]) == [-1.0, 1.0]
+    assert gradient(lambda x, y: x - y, [y, x]) == [-1.0, 1.0]
+    assert gradient(lambda x, y: x * x, [x]) == [4.0]
+    assert gradient(lambda x, y: x * y, [x]) == [5.0]
+    assert gradient(lambda x, y: lax.integer_pow(x, 2), [x]) == [4.0]
+    assert gradient(lambda x, y: lax.integer_pow(x, 3), [x]) == [12.0]
+
+
+def test_programs_that_differ_in_a_constant_are_told_apart():
+    for value in (2.0, 3.0, -0.0, 0.0):
+        fun = jax.jit(
+            lambda x, value=value: lax.scan(lambda c, _: (c * value, None), x, None, 1)[0]
+        )
+        assert tape_gradients(fun, F32(1.0)) == [value]
+    for array in (jnp.ones(3), jnp.full(3, 2.0), jnp.ones(3)):
+        fun = jax.jit(lambda x, array=array: (x * array).sum())
+        assert tape_gradients(fun, jnp.ones(3))[0].tolist() == array.tolist()
+
+
+# ---------------------------------------------------------------------------- dtypes and operands
+
+
+def test_float64_and_half_precision():
+    with jax.enable_x64(True):
+        (dx,) = tape_gradients(lambda x: jnp.sin(x) * 3, jnp.float64(1.0))
+        assert dx.dtype == jnp.float64
+        np.testing.assert_allclose(dx, 3 * np.cos(1.0), rtol=1e-15)
+    (dx,) = tape_gradients(lambda x: jnp.sin(x).astype(F32) * 3, jnp.bfloat16(1.0))
+    assert dx.dtype == jnp.bfloat16
+
+
+def test_random_keys_and_integers_are_operands_without_gradients():
+    key = jax.random.key(0)
+    n = jnp.int32(2)
+
+    def f(x):
+        return jnp.sum(x * jax.random.normal(key, x.shape) * n) + x[n]
+
+    agrees_with_jax(f, X)
+    with GradientTape() as tape:
+        tape.watch([key, n, X])
+        y = f(X)
+    assert tape.gradient(y, [key, n]) == [None, None]
+
+
+def test_dropout_keeps_its_mask():
+    x = jnp.ones(100)
+    with GradientTape() as tape:
+        tape.watch(x)
+        kept = jax.random.bernoulli(jax.random.key(1), 0.5, x.shape)
+        y = jnp.where(kept, x / 0.5, 0)
+    assert tape.gradient(y, x).tolist() == y.tolist()
+
+
+def test_functions_with_results_that_have_no_gradient():
+    @jax.jit
+    def f(x):
+        return x * 2, jnp.argmax(x), x > 0, jax.random.key(0)
+
+    x = X + 0
+    with GradientTape() as tape:
+        tape.watch(x)
+        y, best, positive, _ = f(x)
+        z = jnp.where(positive, y, 0)[best] * x[best]
+    assert tape.gradient(z, x).tolist() == [0.0, 0.0, 8.0]
+
+
+def test_weak_types_are_kept():
+    x = jnp.asarray(2.0)
+    assert x.weak_type
+    (dx,) = tape_gradients(lambda x: x * jnp.bfloat16(3.0), x)
+    assert dx == 3.0
+
+
+def test_sharded_arrays():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = jnp.sin(x) * x.reshape(8)
+    dx = tape.gradient(y, x)
+    want = np.cos(x) * x + np.sin(x)
+    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-6)
+    assert dx.sharding.is_equivalent_to(sharding, 1)
+
+
+# ------------------------------------------------------------------------- what cannot be recorded
+
+
+def test_an_unbounded_while_loop_raises_as_jax_does_and_names_the_line():
+    x = F32(1.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = lax.while_loop(lambda x: x < 10, lambda x: x * 2, x)
+    assert y == 16.0
+    with pytest.raises(ValueError, match="Reverse-mode differentiation") as raised:
+        tape.gradient(y, x)
+    assert "test_recording.py" in "".join(raised.value.__notes__)
+
+
+def test_an_unbounded_while_loop_inside_a_compiled_function_names_the_line_too():
+    f = jax.jit(lambda x: lax.while_loop(lambda x: x < 10, lambda x: x * 2, x))
+    x = F32(1.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation") as raised:
+        tape.gradient(y, x)
+    assert "test_recording.py" in "".join(raised.value.__notes__)
+
+
+def test_what_was_compiled_ahead_of_time_is_not_recorded():
+    x = F32(2.0)
+    compiled = jax.jit(lambda x: x * x).lower(x).compile()
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = compiled(x)
+    assert y == 4.0
+    assert tape.gradient(y, x) is None
+    assert "mul" not in str(tape.graph())
+
+
+def test_an_eager_shard_map_raises():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
+    x = jnp.arange(8.0)
+    with GradientTape() as tape:
+        np.testing.assert_allclose(f(x), np.sin(x), rtol=1e-5)  # nothing is watched yet
+        tape.watch(x)
+        with pytest.raises(NotImplementedError, match="inside a function compiled by"):
+            f(x)
+        y = jax.jit(f)(x)
+    np.testing.assert_allclose(tape.gradient(y, x), np.cos(x), rtol=1e-5)
+
+
+def test_an_eager_ref_raises():
+    x = F32(2.0)
+    ref = jax.new_ref(F32(1.0))
+    with GradientTape() as tape:
+        tape.watch(x)
+        with pytest.raises(NotImplementedError, match=r"jax\.Ref"):
+            ref[...] = x
+        with pytest.raises(NotImplementedError, match=r"jax\.Ref"):
+            jax.new_ref(x)
+
+
+def test_a_ref_inside_a_compiled_function():
+    @jax.jit
+    def f(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * x
+        return ref[...]
+
+    agrees_with_jax(f, F32(3.0))
+
+
+# -------------------------------------------------------------------------------------- libraries
+
+
+def test_flax_linen():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.relu(nn.Dense(4)(x))
+            x = nn.BatchNorm(use_running_average=not train)(x)
+            return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
+
+    net = Net()
+    x = jnp.linspace(-1, 1, 6).reshape(3, 2)
+    variables = net.init(jax.random.key(0), x, False)
+    params, stats = variables["params"], variables["batch_stats"]
+    rngs = {"dropout": jax.random.key(1)}
+
+    def loss(params):
+        y, _ = net.apply(
+            {"params": params, "batch_stats": stats}, x, True, rngs=rngs, mutable=["batch_stats"]
+        )
+        return jnp.mean(y**2)
+
+    with GradientTape() as tape:
+        tape.watch(params)
+        value = loss(params)
+    found = tape.gradient(value, params)
+    want = jax.grad(loss)(params)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
+
+
+def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(1))
+    x = jnp.linspace(-1, 1, 8).reshape(4, 2)
+
+    def loss(params, norm):
+        return jnp.mean(norm(nnx.merge(graph, params)(x)) ** 2 * jnp.arange(3.0))
+
+    graph, params = nnx.split(model, nnx.Param)
+    with GradientTape() as tape:
+        tape.watch(params)
+        clone = nnx.clone(norm)
+        value = loss(params, clone)
+    found = tape.gradient(value, params)
+    assert not np.allclose(clone.mean[...], 0.0)
+    nnx.update(norm, nnx.state(clone))
+    assert np.allclose(norm.mean[...], clone.mean[...])
+    want = jax.grad(lambda params: loss(params, nnx.clone(norm)))(params)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    xs = jnp.linspace(-1, 1, 6).reshape(3, 2)
+
+    def loss(params):
+        return jnp.mean(jax.vmap(eqx.combine(params, static))(xs) ** 2)
+
+    for compiled in (loss, eqx.filter_jit(loss)):
+        with GradientTape() as tape:
+            tape.watch(params)
+            value = compiled(params)
+        found = tape.gradient(value, params)
+        want = jax.grad(loss)(params)
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, 1e-4, 1e-5), found, want)
+
+
+# ------------------------------------------------------------------------------------- the record
+
+
+def test_the_graph_shows_what_the_tape_saw():
+    x = F32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        jax.nn.relu(jnp.sin(x)) * x
+    text = str(tape.graph())
+    assert "sin" in text
+    assert "relu" in text
+    tape.graph().verify()
+
+
+def test_nothing_is_recorded_that_touches_nothing_watched():
+    x, c = F32(2.0), F32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        jnp.sin(c) * c
+    assert not tape.graph().nodes
+
+
+def test_the_trace_of_the_backward_pass_grows_linearly():
+    def equations(count):
+        x = F32(1.0)
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in range(count):
+                y = lax.sin(y)
+        with GradientTape() as outer:
+            outer.watch(x)
+            with GradientTape() as inner:
+                inner.watch(x)
+                y = x
+                for _ in range(count):
+                    y = lax.sin(y)
+            inner.gradient(y, x)
+        return sum(1 for _ in outer.graph().walk())
+
+    small, middle, large = map(equations, (10, 20, 40))
+    assert large - middle == 2 * (middle - small)
+
+
+def test_no_warning_is_given_on_the_way():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agrees_with_jax(lambda x: jnp.sum(jnp.sin(x)), X)
