@@ -225,6 +225,7 @@ current_trace: Callable[[None], Any] = jex.find_top_trace
 set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
 
 
+@functools.cache
 def top_level_trace_type() -> type:
     """The class of `current_trace(None)` where nothing is being transformed: what is bound then
     runs at once."""

@@ -13,7 +13,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -133,7 +132,16 @@ class Variable:
     As ``tf.Variable``.
     """
 
-    __slots__ = ("__weakref__", "_aval", "_is_ours", "_name", "_stand_in", "_trainable", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_aval",
+        "_borrower",
+        "_is_ours",
+        "_name",
+        "_stand_in",
+        "_trainable",
+        "_value",
+    )
 
     # NumPy's operators leave the operation to ours.
     __array_priority__ = 100
@@ -162,6 +170,7 @@ class Variable:
         self._aval = jax.typeof(value)
         self._value = value
         self._is_ours = False
+        self._borrower: int | None = None  # the thread on which a program has the array; see `lend`
         self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
 
     # ---------------------------------------------------------------------- reading and assigning
@@ -233,8 +242,7 @@ class Variable:
         if _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
         self._is_ours = False  # whoever has the array may keep it
-        value = self._value
-        return _awaited(self) if isinstance(value, _Lent) else value
+        return self._value if self._borrower is None else _awaited(self)
 
     def _store(self, value: Any) -> None:
         """What is done by an assignment to which nobody listens."""
@@ -464,15 +472,9 @@ class Variable:
 # ---------------------------------------------------------------------------------------- lending
 
 
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    """Stands in a Variable for an array that a program on some thread has, to write over."""
-
-    array: Any
-    thread: int
-
-
-_returned = threading.Condition()
+_lock = threading.Lock()
+_returned = threading.Condition(_lock)
+_waiting = 0  # how many threads wait for it
 
 
 @jax.jit
@@ -492,57 +494,65 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
     nobody has read them since. Others are copied. Until `settle` or `take_back`, readers wait.
     """
     me = threading.get_ident()
-    with _returned:
-        while any(isinstance(v._value, _Lent) and v._value.thread != me for v in variables):
-            _returned.wait()
-        values = [v._value for v in variables]
-        foreign = [i for i, v in enumerate(variables) if not v._is_ours]
+    with _lock:
+        values: list[Any] = []
+        foreign = []
+        for variable in variables:
+            if variable._borrower is not None:
+                _wait_for(variable, me)
+            if not variable._is_ours:
+                foreign.append(len(values))
+            values.append(variable._value)
         if foreign:
-            arrays = [_of(variables[i]) for i in foreign]
-            for i, copy in zip(foreign, _copies(arrays), strict=True):
+            copies = _copies([values[i] for i in foreign])
+            for i, copy in zip(foreign, copies, strict=True):
                 values[i] = copy
         for variable in variables:
-            variable._value = _Lent(_of(variable), me)
+            variable._borrower = me
     return values
 
 
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     """Stores arrays that a program made, and that nobody else has."""
-    with _returned:
-        for variable, value in zip(variables, values, strict=True):
+    with _lock:
+        for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours = True
-        _returned.notify_all()
+            variable._borrower = None
+        if _waiting:
+            _returned.notify_all()
 
 
 def take_back(variables: Sequence[Variable]) -> None:
     """Undoes `lend`, where the program was not run."""
-    with _returned:
+    with _lock:
         for variable in variables:
-            variable._value = _of(variable)
-        _returned.notify_all()
+            variable._borrower = None
+        if _waiting:
+            _returned.notify_all()
 
 
 def peek(variables: Sequence[Variable]) -> list[Any]:
     """The stored values, for a program that only reads them: nobody is handed them."""
-    return [_awaited(v) if isinstance(v._value, _Lent) else v._value for v in variables]
-
-
-def _of(variable: Variable) -> Any:
-    value = variable._value
-    return value.array if isinstance(value, _Lent) else value
+    return [v._value if v._borrower is None else _awaited(v) for v in variables]
 
 
 def _awaited(variable: Variable) -> Any:
     """The value of a Variable whose array a program has: the next one, or, where that program
     itself is given the value on another way, a copy."""
     me = threading.get_ident()
-    with _returned:
-        while isinstance(variable._value, _Lent):
-            if variable._value.thread == me:
-                return jnp.copy(variable._value.array)
-            _returned.wait()
-        return variable._value
+    with _lock:
+        _wait_for(variable, me)
+        return variable._value if variable._borrower is None else jnp.copy(variable._value)
+
+
+def _wait_for(variable: Variable, me: int) -> None:
+    """Waits, with the lock, until no program of another thread has the array."""
+    global _waiting
+    while variable._borrower not in (None, me):
+        _waiting += 1
+        _returned.wait()
+        _waiting -= 1
 
 
 # What is asked of the Variable and answered by its value.
