@@ -214,7 +214,7 @@ class Program:
         options = self._with_shardings(_behind_values(pipeline, options, count))
         self.nested = jax.jit(self.body, **options)
         extra = _jax.keep_recompute_options(jax.default_backend())
-        if extra is not None:
+        if extra is not None and pipeline.recomputes:
             options = _jax.with_compiler_options(options, extra)
         donated = (*range(len(updated)), *options.pop("donate_argnums"))
         self.outermost = jax.jit(self.body, **options, donate_argnums=donated)

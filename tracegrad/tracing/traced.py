@@ -14,6 +14,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 import jax
@@ -35,6 +36,13 @@ from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 
 T = TypeVar("T")
+
+
+class RecomputeFound(BaseException):
+    """A program recomputes that is being compiled without the options which keep that.
+
+    No Exception, so that it passes through the user's handlers.
+    """
 
 
 class Pipeline:
@@ -64,9 +72,13 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = self.recomputes
         graph = self.traced(args, kwargs)
         flat, _ = self.flatten(args, kwargs)
         if not graph.variables and not graph.assigned:
+            needed = _jax.keep_recompute_options(jax.default_backend()) is not None
+            if needed and self.recomputes and not known:
+                raise RecomputeFound
             return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
         if is_expected(self):
             raise VariablesFound(self, graph)
@@ -180,8 +192,8 @@ class TracedFunction:
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         # Not in `__init__`: asking for the backend starts it.
         if not self._pipeline.has_variables:
-            direct = self._outermost is self._jit
-            self.__call__ = self._jit if direct else self._keeping_recompute()
+            needed = _jax.keep_recompute_options(jax.default_backend()) is not None
+            self.__call__ = self._keeping_recompute() if needed else self._jit
         call = self.__call__
         return self._either(lambda: call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs)
 
@@ -209,7 +221,7 @@ class TracedFunction:
 
     @functools.cached_property
     def _outermost(self) -> Any:
-        """The jit for calls with no transformation around them.
+        """The jit for calls with no transformation around them, of a function that recomputes.
 
         Where XLA merges recomputed code away unless told not to, it is told so there; JAX refuses
         compiler options on a nested jit.
@@ -220,14 +232,20 @@ class TracedFunction:
         return jax.jit(self._pipeline, **_jax.with_compiler_options(self._options, extra))
 
     def _keeping_recompute(self) -> Callable[..., Any]:
-        """Dispatches on whether there is a transformation around the call; a warm one costs as
-        little more than the jit's as Python allows, hence the local names."""
-        outermost, nested = self._outermost, self._nested
+        """The calls where XLA must be told to keep what is recomputed: of a function that does
+        recompute (which shows when it is traced), with no transformation around them. A warm call
+        costs as little more than the jit's as Python allows, hence the local names."""
+        plain, nested, pipeline = self._jit, self._nested, self._pipeline
         current, top_level = _jax.current_trace, _jax.top_level_trace_type()
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not pipeline.recomputes:
+                try:
+                    return plain(*args, **kwargs)
+                except RecomputeFound:
+                    pass
             if type(current(None)) is top_level:
-                return outermost(*args, **kwargs)
+                return self._outermost(*args, **kwargs)
             return nested(*args, **kwargs)
 
         return run
@@ -263,17 +281,26 @@ class TracedFunction:
         return traced
 
     def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def plain() -> Any:
+            if not self._pipeline.recomputes:
+                with suppress(RecomputeFound):
+                    return getattr(self._jit, stage)(*args, **kwargs)
+            return getattr(self._outermost, stage)(*args, **kwargs)
+
         return self._either(
-            lambda: getattr(self._outermost, stage)(*args, **kwargs),
-            lambda program: program.staged(stage, args, kwargs),
-            args,
-            kwargs,
+            plain, lambda program: program.staged(stage, args, kwargs), args, kwargs
         )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
+
+        def plain() -> Any:
+            with suppress(RecomputeFound):
+                return self._jit.eval_shape(*args, **kwargs)
+            return self._jit.eval_shape(*args, **kwargs)
+
         return self._either(
-            lambda: self._jit.eval_shape(*args, **kwargs),
+            plain,
             lambda program: program.staged("eval_shape", args, kwargs)[1],
             args,
             kwargs,
