@@ -246,10 +246,13 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
 
     Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits ahead of common
     subexpression elimination, which then merges both copies, so that every activation stays
-    alive. Can go when 0.11.2 is the oldest supported JAX.
+    alive. With the barrier kept, the pass that makes one kernel of a small loop aborts the process
+    when it meets one in the loop, so it must be off as well. That changes programs with small
+    loops: the options are for programs that recompute, and for no others.
+    Can go when 0.11.2 is the oldest supported JAX.
     """
     if VERSION < (0, 11, 2) and backend == "cpu":
-        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        return {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
     return None
 
 
