@@ -1,0 +1,425 @@
+"""Sparse gradients: slices for what was looked up, and what slices can do."""
+
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+from tracegrad.differentiation import grad, value_and_grad
+from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
+
+TABLE = jnp.arange(40.0).reshape(10, 4) / 7
+IDS = jnp.array([0, 2, 0])
+ANY = jnp.array([-1, 3, 10, -11, 99, 3, -10, 9])  # in range, negative, out of range
+
+
+def squares(lookup):
+    """A loss of what a function looks up in a table; what it fills in for no row is left out."""
+    return lambda table, *args: jnp.sum(jnp.nan_to_num(lookup(table, *args)) ** 2)
+
+
+def sparse_gradient(lookup, table, *args):
+    """The sparse gradient, which must be slices and agree with `jax.grad`."""
+    loss = squares(lookup)
+    slices = grad(loss, sparse=True)(table, *args)
+    assert isinstance(slices, IndexedSlices)
+    assert slices.dense_shape == table.shape
+    np.testing.assert_allclose(slices.to_dense(), jax.grad(loss)(table, *args), rtol=1e-6)
+    program = jax.make_jaxpr(grad(loss, sparse=True))(table, *args)
+    rows = f"f32[{','.join(map(str, table.shape))}] ="
+    assert rows not in str(program)  # nothing of the table's shape is ever made
+    return slices
+
+
+def assert_dense(lookup, table, *args):
+    loss = squares(lookup)
+    found = grad(loss, sparse=True)(table, *args)
+    assert isinstance(found, jax.Array)
+    np.testing.assert_allclose(found, jax.grad(loss)(table, *args), rtol=1e-6)
+
+
+# ----------------------------------------------------------------------------- what gives slices
+
+
+def test_there_is_one_slice_for_each_lookup():
+    slices = sparse_gradient(lambda t, i: t[i], TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0])
+    np.testing.assert_allclose(slices.values, 2 * TABLE[IDS])
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("fill", [9, 3, 10, 10, 10, 3, 0, 9]),
+        ("wrap", [9, 3, 0, 9, 9, 3, 0, 9]),
+        ("clip", [0, 3, 9, 0, 9, 3, 0, 9]),
+        (None, [9, 3, 10, 10, 10, 3, 0, 9]),
+    ],
+)
+def test_ids_are_normalised_and_those_out_of_range_dropped(mode, rows):
+    slices = sparse_gradient(lambda t, i: jnp.take(t, i, axis=0, mode=mode), TABLE, ANY)
+    np.testing.assert_array_equal(slices.indices, rows)  # 10 is no row
+    assert not np.any(np.asarray(slices.values)[np.asarray(rows) == 10])
+
+
+def test_ids_in_brackets_are_normalised_too():
+    slices = sparse_gradient(lambda t, i: t[i], TABLE, ANY)
+    np.testing.assert_array_equal(slices.indices, [9, 3, 10, 10, 10, 3, 0, 9])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_ids_of_a_small_dtype_reach_every_row(dtype):
+    table = jnp.ones((1000, 2))
+    slices = sparse_gradient(lambda t, i: t[i], table, jnp.array([0, 100], dtype))
+    np.testing.assert_array_equal(slices.indices, [0, 100])
+
+
+def test_matrices_of_ids_are_flattened():
+    ids = jnp.array([[1, 2], [1, 3]])
+    slices = sparse_gradient(lambda t, i: t[i], TABLE, ids)
+    np.testing.assert_array_equal(slices.indices, [1, 2, 1, 3])
+    assert slices.values.shape == (4, 4)
+
+
+def test_two_lookups_in_one_table_stand_one_after_the_other():
+    slices = sparse_gradient(lambda t, i: t[i] * jnp.take(t, i + 1, axis=0), TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
+
+
+def test_hundreds_of_lookups_in_one_table():
+    slices = grad(lambda t: sum(t[i % 10].sum() for i in range(300)), sparse=True)(TABLE)
+    np.testing.assert_array_equal(slices.indices, np.arange(300) % 10)
+
+
+def test_a_lookup_in_what_was_looked_up():
+    slices = sparse_gradient(lambda t, i: t[i][jnp.array([0, 0, -1])], TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0])
+
+
+@pytest.mark.parametrize("table", [TABLE[:, 0], TABLE.reshape(10, 2, 2)], ids=["1d", "3d"])
+def test_tables_of_other_ranks(table):
+    slices = sparse_gradient(lambda t, i: t[i], table, IDS)
+    assert slices.values.shape == (3, *table.shape[1:])
+
+
+def test_a_single_row():
+    slices = sparse_gradient(lambda t, i: t[i] * t[-2], TABLE, jnp.int32(-1))
+    np.testing.assert_array_equal(slices.indices, [9, 8])
+
+
+def test_under_vmap_with_the_ids_mapped_inside_or_out():
+    slices = sparse_gradient(lambda t, i: jax.vmap(lambda j: t[j])(i), TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, IDS)
+    sparse_gradient(
+        lambda t, i: jax.vmap(lambda j: jnp.take(t, j, axis=0), out_axes=1)(i), TABLE, ANY
+    )
+    loss = squares(lambda t, i: t[i])
+    each = jax.vmap(lambda i: grad(loss, sparse=True)(TABLE, i))(jnp.array([[1, 2], [3, 3]]))
+    dense = jax.vmap(IndexedSlices.to_dense)(each)
+    expected = [jax.grad(loss)(TABLE, jnp.array(i)) for i in ([1, 2], [3, 3])]
+    np.testing.assert_allclose(dense, expected, rtol=1e-6)
+
+
+def test_rows_of_blocks_that_are_cut_out():
+    def blocks(t, starts):
+        return jax.vmap(lambda s: jax.lax.dynamic_slice_in_dim(t, s, 3))(starts)
+
+    slices = sparse_gradient(blocks, TABLE, jnp.array([0, 8, 1]))
+    np.testing.assert_array_equal(slices.indices, [0, 1, 2, 7, 8, 9, 1, 2, 3])
+
+
+@pytest.mark.parametrize("compile", [jax.jit, tg.trace, lambda f: jax.jit(jax.jit(f))])
+def test_lookups_inside_compiled_functions(compile):
+    @compile
+    def both(t, i):
+        return jnp.take(t, i, axis=0) * compile(lambda t: t[3])(t)
+
+    slices = sparse_gradient(both, TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0, 3])
+
+
+def test_a_function_that_is_called_twice_gives_its_slices_twice():
+    lookup = jax.jit(lambda t, i: t[i])
+    slices = sparse_gradient(lambda t, i: lookup(t, i) * lookup(t, i + 1), TABLE, IDS)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
+
+
+def test_a_table_that_is_looked_up_in_another_precision():
+    slices = grad(lambda t: jnp.sum(t.astype("bfloat16")[IDS]), sparse=True)(TABLE)
+    assert slices.dtype == TABLE.dtype
+    np.testing.assert_array_equal(slices.values, np.ones((3, 4)))
+
+
+def test_embeddings_of_flax_and_equinox():
+    linen = nn.Embed(10, 4)
+    params = linen.init(jax.random.key(0), IDS)
+    found = grad(lambda p: jnp.sum(linen.apply(p, IDS) ** 2), sparse=True)(params)
+    slices = found["params"]["embedding"]
+    np.testing.assert_array_equal(slices.indices, IDS)
+    np.testing.assert_allclose(slices.values, 2 * params["params"]["embedding"][IDS], rtol=1e-6)
+
+    definition, state = nnx.split(nnx.Embed(10, 4, rngs=nnx.Rngs(0)))
+    found = grad(lambda s: jnp.sum(nnx.merge(definition, s)(IDS) ** 2), sparse=True)(state)
+    (slices,) = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, IndexedSlices))
+    np.testing.assert_array_equal(slices.indices, IDS)
+
+    equinox = eqx.nn.Embedding(10, 4, key=jax.random.key(0))
+    found = grad(lambda e: jnp.sum(jax.vmap(e)(IDS) ** 2), sparse=True)(equinox)
+    np.testing.assert_array_equal(found.weight.indices, IDS)
+    np.testing.assert_allclose(found.weight.values, 2 * equinox.weight[IDS], rtol=1e-6)
+
+
+def test_a_custom_gradient_may_return_slices():
+    @tg.custom_gradient
+    def doubled_lookup(t):
+        return t[IDS], lambda dy: IndexedSlices(2 * dy, IDS, t.shape)
+
+    loss = squares(doubled_lookup)
+    np.testing.assert_allclose(
+        jax.grad(loss)(TABLE), 2 * jax.grad(squares(lambda t: t[IDS]))(TABLE)
+    )
+    slices = sparse_gradient(doubled_lookup, TABLE)
+    np.testing.assert_array_equal(slices.indices, IDS)
+
+
+# ------------------------------------------------------------------------------ what gives arrays
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda t: t[IDS].sum() + t,
+        lambda t: t * 2,
+        lambda t: (t * 2)[IDS],
+        lambda t: t[:, IDS],
+        lambda t: t[IDS, IDS],
+        lambda t: t[2:5],
+        lambda t: jax.lax.scan(lambda c, i: (c, t[i]), 0.0, IDS)[1],
+        lambda t: jax.checkpoint(lambda t: jnp.sin(t[IDS]))(t),
+        lambda t: jax.lax.cond(IDS[0] == 0, lambda: t[IDS], lambda: t[IDS + 1]),
+    ],
+    ids=[
+        "mixed",
+        "dense",
+        "computed",
+        "columns",
+        "elements",
+        "slice",
+        "scan",
+        "checkpoint",
+        "cond",
+    ],
+)
+def test_other_uses_give_arrays(lookup):
+    assert_dense(lookup, TABLE)
+
+
+def test_a_table_that_is_not_used_gets_zeros_or_none():
+    loss = squares(lambda t, u: t[IDS])
+    slices, zeros = grad(loss, (0, 1), sparse=True)(TABLE, TABLE)
+    assert isinstance(slices, IndexedSlices)
+    np.testing.assert_array_equal(zeros, np.zeros((10, 4)))
+    _, nothing = grad(loss, (0, 1), unconnected="none", sparse=True)(TABLE, TABLE)
+    assert nothing is None
+
+
+def test_each_leaf_gets_what_it_can_get():
+    params = {"table": TABLE, "weight": jnp.ones(4), "scale": 2.0}
+
+    def loss(p):
+        value = jnp.sum(p["table"][IDS] @ p["weight"]) * p["scale"]
+        return value, {"seen": IDS, "nothing": None}
+
+    (value, aux), found = value_and_grad(loss, has_aux=True, sparse=True)(params)
+    (expected, _), dense = jax.value_and_grad(loss, has_aux=True)(params)
+    assert float(value) == float(expected)
+    np.testing.assert_array_equal(aux["seen"], IDS)
+    assert isinstance(found["table"], IndexedSlices)
+    np.testing.assert_allclose(found["table"].to_dense(), dense["table"], rtol=1e-6)
+    np.testing.assert_allclose(found["weight"], dense["weight"], rtol=1e-6)
+    np.testing.assert_allclose(found["scale"], dense["scale"], rtol=1e-6)
+
+
+def test_integers_may_be_among_the_leaves():
+    found = grad(lambda t, i: jnp.sum(t[i]), (0, 1), sparse=True, allow_int=True)(TABLE, IDS)
+    assert isinstance(found[0], IndexedSlices)
+    assert found[1].dtype == jax.dtypes.float0
+
+
+def test_variables_may_be_read_by_a_function_with_a_sparse_gradient():
+    v = tg.Variable(3.0)
+    slices = grad(lambda t: jnp.sum(t[IDS]) * v, sparse=True)(TABLE)
+    np.testing.assert_array_equal(slices.values, np.full((3, 4), 3.0))
+
+
+def test_effects_are_kept_once(capfd):
+    @jax.jit
+    def lookup(t):
+        jax.debug.print("looked up")
+        return t[IDS]
+
+    grad(squares(lookup), sparse=True)(TABLE)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "looked up\n"
+
+
+def test_memory_is_in_proportion_to_the_batch():
+    def step(table, ids):
+        return table - 0.1 * grad(squares(lambda t, i: t[i]), sparse=True)(table, ids)
+
+    table = jax.ShapeDtypeStruct((1_000_000, 128), "float32")
+    ids = jax.ShapeDtypeStruct((1024,), "int32")
+    for compiled in (jax.jit, tg.trace):
+        memory = compiled(step, donate_argnums=0).lower(table, ids).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 5 * 1024 * 128 * 4
+        assert memory.alias_size_in_bytes == 1_000_000 * 128 * 4  # written in place
+
+
+# ------------------------------------------------------------------------------- what slices can do
+
+SLICES = IndexedSlices(jnp.arange(6.0).reshape(3, 2), IDS, (4, 2))
+
+
+def test_dense_is_the_sum_of_the_slices_in_their_rows():
+    np.testing.assert_array_equal(SLICES.to_dense(), [[4, 6], [0, 0], [2, 3], [0, 0]])
+    np.testing.assert_array_equal(np.asarray(SLICES), SLICES.to_dense())
+    no_row = IndexedSlices(jnp.ones((3, 2)), jnp.array([4, -1, -5]), (4, 2))
+    np.testing.assert_array_equal(no_row.to_dense(), [[0, 0], [0, 0], [0, 0], [1, 1]])
+
+
+def test_arithmetic_is_that_of_the_dense_array():
+    dense = SLICES.to_dense()
+    other = IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
+    pairs = [
+        (SLICES + other, dense + other.to_dense()),
+        (SLICES - other, dense - other.to_dense()),
+        (sum([SLICES, other]), dense + other.to_dense()),
+        (-SLICES, -dense),
+        (3 * SLICES, 3 * dense),
+        (SLICES * jnp.float32(3), 3 * dense),
+        (SLICES / 2, dense / 2),
+    ]
+    for slices, expected in pairs:
+        assert isinstance(slices, IndexedSlices)
+        np.testing.assert_array_equal(slices.to_dense(), expected)
+    table = jnp.ones((4, 2))
+    for array, expected in [
+        (table + SLICES, table + dense),
+        (SLICES + table, table + dense),
+        (table - 2 * SLICES, table - 2 * dense),
+        (SLICES - table, dense - table),
+        (np.asarray(table) + SLICES, table + dense),
+        (np.asarray(table) - SLICES, table - dense),
+    ]:
+        assert isinstance(array, jax.Array)
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_what_does_not_fit_raises():
+    with pytest.raises(ValueError, match=r"one index for each slice.*\[3, 2\] and \[2\]"):
+        IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 1]), (4, 2))
+    with pytest.raises(ValueError, match=r"shape \[2\] are no rows of an array \[4, 3\]"):
+        IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (4, 3))
+    with pytest.raises(TypeError, match="float32"):
+        IndexedSlices(jnp.ones((1, 2)), jnp.ones(1))
+    with pytest.raises(TypeError, match=r"float32.*float16"):
+        SLICES.to_dense("float16")
+    unknown = IndexedSlices(jnp.ones((1, 2)), jnp.array([0]))
+    with pytest.raises(ValueError, match="does not know the shape"):
+        unknown.to_dense()
+    with pytest.raises(ValueError, match="another shape"):
+        SLICES + IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (5, 2))
+    with pytest.raises(TypeError, match="another dtype"):
+        SLICES + IndexedSlices(jnp.ones((1, 2), "float16"), jnp.array([0]), (4, 2))
+    with pytest.raises(ValueError, match=r"an array \[2\]"):
+        SLICES + jnp.ones(2)
+    with pytest.raises(TypeError, match="an array of float16"):
+        SLICES + jnp.ones((4, 2), "float16")
+    with pytest.raises(TypeError):
+        SLICES * jnp.ones(2)
+
+
+def test_turning_a_large_one_dense_warns_with_its_size():
+    large = IndexedSlices(jnp.ones((1, 128)), jnp.array([0]), (1_000_000, 128))
+    with pytest.warns(UserWarning, match=r"float32\[1000000, 128\] dense takes 488 MiB"):
+        jax.eval_shape(IndexedSlices.to_dense, large)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(
+            IndexedSlices.to_dense, IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (1_000, 2))
+        )
+
+
+def test_deduplicated_has_each_row_once_in_order():
+    slices = IndexedSlices(
+        jnp.arange(7.0)[:, None] + 1, jnp.array([3, 0, 3, -1, 4, 99, -99]), (4, 1)
+    )
+    for found in (slices.deduplicated(), jax.jit(IndexedSlices.deduplicated)(slices)):
+        np.testing.assert_array_equal(found.indices, [0, 3, 4, 4, 4, 4, 4])
+        np.testing.assert_array_equal(found.values[:, 0], [2, 8, 0, 0, 0, 0, 0])
+    empty = IndexedSlices(jnp.ones((0, 2)), jnp.zeros(0, int), (4, 2))
+    assert empty.deduplicated().values.shape == (0, 2)
+
+
+def test_it_is_a_tree_of_values_and_indices():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(SLICES)]
+    assert paths == [".values", ".indices"]
+    back = jax.jit(lambda s: s)(SLICES)
+    assert isinstance(back, IndexedSlices)
+    assert back.dense_shape == SLICES.dense_shape == SLICES.shape
+    assert repr(back) == "IndexedSlices(values=f32[3,2], indices=i32[3], dense_shape=(4, 2))"
+    doubled = jax.tree.map(
+        lambda s: 2 * s, [SLICES], is_leaf=lambda x: isinstance(x, IndexedSlices)
+    )
+    np.testing.assert_array_equal(doubled[0].to_dense(), 2 * SLICES.to_dense())
+
+
+# -------------------------------------------------------------------------------------- optimisers
+
+
+def adagrad(rows, gradients):
+    table, sums = rows
+    sums = sums + jnp.mean(gradients**2, axis=1)
+    return table - 0.1 * gradients / jnp.sqrt(sums + 1e-8)[:, None], sums
+
+
+def test_apply_rows_is_the_dense_optimiser_where_there_are_gradients():
+    table, sums = TABLE, jnp.full(10, 0.5)
+    slices = grad(squares(lambda t: jnp.take(t, ANY, axis=0)), sparse=True)(TABLE)
+    found = apply_rows((table, sums), slices, adagrad)
+    dense = np.asarray(slices.to_dense())
+    expected = adagrad((table, sums), dense)  # rows without a gradient stay, with adagrad
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    jitted = jax.jit(lambda state, s: apply_rows(state, s, adagrad))((table, sums), slices)
+    np.testing.assert_allclose(jitted[0], found[0], rtol=1e-6)
+
+
+def test_apply_rows_leaves_the_other_rows_alone():
+    new = apply_rows(
+        TABLE, 2 * grad(squares(lambda t: t[IDS]), sparse=True)(TABLE), lambda r, g: -r
+    )
+    untouched = np.delete(np.arange(10), [0, 2])
+    np.testing.assert_array_equal(new[untouched], TABLE[untouched])
+    np.testing.assert_array_equal(new[jnp.array([0, 2])], -TABLE[jnp.array([0, 2])])
+
+
+def test_apply_rows_takes_variables():
+    v = tg.Variable(TABLE)
+    v.assign(apply_rows(v, IndexedSlices(jnp.ones((3, 4)), IDS, (10, 4)), lambda r, g: r - g))
+    np.testing.assert_allclose(
+        v.value[jnp.array([0, 1, 2])] - TABLE[:3], [[-2] * 4, [0] * 4, [-1] * 4], rtol=1e-5
+    )
+
+
+def test_apply_rows_says_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"a table of 4 rows.*\[10, 4\]"):
+        apply_rows(TABLE, SLICES, lambda r, g: r)
+    with pytest.raises(ValueError, match=r"returned \[2\] for rows of the shape \[3, 2\]"):
+        apply_rows(jnp.ones((4, 2)), SLICES, lambda r, g: r[0])

@@ -1,0 +1,183 @@
+"""Sparse gradients of tapes and of `gradients()`: slices for tables that were only looked up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
+from tracegrad.tape import GradientTape, gradients, hessians
+from tracegrad.tracing.variable import Variable
+
+TABLE = jnp.arange(40.0).reshape(10, 4) / 7
+IDS = jnp.array([0, 2, 0])
+
+
+def sparse_and_dense(loss, table):
+    """Both gradients of ``loss(table)`` by one tape."""
+    with GradientTape(persistent=True) as tape:
+        if not isinstance(table, Variable):
+            tape.watch(table)
+        y = loss(table)
+    return tape.gradient(y, table, sparse=True), tape.gradient(y, table)
+
+
+LOOKUPS = {
+    "brackets": lambda t: jnp.sum(t[IDS] ** 2),
+    "take": lambda t: jnp.sum(jnp.take(t, IDS, axis=0) ** 2),
+    "jit": lambda t: jax.jit(lambda t: jnp.sum(jnp.take(t, IDS, axis=0) ** 2))(t),
+    "trace": lambda t: tg.trace(lambda t: jnp.sum(t[IDS] ** 2))(t),
+}
+
+
+@pytest.mark.parametrize("loss", LOOKUPS.values(), ids=LOOKUPS)
+@pytest.mark.parametrize("make", [jnp.array, Variable], ids=["array", "Variable"])
+def test_a_tape_gives_one_slice_for_each_lookup(loss, make):
+    slices, dense = sparse_and_dense(loss, make(TABLE))
+    assert isinstance(slices, IndexedSlices)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0])
+    np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
+    np.testing.assert_allclose(dense, jax.grad(LOOKUPS["take"])(TABLE), rtol=1e-6)
+
+
+def test_two_lookups_stand_one_after_the_other():
+    for table in (TABLE, Variable(TABLE)):
+        slices, dense = sparse_and_dense(
+            lambda t: jnp.sum(t[IDS] ** 2) + jnp.sum(jnp.take(t, IDS + 1, axis=0) ** 3), table
+        )
+        np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
+        np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
+
+
+def test_a_lookup_in_what_was_looked_up():
+    slices, dense = sparse_and_dense(lambda t: jnp.sum(t[IDS][jnp.array([1, 1, -1])] ** 2), TABLE)
+    np.testing.assert_array_equal(slices.indices, [0, 2, 0])
+    np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
+
+
+def test_ids_are_normalised_and_those_out_of_range_dropped():
+    slices, dense = sparse_and_dense(lambda t: jnp.sum(t[jnp.array([-1, 10, 3])] ** 2), TABLE)
+    np.testing.assert_array_equal(slices.indices, [9, 10, 3])  # 10 is no row
+    np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
+
+
+def test_a_dense_use_of_a_table_or_of_one_read_of_it_makes_the_gradient_dense():
+    for table in (TABLE, Variable(TABLE)):
+        mixed, dense = sparse_and_dense(lambda t: jnp.sum(t[IDS] ** 2) + jnp.sum(t * t), table)
+        assert isinstance(mixed, jax.Array)
+        np.testing.assert_allclose(mixed, dense, rtol=1e-6)
+
+
+def test_a_computed_table_is_dense_for_what_it_was_computed_from():
+    with GradientTape() as tape:
+        tape.watch(TABLE)
+        computed = TABLE * 2
+        y = jnp.sum(computed[IDS] ** 2)
+    of_table, of_computed = tape.gradient(y, [TABLE, computed], sparse=True)
+    expected = jax.grad(lambda t: jnp.sum(t[IDS] ** 2))(2 * TABLE)
+    assert isinstance(of_computed, IndexedSlices)
+    np.testing.assert_allclose(of_computed.to_dense(), expected, rtol=1e-6)
+    np.testing.assert_allclose(of_table, 2 * expected, rtol=1e-6)
+
+
+def test_other_sources_get_arrays_or_none_or_zeros():
+    x, unused = jnp.ones(4), jnp.ones((5, 2))
+    with GradientTape(persistent=True) as tape:
+        tape.watch([TABLE, x, unused])
+        y = jnp.sum(TABLE[IDS] @ x)
+    sources = {"t": TABLE, "x": x, "u": unused}
+    found = tape.gradient(y, sources, sparse=True)
+    assert isinstance(found["t"], IndexedSlices)
+    assert found["u"] is None
+    np.testing.assert_allclose(found["x"], TABLE[IDS].sum(0), rtol=1e-6)
+    zeros = tape.gradient(y, sources, unconnected_gradients="zero", sparse=True)["u"]
+    np.testing.assert_array_equal(zeros, np.zeros((5, 2)))
+
+
+def test_a_custom_gradient_may_return_slices():
+    @tg.custom_gradient
+    def doubled(t):
+        return t[IDS], lambda dy: IndexedSlices(2 * dy, IDS, t.shape)
+
+    slices, dense = sparse_and_dense(lambda t: jnp.sum(doubled(t)), TABLE)
+    np.testing.assert_array_equal(slices.indices, IDS)
+    np.testing.assert_array_equal(slices.values, np.full((3, 4), 2.0))
+    np.testing.assert_array_equal(slices.to_dense(), dense)
+
+
+def test_slices_are_accepted_as_seeds():
+    seed = IndexedSlices(jnp.ones((2, 4)), jnp.array([1, 1]), (10, 4))
+    with GradientTape() as tape:
+        tape.watch(TABLE)
+        y = TABLE * 3
+    np.testing.assert_array_equal(
+        tape.gradient(y, TABLE, output_gradients=seed), 3 * seed.to_dense()
+    )
+    f = tg.trace(lambda t: gradients(t * 3, t, grad_ys=[seed])[0])
+    np.testing.assert_array_equal(f(TABLE), 3 * seed.to_dense())
+    half = IndexedSlices(seed.values.astype("float16"), seed.indices, seed.dense_shape)
+    with GradientTape() as tape:
+        tape.watch(TABLE)
+        y = TABLE * 3
+    with pytest.raises(TypeError, match="float16"):
+        tape.gradient(y, TABLE, output_gradients=half)
+
+
+def test_gradients_in_a_traced_function_are_slices_too():
+    @tg.trace
+    def f(table, x):
+        looked_up = jnp.take(table, IDS, axis=0)
+        y = jnp.sum((looked_up * x) ** 2)
+        return gradients(y, [table, x, looked_up], sparse=True)
+
+    of_table, of_x, of_rows = f(TABLE, jnp.float32(2.0))
+    np.testing.assert_array_equal(of_table.indices, IDS)
+    np.testing.assert_allclose(of_table.values, of_rows, rtol=1e-6)
+    assert of_x.shape == ()
+    program = str(f.lower(TABLE, jnp.float32(2.0)).as_text())
+    assert "scatter" not in program
+
+
+def test_hessians_are_dense():
+    f = tg.trace(lambda t: hessians(jnp.sum(t[jnp.array([1])] ** 2), t, sparse=True)[0])
+    np.testing.assert_array_equal(f(jnp.ones(2)), [[0, 0], [0, 2]])
+
+
+def test_a_tape_differentiates_the_values_of_slices():
+    with GradientTape() as outer:
+        outer.watch(TABLE)
+        with GradientTape() as inner:
+            inner.watch(TABLE)
+            y = jnp.sum(TABLE[IDS] ** 3)
+        slices = inner.gradient(y, TABLE, sparse=True)
+    found = outer.gradient(slices.values, TABLE, sparse=True)
+    np.testing.assert_array_equal(found.indices, IDS)
+    np.testing.assert_allclose(found.values, 6 * TABLE[IDS], rtol=1e-6)
+
+
+def test_a_tape_over_a_sparse_gradient_of_a_function():
+    with GradientTape() as tape:
+        tape.watch(TABLE)
+        slices = tg.grad(lambda t: jnp.sum(t[IDS] ** 3), sparse=True)(TABLE)
+    found = tape.gradient(slices.values, TABLE, sparse=True)
+    np.testing.assert_allclose(found.values, 6 * TABLE[IDS], rtol=1e-6)
+
+
+def test_rows_of_a_variable_are_trained():
+    table, sums = Variable(TABLE), Variable(jnp.zeros(10))
+
+    def adagrad(rows, gradients):
+        weights, sums = rows
+        sums = sums + jnp.mean(gradients**2, axis=1)
+        return weights - 0.5 * gradients / jnp.sqrt(sums + 1e-8)[:, None], sums
+
+    update = jax.jit(lambda state, slices: apply_rows(state, slices, adagrad))
+    for _ in range(50):
+        with GradientTape() as tape:
+            loss = jnp.sum((table[IDS] - 1.0) ** 2)
+        new, new_sums = update((table.value, sums.value), tape.gradient(loss, table, sparse=True))
+        table.assign(new)
+        sums.assign(new_sums)
+    np.testing.assert_allclose(table.value[jnp.array([0, 2])], np.ones((2, 4)), atol=1e-2)
+    np.testing.assert_array_equal(table.value[3:], TABLE[3:])
