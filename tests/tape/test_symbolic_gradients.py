@@ -241,3 +241,19 @@ def test_a_complex_y_needs_a_seed():
     (got,) = inside(lambda z: f(z, grad_ys=[np.complex64(1)]), np.complex64(1 + 2j))
     _, vjp = jax.vjp(lambda z: z * z, np.complex64(1 + 2j))
     np.testing.assert_allclose(got, vjp(np.complex64(1))[0])
+
+
+def test_variables_may_be_xs_in_traced_functions_and_on_tapes():
+    v, w = tg.Variable(3.0), tg.Variable(2.0)
+    traced = tg.trace(lambda x: gradients(v * v * x * w, [v, w, x]))
+    np.testing.assert_allclose(traced(2.0), [24.0, 18.0, 18.0])
+    v.assign(1.0)
+    np.testing.assert_allclose(traced(2.0), [8.0, 2.0, 2.0])
+    with GradientTape():
+        y = v * v
+        v.assign(5.0)
+        z = v * v
+        np.testing.assert_allclose(gradients(y + z, v), [12.0])
+    np.testing.assert_allclose(tg.trace(lambda: hessians(v**3, v))(), [30.0])
+    product = tg.trace(lambda: hessian_vector_product(v * v * w, [v, w], [1.0, 1.0]))
+    np.testing.assert_allclose(product(), [2 * 2 + 2 * 5, 2 * 5])

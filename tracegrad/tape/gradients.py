@@ -24,6 +24,7 @@ from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.record import Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
+from tracegrad.tracing.variable import Variable
 
 
 class AggregationMethod(enum.Enum):
@@ -93,7 +94,9 @@ def gradients(
 
     Args:
       ys: an array, or a list of them.
-      xs: an array, or a list of them: arguments, or values computed on the way to the ys.
+      xs: an array or a `Variable`, or a list of them: arguments, or values computed on the way to
+        the ys. Of a Variable: the gradients of all that a tape has seen read of it; in a traced
+        function, that of its value now.
       grad_ys: for each y what its gradient starts from, of its shape and dtype, or
         `IndexedSlices` of one; None: ones.
       name: the named scope of the backward operations.
@@ -128,20 +131,25 @@ def gradients(
     [3.0, 1.0, 1.0, 1.0]
     """
     unconnected = UnconnectedGradients(unconnected_gradients)
-    targets, sources, stops = _list(ys), _list(xs), _list(stop_gradients)
+    targets, sources, stops = _values(ys), _list(xs), _values(stop_gradients)
     sums = _SUMS.get(aggregation_method or AggregationMethod.DEFAULT)
     if sums is None:
         known = ", ".join(method.name for method in AggregationMethod)
         raise ValueError(f"unknown aggregation method {aggregation_method!r}; there are {known}")
     seeds = seeds_for(targets, grad_ys)
-    record = _record_here(sources)
+    record = _record_here(_values(sources))
+    # A Variable is all its reads: each is a value of its own.
+    reads = [record.reads_of(x) or _values(x) for x in sources]
+    each = [array for of in reads for array in of]
     with jax.named_scope(name):
-        found = _pull_back(record, targets, sources, seeds, stops, sums, gate_gradients, sparse)
+        terms = iter(_pull_back(record, targets, each, seeds, stops, sums, gate_gradients, sparse))
+        found = [_sum([next(terms) for _ in of], sums) for of in reads]
         if colocate_gradients_with_ops:
-            found = [_colocated(g, x) for g, x in zip(found, sources, strict=True)]
+            found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
             found = [
-                jnp.zeros_like(x) if g is None else g for g, x in zip(found, sources, strict=True)
+                jnp.zeros(x.shape, x.dtype) if g is None else g
+                for g, x in zip(found, sources, strict=True)
             ]
     return found
 
@@ -164,7 +172,7 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
     [[ 6.  0.]
      [ 0. 12.]]
     """
-    return [_hessian(ys, x, options) for x in _list(xs)]
+    return [_hessian(ys, x, options) for x in _values(xs)]
 
 
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
@@ -198,7 +206,7 @@ def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
     >>> print(f(jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0])))
     [ 6. 12.]
     """
-    sources, vectors = _list(xs), _list(v)
+    sources, vectors = _list(xs), _values(v)
     if len(sources) != len(vectors):
         raise ValueError(f"{len(vectors)} arrays in v for {len(sources)} xs: give one for each")
     firsts = gradients(ys, sources)
@@ -219,6 +227,16 @@ def _list(values: Any) -> list[Any]:
     if values is None:
         return []
     return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def _values(values: Any) -> list[Any]:
+    """The arrays of a list; of a Variable its value now."""
+    return [v.value if isinstance(v, Variable) else v for v in _list(values)]
+
+
+def _sum(terms: Sequence[Any], aggregate: Aggregation) -> Any:
+    known = [term for term in terms if term is not None]
+    return aggregate(known) if known else None
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
