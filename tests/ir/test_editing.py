@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.ir import Literal, Occurrence, Recompute
+from tracegrad.ir import CustomGradient, Literal, Occurrence, Recompute
 
 
 def multiply_result(graph, occurrence, fun=lambda v: v * 10.0):
@@ -55,6 +55,40 @@ def test_an_edit_of_a_copy_leaves_the_original_clean():
     again = copy.copy()
     multiply_result(again, sines(graph)[0])
     np.testing.assert_allclose(again.to_callable()(1.0), 120 * np.sin(1.0), rtol=1e-6)
+
+
+def test_an_edit_that_would_reach_other_calls_is_refused():
+    graph = tg.graph(calls_twice)(1.0)
+    region = sines(graph)[0].graph
+    with pytest.raises(tg.GraphError, match=r"inner is entered .* `graph.own\(occurrence\)`"):
+        region.insert(lambda v: v * 10.0, region.outputs)
+    assert graph.is_clean
+
+    inside_a_copy = graph.copy()
+    with pytest.raises(tg.GraphError, match="more than one place"):
+        inside_a_copy.nodes[0].region("jaxpr").set_outputs([Literal(0.0, region.outputs[0].aval)])
+
+
+def test_the_faces_of_a_rule_in_a_shared_region_are_shared_too():
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x: (jnp.sin(x), None), lambda _, ct: (ct,))
+
+    @jax.jit
+    def shared(x):
+        return rule(x)
+
+    graph = tg.graph(lambda x: shared(x) + 2 * shared(x))(1.0)
+    _, second = graph.find(lambda o: isinstance(o.node, CustomGradient))
+    backward = second.node.face("backward")
+    with pytest.raises(tg.GraphError, match="more than one place"):
+        backward.set_outputs(backward.insert(lambda ct: 10 * ct, backward.outputs))
+
+    backward = graph.own(second).node.face("backward")
+    backward.set_outputs(backward.insert(lambda ct: 10 * ct, backward.outputs))
+    assert jax.grad(graph.to_callable())(1.0) == 21.0
 
 
 def test_regions_that_no_edit_touches_stay_shared():
@@ -166,7 +200,8 @@ def test_a_call_has_the_effects_that_an_edit_puts_into_its_region():
 
     here.graph.insert(shown, here.node.outputs)
     call, other = (node for node in graph.nodes if node.op == "jit")
-    assert call.effects and graph.effects
+    assert call.effects
+    assert graph.effects
     assert not other.effects
     (replacement,) = graph.insert(jnp.cos, graph.inputs)
     graph.replace_uses(call.outputs[0], replacement)

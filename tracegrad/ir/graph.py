@@ -267,7 +267,8 @@ class Graph:
 
     def own(self, occurrence: Occurrence) -> Occurrence:
         """The occurrence in regions that nobody else enters: copies those on its path that are
-        shared. Edit `result.graph` around `result.node` then.
+        shared, and the primal and faces of a custom gradient. Edit `result.graph` around
+        `result.node` then.
 
         Takes occurrences found before other edits, or in the graph that this one was copied from.
         Raises GraphError if the node was erased or is of another graph.
@@ -277,14 +278,13 @@ class Graph:
         for step, name in occurrence.path:
             node = graph._here(step)
             assert isinstance(node, RegionNode)
-            region = node.region(name)
-            if region.is_shared:
-                region = region.copy()
-                region.add_owner(node)
-                node._regions[name] = region
             path.append((node, name))
-            graph = region
-        return Occurrence(tuple(path), graph._here(occurrence.node))
+            graph = _own_region(node, name)
+        here = graph._here(occurrence.node)
+        if isinstance(here, CustomGradient):  # its edit concerns all of them
+            for name in list(here._regions):
+                _own_region(here, name)
+        return Occurrence(tuple(path), here)
 
     def _here(self, node: Node) -> Node:
         here = node if node.graph is self else self._copies.get(node)
@@ -295,6 +295,14 @@ class Graph:
     # -------------------------------------------------------------------------------- editing
 
     def _edited(self) -> None:
+        """Comes before each edit. Raises GraphError if that would reach other calls too."""
+        around = [node.graph for node in self.enclosing()]
+        if self.is_shared or any(graph is not None and graph.is_shared for graph in around):
+            raise GraphError(
+                f"{self.name} is entered from more than one place, in this graph or a copy of it, "
+                "and an edit here would reach all of them: edit where `graph.own(occurrence)` "
+                "leads, which only that occurrence enters"
+            )
         self.program = None
 
     def replace_uses(
@@ -586,6 +594,15 @@ class Graph:
 
     def _place(self, node: Node) -> str:
         return str(Occurrence((), node))
+
+
+def _own_region(node: RegionNode, name: str) -> Graph:
+    region = node.region(name)
+    if region.is_shared:
+        region = region.copy()
+        region.add_owner(node)
+        node._regions[name] = region
+    return region
 
 
 def _nodes_between(old: Value, new: Value | Literal) -> set[Node]:
