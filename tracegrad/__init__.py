@@ -16,6 +16,8 @@ from tracegrad.differentiation import jacobian as jacobian
 from tracegrad.differentiation import jvp as jvp
 from tracegrad.differentiation import select as select
 from tracegrad.differentiation import value_and_grad as value_and_grad
+from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSlices
+from tracegrad.differentiation.indexed_slices import apply_rows as apply_rows
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.tape import AggregationMethod as AggregationMethod
@@ -24,6 +26,7 @@ from tracegrad.tape import UnconnectedGradients as UnconnectedGradients
 from tracegrad.tape import gradients as gradients
 from tracegrad.tape import hessian_vector_product as hessian_vector_product
 from tracegrad.tape import hessians as hessians
+from tracegrad.tape.forward_accumulator import ForwardAccumulator as ForwardAccumulator
 from tracegrad.tracing import RetraceWarning as RetraceWarning
 from tracegrad.tracing import TracedFunction as TracedFunction
 from tracegrad.tracing import graph as graph
