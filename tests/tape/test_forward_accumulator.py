@@ -78,27 +78,65 @@ def test_the_derivative_is_that_of_jax_and_of_finite_differences(function):
     assert found.dtype == jnp.float64
 
 
-def test_the_second_block_of_one_structure_uses_the_compiled_programs():
-    compiled = []
+# --------------------------------------------------------------------------------- compiled once
 
-    @jax.custom_jvp
-    def watched(x):
-        return jnp.sin(x)
 
-    @watched.defjvp
-    def _(primals, tangents):
-        compiled.append(primals)
-        return jnp.sin(primals[0]), jnp.cos(primals[0]) * tangents[0]
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    count = [0]
 
-    function = jax.jit(lambda x: watched(x) * 2)
-    for step in range(4):
-        x = jnp.asarray(X + step)
-        np.testing.assert_allclose(
-            along(function, x, jnp.asarray(V)), 2 * np.cos(X + step) * V, rtol=1e-12
-        )
-        if step == 0:
-            once = len(compiled)
-    assert len(compiled) == once
+    def listen(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            count[0] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: count[0]
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+STEPS = {
+    "operations": lambda x: (jnp.tanh(x) * 2).sum(),
+    "jitted": jax.jit(lambda x: jax.nn.softmax(x)[0]),
+    "rules of jax": lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
+    "custom gradient": lambda x: log1pexp(x),
+    "custom gradient made anew": lambda x: custom_gradient(lambda x: (x * 2, lambda dy: dy))(x),
+}
+
+
+@pytest.mark.parametrize("function", STEPS.values(), ids=STEPS)
+def test_the_second_block_of_one_structure_compiles_nothing(function, compilations):
+    direction = jnp.asarray(V)
+    inputs = [jnp.asarray(X) + i for i in range(4)]
+    for x in inputs[:2]:
+        along(function, x, direction)
+    before = compilations()
+    for x in inputs:
+        along(function, x, direction)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.relu, STEPS["jitted"]])
+def test_the_second_nested_block_compiles_nothing(function, compilations):
+    direction = jnp.asarray(V)
+    inputs = [jnp.asarray(X) + i for i in range(4)]
+
+    def step(x):
+        with ForwardAccumulator(x, direction) as outer:
+            with ForwardAccumulator(x, direction) as inner:
+                y = function(x)
+            with GradientTape() as tape:
+                tape.watch(x)
+                z = function(x)
+            gradient = tape.gradient(z, x)
+        return outer.jvp([inner.jvp(y), gradient])
+
+    for x in inputs[:2]:
+        step(x)
+    before = compilations()
+    for x in inputs:
+        step(x)
+    assert compilations() == before
 
 
 # -------------------------------------------------------------------------------- what is followed
