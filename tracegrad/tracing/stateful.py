@@ -81,7 +81,7 @@ class Expecting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         _calls.expecting = self._before
         if isinstance(error, VariablesFound) and error.pipeline is self.pipeline:
-            self.found = error
+            self.found = error.with_traceback(None)  # which would hold who holds the error
             return True
         return False
 
@@ -224,7 +224,8 @@ class Program:
         given = options.get("in_shardings")
         if given is not None:
             updated, read, _ = self.variables()
-            own = [value.sharding for value in peek([*updated, *read])]
+            stored = peek([*updated, *read])
+            own = [value.sharding if value.committed else None for value in stored]
             options = {**options, "in_shardings": (*own, *given)}
         if options.get("out_shardings") is not None:
             options = {**options, "out_shardings": (None, options["out_shardings"])}
@@ -311,7 +312,7 @@ class StatefulCalls:
         except VariablesFound as other:
             if other.pipeline is not self._pipeline:
                 raise
-            found = other
+            found = other.with_traceback(None)
         return self.search(args, kwargs, lambda p: p(args, kwargs), found)
 
     def search(

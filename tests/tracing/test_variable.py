@@ -1,0 +1,376 @@
+"""`Variable`: works like its value wherever an array does, is assigned, and owns what it holds."""
+
+import copy
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tracegrad.tracing.variable import (
+    Variable,
+    assign_values,
+    listening,
+    start_listening,
+    stop_listening,
+    values_of,
+)
+
+
+def test_it_has_the_type_of_its_value():
+    v = Variable(jnp.ones((2, 3), "bfloat16"), name="w", trainable=False)
+    assert (v.shape, v.dtype, v.ndim, v.size) == ((2, 3), jnp.bfloat16, 2, 6)
+    assert (v.name, v.trainable) == ("w", False)
+    assert isinstance(v.value, jax.Array)
+    assert Variable([1, 2]).dtype == jnp.int32
+    assert Variable(1.0).name == "Variable"
+
+
+def test_a_python_number_makes_no_weak_type():
+    """With one, each assignment of an array would compile a step anew."""
+    assert not Variable(3.0).value.weak_type
+    v = Variable(jnp.float32(1))
+    v.assign(2.0)
+    assert not v.value.weak_type
+
+
+def test_the_dtype_can_be_chosen():
+    assert Variable(3, dtype="float16").dtype == jnp.float16
+    assert Variable(jnp.arange(2), dtype=jnp.float32).dtype == jnp.float32
+
+
+FUNCTIONS = {
+    "sin": jnp.sin,
+    "take": lambda v: jnp.take(v, jnp.array([0, 2])),
+    "sum": jnp.sum,
+    "dot": lambda v: jnp.dot(v, v),
+    "matmul": lambda v: jnp.matmul(jnp.ones((2, 3)), v),
+    "einsum": lambda v: jnp.einsum("i,j->ij", v, v),
+    "where": lambda v: jnp.where(v > 1, v, -v),
+    "relu": jax.nn.relu,
+    "softmax": jax.nn.softmax,
+    "concatenate": lambda v: jnp.concatenate([v, v]),
+    "stack": lambda v: jnp.stack([v, 2 * v]),
+    "reshape": lambda v: jnp.reshape(v, (3, 1)),
+    "maximum": lambda v: jnp.maximum(v, 2.0),
+    "norm": jnp.linalg.norm,
+    "solve": lambda v: jnp.linalg.solve(jnp.eye(3), v),
+    "asarray": jnp.asarray,
+    "numpy": np.asarray,
+    "in jit": jax.jit(lambda v: v * 2),
+    "add": lambda v: v + np.ones(3),
+    "radd": lambda v: np.ones(3) + v,
+    "radd of an array": lambda v: jnp.ones(3) + v,
+    "sub": lambda v: v - 1,
+    "rsub": lambda v: 1 - v,
+    "mul": lambda v: v * v,
+    "rmul": lambda v: 2 * v,
+    "truediv": lambda v: v / 2,
+    "rtruediv": lambda v: 1 / v,
+    "floordiv": lambda v: v // 2,
+    "rfloordiv": lambda v: 7 // v,
+    "mod": lambda v: v % 2,
+    "rmod": lambda v: 7 % v,
+    "divmod": lambda v: jnp.stack(divmod(v, 2)),
+    "pow": lambda v: v**2,
+    "rpow": lambda v: 2**v,
+    "@": lambda v: v @ np.ones(3),
+    "r@": lambda v: np.ones((2, 3)) @ v,
+    "neg": lambda v: -v,
+    "abs": lambda v: abs(v),
+    "<": lambda v: v < 2,
+    "<=": lambda v: v <= 2,
+    "==": lambda v: v == 2,
+    "!=": lambda v: v != 2,
+    "index": lambda v: v[1],
+    "slice": lambda v: v[::-1],
+    "array index": lambda v: v[jnp.array([2, 0])],
+    "as an index": lambda v: jnp.arange(9)[v.astype(int)],
+    "at": lambda v: v.at[0].set(5.0),
+    "T": lambda v: v.T,
+    "astype": lambda v: v.astype(jnp.int32),
+    "method": lambda v: v.reshape(1, 3).sum(0),
+    "iteration": lambda v: jnp.stack(list(v)),
+    "len": lambda v: jnp.array(len(v)),
+}
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_it_works_as_its_value_does(fun):
+    array = jnp.array([1.0, 2.0, 3.0])
+    got, expected = fun(Variable(array)), fun(array)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_integers_have_their_operators():
+    v = Variable(jnp.array([1, 6], "int32"))
+    for got, expected in [
+        (v & 3, [1, 2]),
+        (3 & v, [1, 2]),
+        (v | 8, [9, 14]),
+        (8 | v, [9, 14]),
+        (v ^ 1, [0, 7]),
+        (1 ^ v, [0, 7]),
+        (v << 1, [2, 12]),
+        (1 << v, [2, 64]),
+        (v >> 1, [0, 3]),
+        (64 >> v, [32, 1]),
+        (~v, [-2, -7]),
+    ]:
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_scalar_converts_to_pythons_numbers():
+    v = Variable(2.5)
+    assert (float(v), int(v), complex(v), bool(v)) == (2.5, 2, 2.5 + 0j, True)
+    assert f"{v:.2f}" == "2.50"
+    assert [10, 20, 30][Variable(1)] == 20
+
+
+def test_it_prints_its_type_and_value():
+    v = Variable([1.0, 2.0], name="w", trainable=False)
+    assert repr(v) == str(v) == f"{v}" == "<Variable w: f32[2], not trainable = [1. 2.]>"
+
+
+def test_a_method_that_arrays_lack_is_missed_here_too():
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        Variable(1.0).no_such
+    assert copy.copy(Variable(1.0)).value == 1.0
+
+
+def test_it_is_hashed_by_identity():
+    v, w = Variable(1.0), Variable(1.0)
+    assert {v: 1, w: 2}[v] == 1
+    assert len({v, w, v}) == 2
+
+
+# ---------------------------------------------------------------------------------- assignment
+
+
+def test_assignment_returns_the_variable_and_chains():
+    v = Variable([1.0, 2.0])
+    assert v.assign([3.0, 4.0]).assign_add(1.0).assign_sub([1.0, 2.0]) is v
+    np.testing.assert_array_equal(v.numpy(), [3.0, 3.0])
+    assert v.read_value() is v.value
+
+
+def test_another_shape_is_refused_with_both():
+    with pytest.raises(ValueError, match=r"shape \[3\] to the Variable 'w' \(f32\[2\]\)"):
+        Variable([1.0, 2.0], name="w").assign(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"shape \[2\] to the Variable 'b' \(f32\[\]\)"):
+        Variable(1.0, name="b").assign_add([1.0, 2.0])
+
+
+def test_another_dtype_is_refused_with_both():
+    with pytest.raises(TypeError, match=r"dtype int32 to the Variable 'w' \(f32\[2\]\)"):
+        Variable([1.0, 2.0], name="w").assign(jnp.arange(2))
+    with pytest.raises(TypeError, match="dtype float32 to the Variable 'n'"):
+        Variable(1, name="n").assign(1.5)
+
+
+def test_python_numbers_take_the_dtype_of_the_variable():
+    v = Variable(jnp.ones(2, "bfloat16"))
+    v.assign([2, 3])
+    assert v.dtype == jnp.bfloat16
+    assert Variable(jnp.float16(1)).assign(5).dtype == jnp.float16
+
+
+def test_it_may_be_assigned_from_another():
+    v, w = Variable(1.0), Variable(2.0)
+    v.assign(w)
+    w.assign(3.0)
+    assert (float(v), float(w)) == (2.0, 3.0)
+
+
+def test_it_has_an_array_object_of_its_own():
+    """A tape tells values apart by identity."""
+    x = jnp.ones(3)
+    v = Variable(x)
+    assert v.value is not x
+    assert v.value is v.value
+    v.assign(x)
+    assert v.value is not x
+
+
+def test_a_numpy_array_that_changes_later_does_not_change_it():
+    x = np.ones(1024, np.float32)
+    v = Variable(x)
+    w = Variable(np.zeros_like(x)).assign(x)
+    x[:] = 7
+    assert float(v.sum()) == float(w.sum()) == 1024
+
+
+def test_a_sharded_array_stays_so():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    v = Variable(x)
+    assert v.value is not x
+    assert v.value.sharding == sharding
+    np.testing.assert_array_equal(v.value, x)
+    v.assign_add(1.0)
+    assert v.value.sharding == sharding
+
+
+def test_a_random_key_can_be_one():
+    v = Variable(jax.random.key(0), name="key")
+    expected = jax.random.split(jax.random.key(0))[0]
+    v.assign(jax.random.split(v.value)[0])
+    np.testing.assert_array_equal(jax.random.key_data(v.value), jax.random.key_data(expected))
+    assert "key" in repr(v)
+
+
+# ------------------------------------------------------------------------- under transformations
+
+
+def test_eager_transformations_take_it_for_a_constant():
+    v = Variable(3.0)
+    assert jax.grad(lambda x: v * x * x)(2.0) == 12.0
+    np.testing.assert_array_equal(jax.vmap(lambda x: v * x)(jnp.arange(3.0)), [0.0, 3.0, 6.0])
+    assert jax.jvp(lambda x: x / v, (6.0,), (3.0,)) == (2.0, 1.0)
+    v.assign(1.0)
+    assert jax.grad(lambda x: v * x * x)(2.0) == 4.0
+
+
+def test_assignment_is_not_differentiated():
+    v = Variable(0.0)
+
+    def f(x):
+        v.assign(x * x)
+        return v * x
+
+    assert jax.grad(f)(3.0) == 9.0
+    assert float(v) == 9.0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.jit(f)(1.0),
+        lambda f: jax.make_jaxpr(f)(1.0),
+        lambda f: jax.checkpoint(f)(1.0),
+        lambda f: jax.lax.scan(lambda c, _: (f(c), None), 1.0, None, length=2),
+        lambda f: jax.lax.cond(True, f, lambda x: x, 1.0),
+        lambda f: jax.lax.while_loop(lambda c: c < 2, f, 1.0),
+        lambda f: jax.vmap(jax.jit(f))(jnp.ones(2)),
+    ],
+    ids=["jit", "make_jaxpr", "checkpoint", "scan", "cond", "while", "jit in vmap"],
+)
+def test_a_read_that_would_freeze_the_value_is_refused(run):
+    v = Variable(2.0, name="w")
+    with pytest.raises(RuntimeError, match=r"Variable 'w' is read inside .*tracegrad\.trace"):
+        run(lambda x: x * v)
+
+
+def test_an_assignment_that_would_be_lost_is_refused():
+    v = Variable(2.0, name="w")
+    with pytest.raises(RuntimeError, match=r"Variable 'w' is assigned .*tracegrad\.trace"):
+        jax.jit(v.assign)(1.0)
+    with pytest.raises(RuntimeError, match=r"jax\.vmap"):
+        jax.vmap(lambda x: v.assign(x).value)(jnp.ones(2))
+    assert float(v) == 2.0
+
+
+def test_a_traced_initial_value_is_refused():
+    with pytest.raises(TypeError, match="created inside a function that is being traced"):
+        jax.jit(lambda x: Variable(x).value)(1.0)
+
+
+# --------------------------------------------------------------------------------------- trees
+
+
+def test_flattening_gives_the_value_and_unflattening_a_plain_array():
+    v = Variable([1.0, 2.0])
+    leaves, structure = jax.tree.flatten({"w": v})
+    assert leaves[0] is v.value
+    assert type(jax.tree.unflatten(structure, leaves)["w"]) is type(jnp.ones(1))
+    ((path, _),) = jax.tree_util.tree_flatten_with_path({"w": v})[0]
+    assert jax.tree_util.keystr(path) == "['w'].value"
+
+
+def test_the_state_of_an_optimiser_holds_no_variables():
+    state = optax.adam(1e-3).init({"w": Variable([1.0, 2.0])})
+    is_variable = [isinstance(x, Variable) for x in jax.tree.leaves(state, is_leaf=lambda x: True)]
+    assert not any(is_variable)
+    assert state[0].mu["w"].shape == (2,)
+
+
+def test_trees_of_variables_are_read_and_assigned():
+    tree = {"w": Variable([1.0, 2.0]), "steps": 3, "b": [Variable(0.5)]}
+    values = values_of(tree)
+    assert isinstance(values["w"], jax.Array)
+    assert values["steps"] == 3
+    assign_values(tree, jax.tree.map(lambda x: x + 1, values))
+    np.testing.assert_array_equal(tree["w"].value, [2.0, 3.0])
+    assert tree["steps"] == 3
+    assert float(tree["b"][0]) == 1.5
+
+
+def test_a_tree_is_assigned_whole_or_not_at_all():
+    tree = [Variable(1.0), Variable(2.0)]
+    with pytest.raises(ValueError, match="shape"):
+        assign_values(tree, [3.0, jnp.ones(2)])
+    with pytest.raises(ValueError):
+        assign_values(tree, [3.0])
+    assert [float(v) for v in tree] == [1.0, 2.0]
+
+
+# ---------------------------------------------------------------------------------------- hook
+
+
+class Log:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def on_read(self, variable, outside):
+        self.log.append(f"{self.name} reads")
+        return outside()
+
+    def on_assign(self, variable, value, outside):
+        self.log.append(f"{self.name} assigns")
+        outside(value)
+
+
+def test_listeners_are_asked_from_the_inside_out():
+    log = []
+    v = Variable(1.0)
+    with listening(Log("outer", log)), listening(Log("inner", log)):
+        v.assign(v.value + 1)
+    v.assign(v.value + 1)
+    assert log == ["inner reads", "outer reads", "inner assigns", "outer assigns"]
+    assert float(v) == 3.0
+
+
+def test_a_listener_may_answer_itself_and_keep_to_itself():
+    class Instead:
+        def on_read(self, variable, outside):
+            return 10.0
+
+        def on_assign(self, variable, value, outside):
+            self.assigned = float(value)
+
+    log, instead, v = [], Instead(), Variable(1.0)
+    with listening(Log("outer", log)), listening(instead):
+        v.assign(v * 2)
+    assert (log, instead.assigned, float(v)) == ([], 20.0, 1.0)
+
+
+def test_listeners_leave_in_any_order_and_belong_to_their_thread():
+    log = []
+    first, second = Log("first", log), Log("second", log)
+    v = Variable(1.0)
+    start_listening(first)
+    start_listening(second)
+    stop_listening(first)
+    v.value
+    other = threading.Thread(target=lambda: v.value)
+    other.start()
+    other.join()
+    stop_listening(second)
+    assert log == ["second reads"]
+    with pytest.raises(RuntimeError):
+        stop_listening(second)
