@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -601,14 +602,42 @@ def test_a_hessian_vector_product_of_variables():
     v = Variable([1.0, 2.0])
     with ForwardAccumulator(v, jnp.asarray([1.0, 0.0])) as accumulator:
         with GradientTape() as tape:
-            tape.watch(v.value)
             y = jnp.sum(v**3.0)
-        gradient = tape.gradient(y, v.value)
+        gradient = tape.gradient(y, v)
     np.testing.assert_allclose(gradient, [3.0, 12.0])
     np.testing.assert_allclose(accumulator.jvp(gradient), [6.0, 0.0])
 
 
+def test_variables_of_a_traced_function_move():
+    v = Variable(3.0)
+    square = tg.trace(lambda a: v * v * a)
+
+    @tg.trace
+    def slope():
+        with ForwardAccumulator(v, 1.0) as accumulator:
+            y = v**3
+        return accumulator.jvp(y)
+
+    for value in (3.0, 5.0):
+        v.assign(value)
+        with ForwardAccumulator(v, 1.0) as accumulator:
+            y = square(2.0)
+        assert accumulator.jvp(y) == 4 * value
+        assert slope() == 3 * value**2
+
+
 # --------------------------------------------------------------------------------------- bad input
+
+
+def test_another_thread():
+    accumulator = ForwardAccumulator(jnp.asarray(2.0), 1.0)
+    refused = r"another thread"
+    with ThreadPoolExecutor(1) as other:
+        with accumulator:
+            for call in (lambda: accumulator.jvp([]), accumulator.__enter__, accumulator.__exit__):
+                with pytest.raises(RuntimeError, match=refused):
+                    other.submit(call).result()
+        assert other.submit(accumulator.jvp, []).result() == []
 
 
 def test_the_same_primal_twice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,10 @@ class ForwardAccumulator:
       ValueError: a primal is listed twice, is no JAX array, or has no float dtype; the structure
         of the tangents is another, or the shape of one.
       TypeError: the dtype of a tangent is another than its primal's.
+      RuntimeError: another thread uses it while its block runs.
+
+    A Variable moves along its tangent at every read, whatever it is assigned. Not seen, so that
+    the tangent is None, is what a tape does not see: see `GradientTape`.
 
     The semantics are those of ``tf.autodiff.ForwardAccumulator``; of complex numbers, those of
     `jax.jvp`. A custom gradient moves by the transpose of its gradient function, as in
@@ -66,11 +71,13 @@ class ForwardAccumulator:
                 self._tangents.set(primal, tangent)
 
     def __enter__(self) -> ForwardAccumulator:
+        self._check_thread()
         if self._recorder is not None:
             raise ValueError(
                 "this accumulator is recording already: it cannot be entered twice at once"
             )
         self._recorder = recorder_here()
+        self._thread = threading.get_ident()
         self._tangents.enter(self._recorder)
         if self._variables:
             start_listening(self)
@@ -79,10 +86,18 @@ class ForwardAccumulator:
     def __exit__(self, *exception: object) -> None:
         if self._recorder is None:
             return
+        self._check_thread()
         self._recorder = None
         if self._variables:
             stop_listening(self)
         self._tangents.leave()
+
+    def _check_thread(self) -> None:
+        if self._recorder is not None and self._thread != threading.get_ident():
+            raise RuntimeError(
+                "this accumulator is recording in another thread, and sees only what is done "
+                "there: use one for each thread, or ask for tangents when the block is over"
+            )
 
     def jvp(
         self,
@@ -106,6 +121,7 @@ class ForwardAccumulator:
           Exception: whatever JAX raises for an operation on the way that has no forward mode.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
+        self._check_thread()
 
         def tangent(leaf: Any) -> Any:
             if isinstance(leaf, Variable):
@@ -120,15 +136,15 @@ class ForwardAccumulator:
 
         return jax.tree.map(tangent, target, is_leaf=_is_variable)
 
-    # A Variable moves as one, whatever it is assigned: each value read of it has its tangent.
-
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """Gives the tangent of a Variable to each value that is read of it. (A `Listener`.)"""
         value = outside()
         if id(variable) in self._variables:
             self._tangents.set(value, self._variables[id(variable)][1])
         return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        """The direction stays. (A `Listener`.)"""
         outside(value)
 
 
