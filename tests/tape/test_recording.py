@@ -113,6 +113,41 @@ def test_rules_have_their_own_gradient_at_second_order_too():
         np.testing.assert_allclose(outer.gradient(d, x), jax.grad(jax.grad(rule))(x))
 
 
+@pytest.mark.parametrize("rule", [doubled_rule, tripled_rule, halved_rule, jax.nn.relu])
+def test_rules_on_a_tape_inside_a_transformation(rule):
+    def slope(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = rule(x).sum()
+        return tape.gradient(y, x)
+
+    want = jax.grad(lambda x: rule(x).sum())
+    for _ in range(2):
+        np.testing.assert_allclose(jax.jit(slope)(X), want(X))
+        np.testing.assert_allclose(jax.vmap(slope)(X), jax.vmap(want)(X))
+        second = jax.grad(lambda x: slope(x).sum())(X)
+        np.testing.assert_allclose(second, jax.grad(lambda x: want(x).sum())(X))
+        (nested,) = tape_gradients(lambda x: slope(x).sum(), X)
+        if rule is jax.nn.relu:
+            assert nested is None  # its slope is a step, which has none
+        else:
+            np.testing.assert_allclose(nested, second)
+
+
+def test_no_value_of_a_transformation_outlives_it():
+    def slope(x):
+        inner = jax.jit(lambda z: z * x)
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = inner(x) + halved_rule(x) + jax.nn.relu(x) + doubled_rule(x)
+        return tape.gradient(y, x)
+
+    want = 2 * X + X + (X > 0) + 4 * X
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(slope)(X), want, rtol=1e-6)
+        np.testing.assert_allclose(jax.vmap(slope)(X), want, rtol=1e-6)
+
+
 def test_rules_that_differ_only_in_their_second_derivative_are_told_apart():
     def with_second(slope):
         @tg.custom_gradient
@@ -541,7 +576,7 @@ def test_the_second_step_of_a_loop_compiles_nothing(fun, compilations):
     step(X + 1.0)
     before = compilations()
     for i in range(3):
-        step(X + i)
+        step(X + float(i))
     assert compilations() == before
 
 
@@ -562,7 +597,7 @@ def test_the_second_step_of_a_nested_loop_compiles_nothing(fun, compilations):
     step(X + 1.0)
     before = compilations()
     for i in range(3):
-        step(X + i)
+        step(X + float(i))
     assert compilations() == before
 
 

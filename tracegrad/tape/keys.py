@@ -61,13 +61,22 @@ Keys = weakref.WeakKeyDictionary[Any, Structure]
 _known: tuple[Keys, Keys] = (weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary())
 
 
+def type_key(array: Any) -> Any:
+    """Equal for values for which one program serves. (With explicit shardings a type has more
+    than shape and dtype.)"""
+    return getattr(array, "aval", None) or _jax.type_key(array)
+
+
 def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
     """A key equal for parameters that mean the same function.
 
     `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
     programs just the primal counts.
     """
-    return tuple((name, _value_key(params[name], as_run)) for name in sorted(params))
+    if "donated_invars" in params:  # a jitted function, the most common: its settings are hashable
+        settings = tuple([value for name, value in params.items() if name != "jaxpr"])
+        return program_key(params["jaxpr"], as_run=as_run), settings
+    return tuple([(name, _value_key(params[name], as_run)) for name in sorted(params)])
 
 
 def program_key(program: Any, *, as_run: bool = False) -> Structure:
@@ -99,7 +108,12 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     return once, exact
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
+
+
 def _value_key(value: Any, as_run: bool) -> Any:
+    if type(value) in _PLAIN:
+        return type(value), value  # 1, 1.0 and True are equal, but not the same parameter
     if _jax.is_program(value):
         return program_key(value, as_run=as_run)
     if isinstance(value, tuple | list) and any(map(_jax.is_program, value)):
@@ -108,7 +122,6 @@ def _value_key(value: Any, as_run: bool) -> Any:
         hash(value)
     except TypeError:
         return _ById(value)
-    # 1, 1.0 and True are equal, but not the same parameter.
     return type(value), value
 
 

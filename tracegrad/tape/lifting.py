@@ -17,7 +17,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tape.keys import params_key
+from tracegrad.tape.keys import params_key, type_key
 from tracegrad.tracing.importer import make_node, sub_programs
 
 
@@ -25,7 +25,7 @@ def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
     """The arrays among the constants of a primitive's programs, each once."""
     found: dict[int, Any] = {}
     for _, program in sub_programs(params):
-        found.update((id(array), array) for array in _constants(program))
+        found.update((id(array), array) for array in constants_below(program))
     return tuple(found.values()) if found else ()
 
 
@@ -33,7 +33,8 @@ def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
 _known_constants: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
-def _constants(program: Any) -> tuple[Any, ...]:
+def constants_below(program: Any) -> tuple[Any, ...]:
+    """The arrays among the constants of a program and of those in it, each once."""
     known = _known_constants.get(program)
     if known is None:
         found = [c for c in _jax.constants_of(program) if isinstance(c, jax.Array)]
@@ -50,12 +51,12 @@ def lift(
 
     Raises ValueError if a `jax.custom_jvp` closes over one of the captured arrays.
     """
-    first = next(p for _, p in sub_programs(params) if _constants(p))
+    first = next(p for _, p in sub_programs(params) if constants_below(p))
     key = (
         primitive,
         params_key(params),
         tuple(map(id, captured)),
-        tuple(map(_jax.type_key, args)),
+        tuple(map(type_key, args)),
     )
     # Remembered with a program, which holds the captured arrays, so that their identities are good.
     known = _lifted.setdefault(first, {})

@@ -11,7 +11,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source, Value
 from tracegrad.tape.effects import has_effects, silence
-from tracegrad.tape.keys import params_key, rule_keys
+from tracegrad.tape.keys import params_key, rule_keys, type_key
 from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.variable import Variable
 
@@ -147,7 +147,7 @@ def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]
         (operation.constants, *map(slot, operation.args), None, *map(slot, operation.results))
         for operation in chosen
     ]
-    form = (ends, tuple(places), tuple(map(_type_key, arrays)))
+    form = (ends, tuple(places), tuple(map(type_key, arrays)))
     return Block(
         tuple(chosen),
         tuple(arrays),
@@ -155,11 +155,6 @@ def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]
         (form, tuple(operation.keys[0] for operation in chosen)),
         (form, tuple(operation.keys[1] for operation in chosen)),
     )
-
-
-def _type_key(array: Any) -> Any:
-    # With explicit shardings a type has more than shape and dtype.
-    return getattr(array, "aval", None) or _jax.type_key(array)
 
 
 def graph_of(

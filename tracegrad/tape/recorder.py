@@ -9,6 +9,7 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.tape.effects import has_effects, reads_the_host
-from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
-from tracegrad.tape.lifting import captured_arrays, lift
+from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now, type_key
+from tracegrad.tape.lifting import captured_arrays, constants_below, lift
 from tracegrad.tape.record import Operation, Record
 from tracegrad.tracing.importer import make_node
 
@@ -71,13 +72,15 @@ class Recorder(jax.core.Trace):
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         params = _without_donation(params)
-        captured = [c for c in captured_arrays(params) if self._is_tracked(c)]
+        is_jit = primitive is _jax.JIT
+        constants = constants_below(params["jaxpr"]) if is_jit else captured_arrays(params)
+        captured = [c for c in constants if self._is_tracked(c)] if constants else []
         watching = [r for r in self.records if r.tracks(args) or (captured and r.tracks(captured))]
         if not watching:
             with _jax.set_current_trace(self.parent_trace):
                 return primitive.bind(*args, **params)
         args = self._own_operands(primitive, args)
-        if primitive is _jax.JIT and has_effects(params) and reads_the_host(params):
+        if is_jit and has_effects(params) and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
         with _jax.set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
@@ -171,6 +174,7 @@ class Recorder(jax.core.Trace):
     ) -> list[Any]:
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
         it closes over shows as operands."""
+        fun, rule = subfuns[:2]
         key = _own_rule_key(primitive, subfuns, args, params)
         if not self.records:
             with _jax.set_current_trace(self.parent_trace):
@@ -178,7 +182,7 @@ class Recorder(jax.core.Trace):
         known = None if key is None else _own_rules.get(key)
         if known is not None:
             program, stores = known
-            subfuns[0].populate_stores(stores)  # from which its caller takes the tree of results
+            fun.populate_stores(stores)
         else:
             with _jax.set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
@@ -186,8 +190,15 @@ class Recorder(jax.core.Trace):
                 )
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
-                _own_rules.put(key, (program, subfuns[0].stores))
-        return self._run_program(program, args, is_new=key is None)
+                stores = tuple(store and SimpleNamespace(val=store.val) for store in fun.stores)
+                _own_rules.put(key, (program, stores))
+        results = self._run_program(program, args, is_new=key is None)
+        # Its caller takes the tree of the results from the function or from its rule, and wants
+        # just one of them to have run: the rule has, if the parent differentiates.
+        if any(map(_is_filled, rule.stores)):
+            for store in filter(None, fun.stores):
+                store.reset()
+        return results
 
     def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
         """Runs a program operation by operation; `is_new`: it was traced for this one run."""
@@ -238,6 +249,15 @@ def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
         )
 
 
+def _is_filled(store: Any) -> bool:
+    """Whether one of the places in which JAX's functions leave the trees of their results has one;
+    asking an empty one raises."""
+    try:
+        return store is not None and store.val is not None
+    except Exception:
+        return False
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | np.ndarray | np.generic | jax.Array)
 
@@ -271,7 +291,7 @@ def _own_rule_key(
     if not all(map(is_jaxs_own, functions)):
         return None
     ((_, trees),) = subfuns[0].transforms
-    types = tuple(_jax.type_key(arg) for arg in args)
+    types = tuple(map(type_key, args))
     return primitive, functions, trees, types, settings_now()
 
 

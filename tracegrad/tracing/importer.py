@@ -151,13 +151,20 @@ def _trace_rule(
     if face == "jvp":
         return {"jvp": _trace_jvp(bound, avals)}
 
+    # Not returned by the traced function: JAX remembers the trees of results, and would keep the
+    # rule and what it closes over alive.
+    trees: list[Any] = []
+
     def vjp(*args: Any) -> Any:
         constants = args[:closed_over]
-        return jax.vjp(lambda *inputs: bound(*constants, *inputs), *args[closed_over:])
+        outs, pullback = jax.vjp(lambda *inputs: bound(*constants, *inputs), *args[closed_over:])
+        residuals, tree = jax.tree.flatten(pullback)
+        trees.append(tree)
+        return outs, residuals
 
     forward, shapes = jax.make_jaxpr(vjp, return_shape=True)(*avals)
-    out_shapes, pullback_shape = shapes
-    residuals, pullback_tree = jax.tree.flatten(pullback_shape)
+    out_shapes, residuals = shapes
+    pullback_tree = trees[-1]
 
     def backward(*residuals_and_cotangents: Any) -> list[Any]:
         split = len(residuals)
