@@ -23,11 +23,7 @@ RECORDED = json.loads(Path(__file__).with_name("tensorflow.json").read_text())["
 
 # What cannot hold yet, and why: by the name of a statement.
 AWAITED = {
-    "a_traced_step_reads_and_assigns_variables": "traced functions do not read Variables yet",
-    "a_variable_of_the_branch_not_taken_of_a_traced_cond_is_zero": "as above",
     "recomputed_functions_run_once_more_in_the_backward_pass": "effects run once on tapes",
-    "variables_passed_as_arguments_are_not_listed": "one that is also closed over raises",
-    "an_unused_argument_of_a_recomputed_function_gets_zero": "it gets None on tapes",
 }
 FUNCTIONS = "sum reshape sin cosh exp log floor ceil round sign real imag"
 
@@ -39,6 +35,12 @@ def warnings_of(run):
     return len(caught)
 
 
+def to_dense(slices, dtype=None, run=True):
+    if run:
+        return slices.to_dense(dtype)
+    return jax.eval_shape(lambda: slices.to_dense(dtype))
+
+
 def tracegrad_namespace():
     """What the programs use, of tracegrad and `jax.numpy`."""
     lib = SimpleNamespace(
@@ -46,6 +48,7 @@ def tracegrad_namespace():
         function=tg.trace,
         sparse={"sparse": True},
         dense_shape=lambda shape: shape,
+        to_dense=to_dense,
         warnings_of=warnings_of,
         has_scope=lambda fun, x, name: f"# {name}" in str(tg.graph(fun)(x)),
         name_of=lambda variable: variable.name,

@@ -378,7 +378,6 @@ def reverse_over_reverse_works_through_recomputed_functions(lib):
 
 
 @states(
-    needs=("ForwardAccumulator",),
     ours=0.9182168,  # sin 0.5 + 0.5 cos 0.5
     because="forward mode works through recomputed functions",
 )

@@ -7,7 +7,7 @@ from statements.statement import raised, section, states
 section("Forward mode")
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_follows_by_identity_and_gives_none_for_the_rest(lib):
     x, other = lib.constant(3.0), lib.constant(3.0)
     with lib.ForwardAccumulator(x, lib.constant(1.0)) as accumulator:
@@ -15,7 +15,7 @@ def an_accumulator_follows_by_identity_and_gives_none_for_the_rest(lib):
     return [accumulator.jvp(y), accumulator.jvp(z), accumulator.jvp(x)]
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_gives_zeros_where_they_are_asked_for(lib):
     x, other = lib.constant(3.0), lib.constant([3.0, 4.0])
     with lib.ForwardAccumulator(x, lib.constant(1.0)) as accumulator:
@@ -23,7 +23,7 @@ def an_accumulator_gives_zeros_where_they_are_asked_for(lib):
     return accumulator.jvp(z, unconnected_gradients=lib.UnconnectedGradients.ZERO)
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_can_be_entered_again(lib):
     x = lib.constant(3.0)
     accumulator = lib.ForwardAccumulator(x, lib.constant(1.0))
@@ -34,7 +34,7 @@ def an_accumulator_can_be_entered_again(lib):
     return [accumulator.jvp(y), accumulator.jvp(z)]
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_works_over_a_tape(lib):
     x = lib.constant([1.0, 2.0])
     with lib.ForwardAccumulator(x, lib.constant([1.0, 10.0])) as accumulator:
@@ -45,7 +45,7 @@ def an_accumulator_works_over_a_tape(lib):
     return [slope, accumulator.jvp(slope)]
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_works_under_a_tape(lib):
     x = lib.constant([1.0, 2.0])
     with lib.GradientTape() as tape:
@@ -56,7 +56,7 @@ def an_accumulator_works_under_a_tape(lib):
     return [moved, tape.gradient(moved, x)]
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def an_accumulator_works_over_another(lib):
     x = lib.constant(2.0)
     with lib.ForwardAccumulator(x, lib.constant(1.0)) as outer:
@@ -66,13 +66,16 @@ def an_accumulator_works_over_another(lib):
     return [inner.jvp(y), outer.jvp(y), outer.jvp(first)]
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def the_same_primal_twice_raises(lib):
     x, one = lib.constant(2.0), lib.constant(1.0)
     return raised(lambda: lib.ForwardAccumulator([x, x], [one, one]))
 
 
-@states(needs=("ForwardAccumulator",))
+@states(
+    ours=50.0,
+    because="what was declared is the derivative; eagerly TensorFlow follows the function itself",
+)
 def the_jvp_of_a_custom_gradient_is_its_transpose(lib):
     f = lib.custom_gradient(lambda x, z: (x * z, lambda dy: (dy * 10, dy * 20)))
     x, z = lib.constant(2.0), lib.constant(3.0)
@@ -81,7 +84,7 @@ def the_jvp_of_a_custom_gradient_is_its_transpose(lib):
     return accumulator.jvp(y)
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def a_tangent_of_the_wrong_shape_raises(lib):
     x = lib.constant([1.0, 2.0])
 
@@ -93,7 +96,7 @@ def a_tangent_of_the_wrong_shape_raises(lib):
     return raised(attempt)
 
 
-@states(needs=("ForwardAccumulator",))
+@states
 def variables_are_primals_too(lib):
     v = lib.Variable(3.0)
     with lib.ForwardAccumulator(v, lib.constant(1.0)) as accumulator:

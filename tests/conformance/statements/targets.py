@@ -123,7 +123,7 @@ def grad_ys_of_a_wrong_dtype_raise(lib):
     return _raised_by_gradients(lib, grad_ys=[lib.constant(1, "int32"), None])
 
 
-@states(needs=("IndexedSlices",))
+@states
 def grad_ys_may_be_indexed_slices(lib):
     def f(x):
         seed = lib.IndexedSlices(
