@@ -241,8 +241,12 @@ class Variable:
         """What is read where nobody listens."""
         if _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
+        value = self._value
         self._is_ours = False  # whoever has the array may keep it
-        return self._value if self._borrower is None else _awaited(self)
+        # `lend` looks at the two in the other order: it sees this, or is seen here.
+        if self._borrower is not None or self._value is not value:
+            return _awaited(self)
+        return value
 
     def _store(self, value: Any) -> None:
         """What is done by an assignment to which nobody listens."""
@@ -256,8 +260,10 @@ class Variable:
                 "Compile the function with `tracegrad.trace` instead of `jax.jit`; inside "
                 "`jax.vmap` and the bodies of loops return the value, and assign it outside."
             )
-        self._value = _jax.fresh_alias(value)
-        self._is_ours = False
+        value = _jax.fresh_alias(value)
+        with _lock:
+            self._value = value
+            self._is_ours = False
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -495,20 +501,22 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
     """
     me = threading.get_ident()
     with _lock:
+        _wait_for(variables, me)
         values: list[Any] = []
         foreign = []
         for variable in variables:
-            if variable._borrower is not None:
-                _wait_for(variable, me)
+            variable._borrower = me
             if not variable._is_ours:
                 foreign.append(len(values))
             values.append(variable._value)
-        if foreign:
+    if foreign:
+        try:
             copies = _copies([values[i] for i in foreign])
-            for i, copy in zip(foreign, copies, strict=True):
-                values[i] = copy
-        for variable in variables:
-            variable._borrower = me
+        except BaseException:
+            take_back(variables)
+            raise
+        for i, copy in zip(foreign, copies, strict=True):
+            values[i] = copy
     return values
 
 
@@ -542,17 +550,20 @@ def _awaited(variable: Variable) -> Any:
     itself is given the value on another way, a copy."""
     me = threading.get_ident()
     with _lock:
-        _wait_for(variable, me)
+        _wait_for((variable,), me)
+        variable._is_ours = False
         return variable._value if variable._borrower is None else jnp.copy(variable._value)
 
 
-def _wait_for(variable: Variable, me: int) -> None:
-    """Waits, with the lock, until no program of another thread has the array."""
+def _wait_for(variables: Sequence[Variable], me: int) -> None:
+    """Waits, with the lock, until no program of another thread has any of the arrays."""
     global _waiting
-    while variable._borrower not in (None, me):
-        _waiting += 1
-        _returned.wait()
-        _waiting -= 1
+    for variable in variables:
+        while variable._borrower is not None and variable._borrower != me:
+            _waiting += 1
+            _returned.wait()
+            _waiting -= 1
+            _wait_for(variables, me)  # meanwhile another one may have been taken
 
 
 # What is asked of the Variable and answered by its value.

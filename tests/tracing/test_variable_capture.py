@@ -1,0 +1,766 @@
+"""Variables in traced functions: inputs and outputs of the program, on the first and on every call.
+
+Each numeric claim is checked against plain Python, or against the function that one would write by
+hand for `jax.jit`, which takes and returns the values.
+"""
+
+import functools
+import gc
+import threading
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tracegrad as tg
+from tracegrad import _jax
+from tracegrad.lowering import to_callable
+from tracegrad.tracing.capture import variable_of
+from tracegrad.tracing.variable import Variable, listening
+
+
+def address(v):
+    return v._value.unsafe_buffer_pointer()  # not `v.value`, which would be handed out
+
+
+# ------------------------------------------------------------------------------------- reading
+
+v = Variable(3.0, name="v")  # at module level, as functions whose programs JAX keeps find it
+
+
+@pytest.fixture(autouse=True)
+def _three():
+    v.assign(3.0)
+
+
+@jax.jit
+def jitted(x):
+    return v * x
+
+
+def body(c, x):
+    return c + v * x, v * c
+
+
+def checkpointed(x):
+    return jnp.sin(v * x)
+
+
+def through_vmap(x):
+    return jax.vmap(lambda y: v * y)(x * jnp.ones(3)).sum()
+
+
+@tg.trace
+def traced(x):
+    return v * x
+
+
+READS = {
+    "at top level": lambda x: v * x,
+    "in a nested jit": lambda x: jitted(x),
+    "in a scan": lambda x: lax.scan(body, x, jnp.arange(3.0))[0],
+    "in a map": lambda x: lax.map(lambda y: v * y, x * jnp.arange(3.0)).sum(),
+    "in a while loop": lambda x: lax.while_loop(lambda c: c < 30 * v, lambda c: c * v, x),
+    "in a fori loop": lambda x: lax.fori_loop(0, 3, lambda i, c: c + v, x),
+    "in a cond": lambda x: lax.cond(x > 0, lambda x: v * x, lambda x: -v, x),
+    "in a switch": lambda x: lax.switch(1, [jnp.sin, lambda x: v * x, jnp.cos], x),
+    "in a checkpoint": lambda x: jax.checkpoint(checkpointed)(x),
+    "in a recomputed function": lambda x: tg.recompute_grad(checkpointed)(x),
+    "in a vmap": through_vmap,
+    "in a nested traced function": lambda x: traced(x),
+    "in a gradient": lambda x: jax.grad(lambda y: jitted(y) * v * y)(x),
+    "in a gradient of a scan": lambda x: jax.grad(lambda y: lax.scan(body, y, x * jnp.ones(2))[0])(
+        x
+    ),
+    "in a jit in a scan": lambda x: lax.scan(lambda c, _: (jitted(c), None), x, None, length=2)[0],
+    "in a traced function in a scan": lambda x: lax.scan(
+        lambda c, _: (traced(c), None), x, None, length=2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("fun", READS.values(), ids=READS)
+def test_the_current_value_is_read_on_the_first_and_on_every_later_call(fun):
+    def expected(x, value):
+        """With the number in place of the Variable, in the same Python functions."""
+
+        class Number:
+            def on_read(self, variable, outside):
+                return jnp.float32(value)
+
+        # Other functions, since JAX would keep the programs of these.
+        jax.clear_caches()
+        with listening(Number()):
+            result = fun(x)
+        jax.clear_caches()
+        return float(result)
+
+    wanted = [expected(2.0, 3.0), expected(2.0, 5.0), expected(2.0, 3.0)]
+    first, second = tg.trace(fun), tg.trace(lambda x: fun(x))
+    got = []
+    for value in (3.0, 5.0, 3.0):
+        v.assign(value)
+        got.append(
+            [float(first(2.0)), float(second(2.0)), float(tg.graph(fun)(2.0).to_callable()(2.0))]
+        )
+    np.testing.assert_allclose(got, np.array([wanted] * 3).T, rtol=1e-6)
+
+
+def test_nothing_is_compiled_anew_for_a_new_value():
+    traces = []
+
+    @tg.trace
+    def f(x):
+        traces.append(x)
+        return v * x
+
+    for value in (1.0, 2.0, 3.0):
+        v.assign(value)
+        assert f(2.0) == 2 * value
+    assert len(traces) == 1
+
+
+def test_reads_are_found_in_helpers_and_methods():
+    class Layer:
+        def __init__(self):
+            self.w = Variable(jnp.ones((2, 2)), name="w")
+            self.b = Variable(jnp.zeros(2), name="b")
+
+        def __call__(self, x):
+            return self._scaled(x) + self.b
+
+        def _scaled(self, x):
+            return x @ self.w
+
+    layer = Layer()
+    f = tg.trace(lambda x: layer(x))
+    np.testing.assert_array_equal(f(jnp.ones(2)), [2.0, 2.0])
+    layer.w.assign(jnp.eye(2))
+    layer.b.assign([1.0, 0.0])
+    np.testing.assert_array_equal(f(jnp.ones(2)), [2.0, 1.0])
+
+
+def test_a_traced_method_has_the_variables_of_its_instance():
+    class Layer:
+        def __init__(self, value):
+            self.w = Variable(value)
+
+        @functools.partial(tg.trace, static_argnums=0)
+        def __call__(self, x):
+            return self.w * x
+
+        @functools.partial(tg.trace, static_argnums=0)
+        def double(self):
+            self.w.assign(self.w * 2)
+
+    one, two = Layer(1.0), Layer(2.0)
+    for factor in (1, 2, 4):
+        assert (one(3.0), two(3.0), one(3.0)) == (3 * factor, 6 * factor, 3 * factor)
+        one.double(), two.double()
+
+
+def test_a_variable_given_as_an_argument_is_an_array_inside():
+    seen = []
+
+    @tg.trace
+    def f(w, x):
+        seen.append(isinstance(w, Variable))
+        return w * x
+
+    assert f(v, 2.0) == 6.0
+    v.assign(4.0)
+    assert f(v, 2.0) == 8.0
+    assert seen == [False]
+
+
+def test_variables_have_names_in_the_text_of_a_graph():
+    count = Variable(0, name="count", trainable=False)
+
+    @tg.trace
+    def f(x):
+        count.assign_add(1)
+        return v * x
+
+    graph = f.graph(jax.ShapeDtypeStruct((2,), "float32"))
+    graph.verify()
+    assert [value.name for value in graph.inputs] == ["x", "count", "v"]
+    assert str(graph).startswith("f(x: f32[2], count: i32[], v: f32[]) -> f32[2], i32[]\n")
+    assert (graph.variables, graph.assigned) == ((count, v), (count,))
+    assert graph.copy().variables == graph.variables
+
+
+def test_a_graph_as_a_function_reads_and_assigns_when_it_is_called():
+    w = Variable(1.0)
+
+    def f(x):
+        w.assign_add(x)
+        return w * v
+
+    call = tg.graph(f)(2.0).to_callable()
+    rebuilt = to_callable(tg.graph(f)(2.0), rebuild=True)
+    assert float(w) == 1.0
+    assert (call(2.0), rebuilt(2.0), call(1.0)) == (9.0, 15.0, 18.0)
+    v.assign(1.0)
+    assert call(1.0) == 7.0
+
+
+def test_rules_see_variables_as_inputs():
+    def double_the_first_input(graph):
+        (value,) = graph.variables and [graph.inputs[-1]]
+        (new,) = graph.insert(lambda x: x * 2, [value], before=graph.nodes[0])
+        graph.replace_uses(value, new)
+        return graph
+
+    f = tg.trace(lambda x: v * x, rules=[double_the_first_input])
+    assert f(2.0) == 12.0
+    v.assign(1.0)
+    assert f(2.0) == 4.0
+
+
+def test_what_lowering_and_tracing_and_exporting_show():
+    f = tg.trace(lambda x: v * x)
+    f_and_count = tg.trace(lambda x: (v.assign_add(1.0), v * x)[1])
+    assert f.eval_shape(jnp.ones(3)).shape == (3,)
+    assert f_and_count.eval_shape(jnp.ones(3)).shape == (3,)
+    assert float(v) == 3.0
+    text = f.lower(jnp.ones(3)).as_text()
+    assert "tensor<f32>" in text
+    assert "tensor<3xf32>" in text
+    assert "dense<3.0" not in text  # no constant
+    compiled = f.lower(jnp.ones(3)).compile()
+    assert compiled(v.value, jnp.ones(3))[1].shape == (3,)
+    assert [t.shape for t in f.trace(jnp.ones(3)).jaxpr.in_avals] == [(), (3,)]
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((3,), "float32"))
+    np.testing.assert_array_equal(exported.call(jnp.float32(2), jnp.ones(3))[1], [2.0, 2.0, 2.0])
+
+
+def test_jax_transformations_of_a_traced_function_with_variables():
+    f = tg.trace(lambda x: v * x * x)
+    assert jax.grad(f)(2.0) == 12.0
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.arange(3.0)), [0.0, 3.0, 12.0])
+    assert jax.jvp(f, (2.0,), (1.0,)) == (12.0, 12.0)
+    assert tg.hessian(f)(2.0) == 6.0
+    assert tg.jvp(lambda x: v * x, (2.0,), (1.0,)) == (6.0, 3.0)
+    v.assign(1.0)
+    assert jax.grad(f)(2.0) == 4.0
+
+
+def test_in_jits_program_its_value_would_be_a_constant_and_that_is_refused():
+    f = tg.trace(lambda x: v * x)
+    assert f(1.0) == 3.0
+    with pytest.raises(RuntimeError, match=r"Variable 'v' is read inside .*tracegrad\.trace"):
+        jax.jit(lambda x: f(x))(1.0)
+
+
+def test_a_program_that_jax_kept_from_a_traced_function_is_refused_outside():
+    assert tg.trace(lambda x: jitted(x))(2.0) == 6.0
+    with pytest.raises(RuntimeError, match=r"Variable 'v' is read inside .*tracegrad\.trace"):
+        jitted(2.0)
+
+
+def test_a_value_that_was_kept_by_a_side_effect_is_refused():
+    kept = []
+    tg.trace(lambda x: (kept.append(v.value), x)[1])(1.0)
+    with pytest.raises(RuntimeError, match="after the function was traced"):
+        kept[0] + 1
+
+
+def test_a_value_that_an_inner_function_closes_over_is_not_mixed_up_with_a_later_one():
+    @tg.trace
+    def f(x):
+        old = v.value
+        v.assign(10.0)
+        return tg.trace(lambda y: old * y + v)(x)
+
+    assert f(2.0) == 3.0 * 2 + 10
+    assert f(2.0) == 10.0 * 2 + 10
+
+
+def test_who_is_not_told_of_a_read_can_tell_it_by_the_operand():
+    found = []
+
+    @tg.trace
+    def f(x):
+        found.extend(map(variable_of, (v.value, x)))
+        return x
+
+    f(1.0)
+    assert found[0] is v
+    assert found[1] is None
+
+
+# ----------------------------------------------------------------------------------- assignment
+
+
+def test_a_train_step_equals_the_one_written_by_hand():
+    rng = np.random.default_rng(0)
+    start = [
+        rng.normal(size=(8, 16)).astype("float32"),
+        np.zeros(16, "float32"),
+        rng.normal(size=(16, 1)).astype("float32"),
+    ]
+    x, y = rng.normal(size=(4, 8)).astype("float32"), np.ones((4, 1), "float32")
+
+    def loss(params, x, y):
+        w, b, u = params
+        return jnp.mean((jnp.tanh(x @ w + b) @ u - y) ** 2)
+
+    @jax.jit
+    def by_hand(params, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    weights = [Variable(p) for p in start]
+
+    @tg.trace
+    def step(x, y):
+        value, grads = jax.value_and_grad(loss)([w.value for w in weights], x, y)
+        for w, g in zip(weights, grads, strict=True):
+            w.assign_sub(0.1 * g)
+        return value
+
+    params = start
+    for _ in range(5):
+        params, expected = by_hand(params, x, y)
+        assert step(x, y) == expected
+    for w, p in zip(weights, params, strict=True):
+        np.testing.assert_array_equal(w.value, p)
+
+
+def test_each_read_has_the_value_of_its_moment():
+    @tg.trace
+    def f(x):
+        before = v * 1
+        v.assign(x)
+        between = v * 1
+        v.assign_add(1.0)
+        return before, between, v.value
+
+    assert f(5.0) == (3.0, 5.0, 6.0)
+    assert f(7.0) == (6.0, 7.0, 8.0)
+    assert float(v) == 8.0
+
+
+def test_functions_that_jax_keeps_see_a_value_that_was_assigned_before():
+    def sums(xs):
+        results = [lax.scan(body, 0.0, xs)[0], jitted(1.0)]
+        for _ in range(2):
+            v.assign_add(1.0)
+            results += [lax.scan(body, 0.0, xs)[0], jitted(1.0)]
+        return results
+
+    f, g = tg.trace(sums), tg.trace(lambda xs: sums(xs))
+    for start in (3.0, 6.0):
+        v.assign(start)
+        expected = [t for i in range(3) for t in (2 * (start + i), start + i)]
+        assert [float(t) for t in f(jnp.ones(2))] == expected
+        v.assign(start)
+        assert [float(t) for t in g(jnp.ones(2))] == expected
+
+
+def test_a_backward_pass_after_an_assignment_uses_the_value_of_the_forward_pass():
+    @tg.trace
+    def f(x):
+        def loss(y):
+            total = lax.scan(body, y, jnp.ones(2))[0] + jitted(y)
+            v.assign_add(100.0)
+            return total
+
+        return jax.grad(loss)(x)
+
+    # d/dy of y + 2v + vy, and the scan's second result is not used.
+    assert f(1.0) == 4.0
+    assert f(1.0) == 104.0
+
+
+def test_assignment_inside_a_gradient_is_not_differentiated():
+    stats = Variable(0.0, trainable=False)
+
+    @tg.trace
+    def f(x):
+        def loss(y):
+            stats.assign(0.9 * stats + 0.1 * y)
+            return (y - stats) ** 2
+
+        return jax.grad(loss)(x)
+
+    np.testing.assert_allclose(f(1.0), 2 * (1 - 0.1), rtol=1e-6)
+    np.testing.assert_allclose(stats.value, 0.1)
+    np.testing.assert_allclose(f(1.0), 2 * (1 - 0.19), rtol=1e-6)
+
+
+def test_the_gradient_of_a_traced_function_leaves_assignments_out_and_does_them():
+    @tg.trace
+    def f(x):
+        v.assign(x * x)
+        return v * x
+
+    assert jax.grad(f)(3.0) == 9.0
+    assert float(v) == 9.0
+
+
+def test_a_random_key_is_carried_from_call_to_call():
+    key = Variable(jax.random.key(0))
+
+    @tg.trace
+    def draw():
+        new, use = jax.random.split(key.value)
+        key.assign(new)
+        return jax.random.normal(use)
+
+    expected, state = [], jax.random.key(0)
+    for _ in range(3):
+        state, use = jax.random.split(state)
+        expected.append(float(jax.random.normal(use)))
+    assert [float(draw()) for _ in range(3)] == expected
+
+
+def test_a_nested_traced_step_assigns_through_the_outer_one():
+    @tg.trace
+    def inner(x):
+        v.assign_add(x)
+        return v * 2
+
+    @tg.trace
+    def outer(x):
+        return inner(x), inner(x), v.value
+
+    assert outer(1.0) == (8.0, 10.0, 5.0)
+    assert outer(1.0) == (12.0, 14.0, 7.0)
+    assert float(v) == 7.0
+
+
+LOST = {
+    "scan": lambda: lax.scan(lambda c, x: (v.assign(c).value, x), 1.0, None, length=2),
+    "cond": lambda: lax.cond(True, lambda: v.assign(1.0).value, lambda: 0.0),
+    "while": lambda: lax.while_loop(lambda c: c < 2, lambda c: v.assign(c).value + 1, 1.0),
+    "checkpoint": lambda: jax.checkpoint(lambda x: v.assign(x).value)(1.0),
+    "jit": lambda: jax.jit(lambda x: v.assign(x).value)(1.0),
+    "traced function in a scan": lambda: lax.scan(
+        lambda c, x: (tg.trace(lambda: v.assign(c).value)(), x), 1.0, None, length=2
+    ),
+}
+
+
+@pytest.mark.parametrize("assigns", LOST.values(), ids=LOST)
+def test_assigning_inside_a_body_is_refused_and_shows_how_to_carry(assigns):
+    with pytest.raises(RuntimeError, match=r"'v' is assigned .*Carry the value.*v\.assign\(w\)"):
+        tg.trace(assigns)()
+    assert float(v) == 3.0
+
+
+def test_the_way_that_the_message_shows_works():
+    @tg.trace
+    def f(xs):
+        w, ys = lax.scan(lambda c, x: (c + x, c), v.value, xs)
+        v.assign(w)
+        return ys
+
+    f(jnp.ones(3))
+    assert float(v) == 6.0
+
+
+def test_assigning_inside_a_vmap_is_refused():
+    with pytest.raises(RuntimeError, match=r"'v' is assigned inside a jax\.vmap"):
+        tg.trace(lambda x: jax.vmap(lambda y: v.assign(y).value)(x))(jnp.ones(3))
+
+
+def test_an_exception_assigns_nothing():
+    @tg.trace
+    def f(x):
+        v.assign(x)
+        raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            f(1.0)
+    assert float(v) == 3.0
+
+
+def test_a_variable_created_while_tracing_is_one_from_then_on():
+    class Lazy:
+        w = None
+
+        def __call__(self, x):
+            if self.w is None:
+                self.w = Variable(np.float32(2), name="w")
+            return self.w * x
+
+    lazy = Lazy()
+    f = tg.trace(lambda x: lazy(x))
+    assert f(3.0) == 6.0
+    lazy.w.assign(5.0)
+    assert f(3.0) == 15.0
+
+
+# ------------------------------------------------------------------------------ which Variables
+
+
+def test_other_variables_for_other_arguments():
+    a, b = Variable(1.0, name="a"), Variable(2.0, name="b")
+
+    @functools.partial(tg.trace, static_argnames="which")
+    def f(x, which):
+        if which == "a":
+            a.assign_add(x.sum())
+        if which == "b":
+            return x * b
+        return x * 1
+
+    x = jnp.ones(2)
+    for i in range(3):
+        f(x, which="a")
+        assert float(a) == 1 + 2 * (i + 1)
+        np.testing.assert_array_equal(f(x, "b"), [2.0, 2.0])
+        np.testing.assert_array_equal(f(x, None), [1.0, 1.0])
+        np.testing.assert_array_equal(f(jnp.ones(3), which="b"), [2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.grad], ids=["called", "differentiated"])
+def test_variables_that_turn_up_after_calls_without_any(around):
+    w = Variable(10.0)
+
+    @functools.partial(tg.trace, static_argnames="training")
+    def f(x, training=False):
+        if training:
+            w.assign_add(1.0)
+            return w * x
+        return x * 2
+
+    f(1.0)
+    f(1.0)
+    call = around(f)
+    assert call(1.0, training=True) == 11.0
+    assert float(w) == 11.0
+    w.assign(20.0)
+    assert call(1.0, training=True) == 21.0
+    assert call(1.0) == 2.0
+    assert float(w) == 21.0
+
+
+def test_they_turn_up_inside_another_traced_function_too():
+    w = Variable(10.0)
+    inner = tg.trace(lambda x, n: w * x if n > 1 else x, static_argnums=1)
+    assert inner(1.0, 1) == 1.0
+    outer = tg.trace(lambda x: inner(x, 2))
+    assert outer(1.0) == 10.0
+    w.assign(20.0)
+    assert outer(1.0) == 20.0
+    assert inner(1.0, 2) == 20.0
+
+
+def test_a_function_without_variables_goes_to_jits_own_callable():
+    f = tg.trace(lambda x: x + 1)
+    f(1.0)
+    if _jax.keep_recompute_options("cpu") is None:
+        assert f.__call__ is f._jit
+    assert f(1.0) == 2.0
+
+
+def test_jit_options_mean_the_users_arguments():
+    f = tg.trace(
+        lambda x, n, *, flag: v * x * n if flag else x,
+        static_argnums=1,
+        static_argnames="flag",
+        donate_argnums=0,
+    )
+    x = jnp.ones(2)
+    np.testing.assert_array_equal(f(x, 2, flag=True), [6.0, 6.0])
+    assert x.is_deleted()
+    np.testing.assert_array_equal(f(jnp.ones(2), 3, flag=True), [9.0, 9.0])
+    assert tg.trace(lambda x, n: v * x * n, static_argnums=-1)(1.0, 2) == 6.0
+    assert tg.trace(lambda x, n: v * x * n, static_argnames="n")(1.0, 2) == 6.0
+    assert tg.trace(lambda x: v * x, keep_unused=True)(1.0) == 3.0
+
+
+# ------------------------------------------------------------------------------------- buffers
+
+
+def counter():
+    w = Variable(np.zeros(1 << 16, np.float32))
+
+    @tg.trace
+    def step():
+        w.assign_add(1.0)
+
+    return w, step
+
+
+def test_a_step_writes_over_the_buffer_that_it_made():
+    w, step = counter()
+    step()
+    places = {address(w)}
+    for _ in range(3):
+        step()
+        places.add(address(w))
+    assert len(places) == 1
+    assert float(w[0]) == 4.0
+
+
+def test_an_array_that_somebody_was_handed_lives_on():
+    w, step = counter()
+    step()
+    kept = [w.value, jax.tree.leaves(w)[0], w.numpy()]
+    step()
+    step()
+    assert [float(x[0]) for x in kept] == [1.0, 1.0, 1.0]
+    assert not any(x.is_deleted() for x in kept[:2])
+    assert float(w[0]) == 3.0
+
+
+def test_the_users_own_array_never_dies():
+    mine = jnp.zeros(1 << 16)
+    w = Variable(mine)
+    step = tg.trace(lambda: w.assign_add(1.0) * 0)
+    step()
+    step()
+    other = jnp.full(1 << 16, 5.0)
+    w.assign(other)
+    step()
+    assert (float(mine[0]), float(other[0]), float(w[0])) == (0.0, 5.0, 6.0)
+
+
+def test_what_a_step_is_given_and_returns_is_not_written_over():
+    n = Variable(np.arange(4))
+    put = tg.trace(lambda x: (n.assign(x), n.value, x)[1:])
+    add = tg.trace(lambda: n.assign_add(1).value)
+    given = jnp.arange(4) + 10
+    returned = put(given)
+    results = [add(), add()]
+    np.testing.assert_array_equal(given, np.arange(4) + 10)
+    np.testing.assert_array_equal(returned[0], given)
+    np.testing.assert_array_equal(returned[1], given)
+    np.testing.assert_array_equal(results[0], np.arange(4) + 11)
+    np.testing.assert_array_equal(results[1], np.arange(4) + 12)
+
+
+def test_two_variables_never_share_a_buffer_that_is_written_over():
+    a, b = Variable(1.0), Variable(2.0)
+    swap = tg.trace(lambda: (a.value, a.assign(b), b.value)[0])
+
+    @tg.trace
+    def exchange():
+        old = a.value
+        a.assign(b)
+        b.assign(old)
+
+    both = tg.trace(lambda: (a.assign_add(1.0), b.assign(a))[1] * 0)
+    exchange()
+    assert (float(a), float(b)) == (2.0, 1.0)
+    exchange()
+    swap()
+    both()
+    both()
+    assert (float(a), float(b)) == (4.0, 4.0)
+    exchange()
+    assert (float(a), float(b)) == (4.0, 4.0)
+
+
+def test_a_variable_that_is_also_an_argument_is_given_as_it_was():
+    w, _ = counter()
+    add = tg.trace(lambda x: (w.assign_add(1.0), x[0])[1])
+    assert [float(add(w)) for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert float(w[0]) == 3.0
+
+
+def test_a_variable_that_is_only_read_keeps_its_buffer():
+    w, step = counter()
+    look = tg.trace(lambda: w.sum())
+    step()
+    place = address(w)
+    assert float(look()) == float(look()) == 1 << 16
+    step()
+    assert address(w) == place
+
+
+def test_donation_does_not_warn():
+    w, step = counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        step()
+    assert float(w[0]) == 2.0
+
+
+def test_sharded_variables_stay_sharded():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    w = Variable(jax.device_put(jnp.arange(8.0), sharding))
+    step = tg.trace(lambda: w.assign_add(1.0) * 0)
+    for _ in range(3):
+        step()
+    assert w.value.sharding == sharding
+    np.testing.assert_array_equal(w.value, np.arange(8.0) + 3)
+
+
+def test_shardings_are_those_of_the_users_arguments():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("d"))
+    scale = Variable(3.0)
+    for given in (split, (split,)):
+        f = tg.trace(lambda x: scale * x, in_shardings=given, out_shardings=split)
+        assert f(np.ones(8, "float32")).sharding == split
+
+
+def test_steps_on_several_threads_lose_nothing():
+    w, step = counter()
+    step()
+    errors = []
+
+    def work():
+        try:
+            for _ in range(25):
+                step()
+                float(w[0])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert float(w[0]) == 101.0
+
+
+# ------------------------------------------------------------------------------------- lifetime
+
+
+def test_neither_functions_nor_variables_are_kept_alive():
+    def run():
+        w = Variable(1.0)
+        f = tg.trace(lambda x: w * x)
+        f(1.0)
+        g = tg.trace(lambda x: w.assign_add(x) * x)
+        g(1.0)
+        return weakref.ref(w), weakref.ref(f), weakref.ref(g)
+
+    references = run()
+    gc.collect()
+    assert [r() for r in references] == [None, None, None]
+
+
+def test_a_program_of_a_variable_that_is_gone_is_not_used():
+    class Holder:
+        w = None
+
+    @tg.trace
+    def f(x):
+        return Holder.w * x
+
+    for value in (1.0, 2.0):
+        Holder.w = Variable(value)
+        assert f(3.0) == 3 * value
+        Holder.w = None
+        gc.collect()
+
+
+def test_a_function_that_makes_a_new_variable_at_each_trace_gives_right_results_all_the_same():
+    f = tg.trace(lambda x: Variable(2.0) * x)
+    assert [float(f(x)) for x in (1.0, 2.0, 3.0)] == [2.0, 4.0, 6.0]
