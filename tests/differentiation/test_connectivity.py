@@ -134,9 +134,9 @@ def test_a_loop_connects_what_some_iteration_connects():
 
         return lax.fori_loop(0, n, body, (a, b, c))
 
-    # Whatever the number of iterations, each place may hold what came in at each other, but
-    # nothing passes from the third to the second.
-    assert connected(lambda a, b, c: rotate(a, b, c, 5), 1.0, 2.0, 3.0) == [[0, 1], [1], [0, 1, 2]]
+    # Whatever the number of iterations, each place may hold what came in at another, but nothing
+    # comes through the second; and after one iteration nothing is where it was.
+    assert connected(lambda a, b, c: rotate(a, b, c, 5), 1.0, 2.0, 3.0) == [[1], [], [0, 1]]
 
     def while_loop(x, y, limit):
         return lax.while_loop(
@@ -152,6 +152,16 @@ def test_a_variable_of_one_branch_is_connected():
 
     got = grad(f, (1, 2), unconnected="none")(True, 1.0, 2.0)
     assert got == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(("length", "linked"), [(0, True), (2, False)])
+def test_a_scan_hands_on_its_carry_only_if_it_does_not_run(length, linked):
+    def rounded(x):
+        return lax.scan(lambda c, _: (jnp.round(c) + 1.0, None), x, None, length=length)[0]
+
+    (inputs,) = connections(tg.graph(rounded)(0.7))
+    assert (0 in inputs) == linked
+    assert jax.grad(rounded)(0.7) == (1.0 if linked else 0.0)
 
 
 def test_what_a_scan_only_reads_as_an_index_is_not_connected():

@@ -31,8 +31,9 @@ def dependence(graph: Graph) -> Masks:
     """For every output of a graph, the inputs that it depends on through any data flow.
 
     Exact for what is computed from operands; through a loop it is the fixed point over all
-    iterations, through a branch the union over the branches (and the predicate). Where JAX alone
-    knows what a region means, every result depends on every operand.
+    iterations, none included unless a scan is known to run; through a branch the union over the
+    branches (and the predicate). Where JAX alone knows what a region means, every result depends
+    on every operand.
     """
     return spread(graph, [1 << i for i in range(len(graph.inputs))], data_flow)
 
@@ -116,8 +117,11 @@ def _enter_scan(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Mask
         outs = run(node.regions["jaxpr"], ins)
         carry = [a | b for a, b in zip(ins[first:last], outs, strict=False)]
         if carry == ins[first:last]:
-            # With no iteration at all, what went in comes out.
-            return [*carry, *outs[carried:]], {"jaxpr": ins}
+            length = node.params["length"]
+            if not isinstance(length, int) or length == 0:
+                # With no iteration at all, what went in comes out.
+                outs = [*carry, *outs[carried:]]
+            return outs, {"jaxpr": ins}
         ins = [*ins[:first], *carry, *ins[last:]]
 
 
