@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAIN = ROOT / "examples" / "train_digits.py"
-OTHERS = sorted(set((ROOT / "examples").glob("*.py")) - {MAIN})
+WORDS = ROOT / "examples" / "word_vectors.py"
+OTHERS = sorted(set((ROOT / "examples").glob("*.py")) - {MAIN, WORDS})
 
 
 def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,3 +75,19 @@ def test_the_main_example_refuses_before_it_trains(argument, complaint, tmp_path
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stdout == ""
+
+
+def test_word_vectors_find_words_that_are_used_alike(tmp_path: Path):
+    done = run(WORDS, tmp_path, "--no-progress")
+    assert done.returncode == 0, done.stderr
+    ((pairs, found),) = re.findall(r"^Of (\d+) expected pairs (\d+) are", done.stdout, re.M)
+    assert 7 <= int(found) <= int(pairs)
+    assert re.search(r"^  true .*\bfalse\b", done.stdout, re.M)
+    assert (tmp_path / "word_vectors.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stderr == ""
+
+
+def test_word_vectors_refuse_before_they_train(tmp_path: Path):
+    done = run(WORDS, tmp_path, "--out=curve.txt")
+    assert done.returncode == 2
+    assert "must end in .png, .pdf or .svg, not curve.txt" in done.stderr
