@@ -729,6 +729,31 @@ def test_steps_on_several_threads_lose_nothing():
     assert float(w[0]) == 101.0
 
 
+def test_a_thread_that_only_looks_is_not_disturbed_by_one_that_trains():
+    w, step = counter()
+    look = tg.trace(lambda: w.max() - w.min())
+    step(), look()
+    errors, done = [], threading.Event()
+
+    def watch():
+        try:
+            while not done.is_set():
+                assert float(look()) == 0.0
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=watch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        step()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert float(w[0]) == 101.0
+
+
 # ------------------------------------------------------------------------------------- lifetime
 
 

@@ -241,8 +241,12 @@ class Variable:
         """What is read where nobody listens."""
         if _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
+        return self._handed()
+
+    def _handed(self) -> Any:
+        """The array, for somebody who may keep it."""
         value = self._value
-        self._is_ours = False  # whoever has the array may keep it
+        self._is_ours = False
         # `lend` looks at the two in the other order: it sees this, or is seen here.
         if self._borrower is not None or self._value is not value:
             return _awaited(self)
@@ -481,6 +485,7 @@ class Variable:
 _lock = threading.Lock()
 _returned = threading.Condition(_lock)
 _waiting = 0  # how many threads wait for it
+_lenders: set[int] = set()  # the threads that ever lent
 
 
 @jax.jit
@@ -502,6 +507,7 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
     me = threading.get_ident()
     with _lock:
         _wait_for(variables, me)
+        _lenders.add(me)
         values: list[Any] = []
         foreign = []
         for variable in variables:
@@ -541,7 +547,13 @@ def take_back(variables: Sequence[Variable]) -> None:
 
 
 def peek(variables: Sequence[Variable]) -> list[Any]:
-    """The stored values, for a program that only reads them: nobody is handed them."""
+    """The stored values, for a program that only reads them: nobody is handed them.
+
+    Where other threads lend, the array might be written over before the program runs, so there it
+    is handed out.
+    """
+    if _lenders and (len(_lenders) > 1 or threading.get_ident() not in _lenders):
+        return [variable._handed() for variable in variables]
     return [v._value if v._borrower is None else _awaited(v) for v in variables]
 
 
