@@ -34,7 +34,9 @@ def select(tree: Any, predicate: Predicate) -> Any:
     Args:
       tree: a pytree.
       predicate: ``(path, leaf) -> bool``; ``path`` is ``"layers/0/kernel"``, that is
-        ``jax.tree_util.keystr(path, simple=True, separator="/")``.
+        ``jax.tree_util.keystr(path, simple=True, separator="/")``. Under the variables of flax.nnx
+        stands a ``value``: there it is ``"layers/0/kernel/value"``, and ``"kernel" in
+        path.split("/")`` selects in every library's models.
 
     Returns:
       A tree of Python bools with the structure of `tree`.
