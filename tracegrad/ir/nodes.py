@@ -14,7 +14,7 @@ so the users of every value are always right, and a graph knows whether it was e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -237,8 +237,3 @@ class CustomGradient(RegionNode):
     @property
     def face_names(self) -> tuple[str, ...]:
         return ("jvp",) if self.kind == "jvp" else ("forward", "backward")
-
-
-def input_values(node: Node) -> Iterator[Value]:
-    """The inputs that are values, literals left out."""
-    return (v for v in node.inputs if isinstance(v, Value))
