@@ -7,6 +7,7 @@ parameters) counts by identity, and is held by the key, so that the identity sta
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -73,10 +74,25 @@ def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
     `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
     programs just the primal counts.
     """
-    if "donated_invars" in params:  # a jitted function, the most common: its settings are hashable
-        settings = tuple([value for name, value in params.items() if name != "jaxpr"])
-        return program_key(params["jaxpr"], as_run=as_run), settings
+    if "donated_invars" in params and not as_run:
+        return _jit_key(params)
     return tuple([(name, _value_key(params[name], as_run)) for name in sorted(params)])
+
+
+def _jit_key(params: Mapping[str, Any]) -> Structure:
+    """That of a jitted function, which most operations of ``jax.numpy`` are: remembered, since
+    from one call to the next all its parameters are the same objects."""
+    settings = [value for name, value in params.items() if name != "jaxpr"]
+    program = params["jaxpr"]
+    known = _jit_keys.get(program)
+    if known is not None and all(map(operator.is_, known[0], settings)):
+        return known[1]
+    key = Structure((program_key(program), *(_value_key(value, False) for value in settings)))
+    _jit_keys[program] = settings, key
+    return key
+
+
+_jit_keys: weakref.WeakKeyDictionary[Any, tuple[list[Any], Structure]] = weakref.WeakKeyDictionary()
 
 
 def program_key(program: Any, *, as_run: bool = False) -> Structure:

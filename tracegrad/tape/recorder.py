@@ -19,7 +19,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source
 from tracegrad.ir.dependence import is_reference
-from tracegrad.tape.effects import has_effects, reads_the_host
+from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now, type_key
 from tracegrad.tape.lifting import captured_arrays, constants_below, lift
 from tracegrad.tape.record import Operation, Record
@@ -80,7 +80,7 @@ class Recorder(jax.core.Trace):
             with _jax.set_current_trace(self.parent_trace):
                 return primitive.bind(*args, **params)
         args = self._own_operands(primitive, args)
-        if is_jit and has_effects(params) and reads_the_host(params):
+        if is_jit and _jax.opened(params["jaxpr"]).effects and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
         with _jax.set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
