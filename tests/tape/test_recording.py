@@ -232,6 +232,70 @@ def test_a_compiled_function_that_closes_over_a_watched_array_passes_gradients_t
             assert dw.tolist() == [5.0, 7.0]
 
 
+def test_a_compiled_function_returns_its_argument_and_what_it_closes_over():
+    x, c = F32(2.0), F32(5.0)
+    f = jax.jit(lambda x: (x, c, x * c))
+    with GradientTape(persistent=True) as tape:
+        tape.watch([x, c])
+        same, constant, product = f(x)
+    assert tape.gradient(same, [x, c]) == [1.0, None]
+    assert tape.gradient(constant, [x, c]) == [None, 1.0]
+    assert tape.gradient(product, [x, c]) == [5.0, 2.0]
+
+
+def test_what_is_closed_over_has_a_gradient_only_while_it_is_watched():
+    x, c = F32(2.0), F32(5.0)
+    f = jax.jit(lambda x: x * c)
+    for watched in (True, False, True):
+        with GradientTape() as tape:
+            tape.watch([x, c] if watched else x)
+            y = f(x)
+        assert tape.gradient(y, [x, c]) == [5.0, 2.0 if watched else None]
+
+
+def test_a_tape_in_a_transformation_follows_what_a_compiled_function_closes_over():
+    def slope(x):
+        inner = jax.jit(lambda z: z * x)
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = inner(x)
+        return tape.gradient(y, x)
+
+    assert jax.jit(slope)(F32(2.0)) == 4.0
+    assert jax.grad(slope)(F32(2.0)) == 2.0
+    assert jax.vmap(slope)(jnp.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
+
+
+def test_rules_that_are_told_about_symbolic_zeros():
+    @jax.custom_vjp
+    def f(x, y):
+        return x * y
+
+    f.defvjp(
+        lambda x, y: (x.value * y.value, (x.value, y.value, x.perturbed, y.perturbed)),
+        lambda r, dy: (dy * r[1] * (1 + r[3]), dy * r[0] * (1 + r[2])),
+        symbolic_zeros=True,
+    )
+    x, y = F32(2.0), F32(3.0)
+    for _ in range(2):
+        assert tape_gradients(f, x, y) == [6.0, 4.0]
+        assert tape_gradients(lambda x: f(x, y), x) == [3.0]
+
+
+def test_implicit_functions_of_jax():
+    def root(a):
+        return lax.custom_root(
+            lambda z: z * z - a,
+            jnp.ones_like(a),
+            lambda f, z: lax.fori_loop(0, 20, lambda i, z: (z + (z * z - f(z)) / z) / 2, z),
+            lambda g, y: y / g(1.0),
+        )
+
+    np.testing.assert_allclose(tape_gradients(root, F32(4.0)), [0.25], rtol=1e-5)
+    matrix = jnp.array([[3.0, 1.0], [1.0, 2.0]])
+    agrees_with_jax(lambda b: (jax.scipy.sparse.linalg.cg(matrix, b)[0] ** 2).sum(), jnp.ones(2))
+
+
 def test_eager_control_flow_that_closes_over_a_watched_array():
     w = F32(3.0)
     x = F32(2.0)
