@@ -65,7 +65,7 @@ def microseconds(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=401)
+    parser.add_argument("--repeat", type=int, default=301)
     repeat = parser.parse_args().repeat
 
     rows = []
