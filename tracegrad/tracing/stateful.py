@@ -218,6 +218,7 @@ class Program:
             options = _jax.with_compiler_options(options, extra)
         donated = (*range(len(updated)), *options.pop("donate_argnums"))
         self.outermost = jax.jit(self.body, **options, donate_argnums=donated)
+        self._top_level = _jax.top_level_trace_type()
 
     def _with_shardings(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with shardings for the values too, where the user gave some."""
@@ -233,29 +234,31 @@ class Program:
 
     def variables(self) -> tuple[list[Variable], list[Variable], list[Variable]]:
         """Those updated, only read, only written."""
+        roles = self.roles
         updated, read, written = (
-            [ref() for ref in refs]
-            for refs in (self.roles.updated, self.roles.read, self.roles.written)
+            [ref() for ref in roles.updated],
+            [ref() for ref in roles.read],
+            [ref() for ref in roles.written],
         )
         return updated, read, written  # type: ignore[return-value]  # not over: all are there
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         updated, read, written = self.variables()
-        if type(_jax.current_trace(None)) is not _jax.top_level_trace_type() or listened():
+        if type(_jax.current_trace(None)) is not self._top_level or listened():
             values = [variable.value for variable in (*updated, *read)]
             new, result = self.nested(*values, *args, **kwargs)
             for variable, value in zip((*updated, *written), new, strict=True):
                 variable.assign(value)
             self.pipeline.warn_of_merging(stacklevel=5)
             return result
-        constant = peek(read)
+        constants = peek(read) if read else ()
         values = lend(updated)
         try:
-            new, result = self.outermost(*values, *constant, *args, **kwargs)
+            new, result = self.outermost(*values, *constants, *args, **kwargs)
         except BaseException:
             take_back(updated)
             raise
-        settle((*updated, *written), new)
+        settle([*updated, *written] if written else updated, new)
         return result
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -506,7 +506,9 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
     """
     me = threading.get_ident()
     with _lock:
-        _wait_for(variables, me)
+        for variable in variables:
+            if variable._borrower is not None:
+                _wait_for(variables, me)
         _lenders.add(me)
         values: list[Any] = []
         foreign = []
