@@ -162,6 +162,30 @@ def two_equal_constants_are_distinct(lib):
 
 
 @states
+def two_results_that_are_equal_to_their_operand_are_distinct(lib):
+    x, same = lib.constant([3.0, 4.0]), lib.function(lambda x: x)
+    with lib.GradientTape() as tape:
+        tape.watch(x)
+        first, second = same(x), same(x)
+        y = first * 2
+    return tape.gradient(y, [x, first, second])
+
+
+@states
+def two_variables_given_one_array_are_distinct(lib):
+    x = lib.constant(3.0)
+    v, w = lib.Variable(x), lib.Variable(x)
+    with lib.GradientTape() as tape:
+        y = v * v * w
+    initial = tape.gradient(y, [v, w])
+    v.assign(x)
+    w.assign(x)
+    with lib.GradientTape() as tape:
+        y = v * v
+    return [initial, tape.gradient(y, [v, w])]
+
+
+@states
 def after_an_update_the_name_means_another_array(lib):
     x0 = x = lib.constant(3.0)
     with lib.GradientTape() as tape:
