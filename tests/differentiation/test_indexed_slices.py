@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
 from tracegrad.differentiation import grad, value_and_grad
@@ -154,6 +156,20 @@ def test_a_table_that_is_looked_up_in_another_precision():
     slices = grad(lambda t: jnp.sum(t.astype("bfloat16")[IDS]), sparse=True)(TABLE)
     assert slices.dtype == TABLE.dtype
     np.testing.assert_array_equal(slices.values, np.ones((3, 4)))
+
+
+@pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=["rows", "columns"])
+def test_a_table_that_is_spread_over_devices(spec):
+    for axis_type, kind in [(AxisType.Auto, IndexedSlices), (AxisType.Explicit, jax.Array)]:
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
+        with jax.set_mesh(mesh):
+            table = jax.device_put(TABLE, NamedSharding(mesh, spec))
+            where = {} if axis_type is AxisType.Auto else {"out_sharding": P(None, spec[1])}
+            loss = squares(lambda t, where=where: t.at[IDS].get(**where))
+            found = jax.jit(grad(loss, sparse=True))(table)
+        assert isinstance(found, kind)
+        expected = jax.grad(squares(lambda t: t[IDS]))(TABLE)
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6)
 
 
 def test_embeddings_of_flax_and_equinox():

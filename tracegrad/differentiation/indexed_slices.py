@@ -153,17 +153,18 @@ class IndexedSlices:
         [0 2 5] [2. 4. 0.]
         """
         rows = self._known_shape()[0]
-        count = len(self.indices)
-        if count == 0:
-            return self
         indices = jnp.where(self.indices < 0, self.indices + rows, self.indices)
         is_row = (indices >= 0) & (indices < rows)
-        unique, place = jnp.unique(
-            jnp.where(is_row, indices, rows), return_inverse=True, size=count, fill_value=rows
-        )
-        values = jnp.where(_like_rows(is_row, self.values), self.values, 0)
+        indices = jnp.where(is_row, indices, rows)
+        order = jnp.argsort(indices)
+        indices = indices[order]
+        values = jnp.where(_like_rows(is_row, self.values), self.values, 0)[order]
+        is_first = jnp.ones(indices.shape, bool).at[1:].set(indices[1:] != indices[:-1])
+        place = jnp.cumsum(is_first) - 1
         return _make(
-            jnp.zeros_like(values).at[place.reshape(-1)].add(values), unique, self.dense_shape
+            jnp.zeros_like(values).at[place].add(values),
+            jnp.full_like(indices, rows).at[place].set(indices),
+            self.dense_shape,
         )
 
     def __add__(self, other: Any) -> Any:

@@ -37,8 +37,9 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
       A function ``(*args) -> results``. A result is `IndexedSlices` where the whole of it comes
       from lookups by axis 0 (``table[ids]``, `jax.numpy.take`), also in jitted functions: one
       slice for each lookup, the lookup that ran first in front. What meets a dense gradient, and
-      what was looked up in the body of a loop, of a branch or of a recomputed function, is an
-      array. Results that nobody needs any more are not computed; effects are kept.
+      what was looked up in the body of a loop, of a branch or of a recomputed function, or in a
+      table on a mesh with explicit axes, is an array. Results that nobody needs any more are not
+      computed; effects are kept.
     """
     main = _Entered(import_program(program))
     outputs = main.graph.outputs
@@ -237,7 +238,8 @@ def _scatters(place: _Entered, value: Value | Literal) -> list[_Scatter] | None:
         if node.op in ("add", "add_any"):
             pending += [(place, v) for v in node.inputs[::-1]]
             continue
-        if node.op == "convert_element_type" and _jax.has_gradient(node.inputs[0].aval):
+        is_cast = node.op == "convert_element_type" and _jax.has_gradient(node.inputs[0].aval)
+        if is_cast or node.op == "copy":
             pending.append((place, node.inputs[0]))
             continue
         scatter = _SCATTERS.get(node.op, _no_scatter)(place, node)

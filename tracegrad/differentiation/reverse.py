@@ -66,8 +66,8 @@ def grad(
         `jax.numpy.take`, embeddings of flax and equinox), also in jitted functions, gets
         `IndexedSlices`: one slice for each lookup, and no array of the table's size is ever made.
         Then `fun` is traced, and takes what `jax.jit` takes. What is used in another way too, was
-        computed, or is looked up in the body of a loop, a branch or a recomputed function, gets
-        an array.
+        computed, or is looked up in the body of a loop, a branch or a recomputed function, or on
+        a mesh with explicit axes, gets an array.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
       allow_int: whether integer leaves may be selected; their gradients have dtype ``float0``.
 
