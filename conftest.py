@@ -48,6 +48,8 @@ set_environment()
 # searches anew each time, and longer.
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
+# Every night, for the random programs, of which each profile takes four times its number and more.
+settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=500)
 settings.load_profile("steady")
 
 
