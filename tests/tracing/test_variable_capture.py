@@ -294,6 +294,28 @@ def test_who_is_not_told_of_a_read_can_tell_it_by_the_operand():
     assert found[1] is None
 
 
+def test_a_listener_hears_of_a_read_in_a_function_that_is_not_run_again():
+    class Heard:
+        def __init__(self):
+            self.values = []
+
+        def on_read(self, variable, outside):
+            self.values.append((variable, outside()))
+            return self.values[-1][1]
+
+    for _ in range(2):
+        heard = Heard()
+
+        def f(x, heard=heard):
+            with listening(heard):
+                return jitted(x)
+
+        assert tg.trace(f)(2.0) == 6.0
+        assert heard.values
+        assert all(variable is v for variable, _ in heard.values)
+        assert all(variable_of(value) is v for _, value in heard.values)
+
+
 # ----------------------------------------------------------------------------------- assignment
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.tracing.variable import FROZEN, Variable, listening
+from tracegrad.tracing.variable import FROZEN, Variable, innermost_listener, listening
 
 # A part of the key of every program that JAX keeps: programs made under one value are not used
 # under another.
@@ -40,6 +40,7 @@ class ReadAgain(BaseException):
 
 class _Active(threading.local):
     captures = 0
+    telling = False  # that a function which is not run again has read a Variable
 
 
 _active = _Active()
@@ -98,6 +99,8 @@ class Capture:
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if _active.telling:
+            return stand_in(variable)
         where = _jax.staging_trace()
         key = id(variable)
         if where is None:  # jax.ensure_compile_time_eval
@@ -218,14 +221,27 @@ def _name(trace: Any) -> str:
 def stand_in(variable: Variable) -> Any:
     """What a Variable that is not assigned before is to functions whose programs JAX keeps."""
     if variable._stand_in is None:
-        name = variable.name
+        name, reference = variable.name, weakref.ref(variable)
 
         def check() -> None:
             if not _active.captures:
                 raise RuntimeError(FROZEN.format(name=name))
+            _tell(reference())
 
-        variable._stand_in = _jax.Placeholder(variable.aval, weakref.ref(variable), check)
+        variable._stand_in = _jax.Placeholder(variable.aval, reference, check)
     return variable._stand_in
+
+
+def _tell(variable: Variable | None) -> None:
+    """Lets those who listen inside a traced function, as tapes do, hear of the read in a function
+    whose program JAX has kept: when the program is called, with the stand-in for an operand."""
+    if variable is None or _active.telling or isinstance(innermost_listener(), Capture):
+        return
+    _active.telling = True
+    try:
+        variable.read_value()
+    finally:
+        _active.telling = False
 
 
 def variable_of(value: object) -> Variable | None:

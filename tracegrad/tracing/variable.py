@@ -63,6 +63,11 @@ def stop_listening(listener: Listener) -> None:
     _listeners.stack = stack[:place] + stack[place + 1 :]
 
 
+def innermost_listener() -> Listener | None:
+    """Who is asked first on this thread."""
+    return _listeners.stack[-1] if _listeners.stack else None
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Listens to the Variables that this thread reads and assigns inside the block."""
