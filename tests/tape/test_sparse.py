@@ -139,6 +139,45 @@ def test_gradients_in_a_traced_function_are_slices_too():
     assert "scatter" not in program
 
 
+def test_reads_of_a_variable_with_several_values_stand_one_after_the_other():
+    table = Variable(TABLE)
+    with GradientTape(persistent=True) as tape:
+        first = jnp.sum(table[IDS] ** 2)
+        table.assign(TABLE + 1)
+        y = first + jnp.sum(table[IDS + 1] ** 2)
+        (inside,) = gradients(y, table, sparse=True)
+    for slices in (inside, tape.gradient(y, table, sparse=True)):
+        np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
+        expected = jnp.concatenate([2 * TABLE[IDS], 2 * (TABLE[IDS + 1] + 1)])
+        np.testing.assert_allclose(slices.values, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["tape", "gradients", "grad"])
+def test_a_traced_step_on_a_variable_writes_the_rows_that_it_looked_up(how):
+    table = Variable(TABLE)
+
+    def loss(table):
+        return jnp.sum((jnp.take(table, IDS, axis=0) - 1.0) ** 2)
+
+    @tg.trace
+    def step():
+        if how == "tape":
+            with GradientTape() as tape:
+                value = loss(table)
+            slices = tape.gradient(value, table, sparse=True)
+        elif how == "gradients":
+            (slices,) = gradients(loss(table), table, sparse=True)
+        else:
+            slices = tg.grad(loss, sparse=True)(table.value)
+        table.assign_sub(0.1 * slices)
+
+    expected = TABLE
+    for _ in range(3):
+        step()
+        expected = expected - 0.1 * jax.grad(loss)(expected)
+    np.testing.assert_allclose(table.value, expected, rtol=1e-5)
+
+
 def test_hessians_are_dense():
     f = tg.trace(lambda t: hessians(jnp.sum(t[jnp.array([1])] ** 2), t, sparse=True)[0])
     np.testing.assert_array_equal(f(jnp.ones(2)), [[0, 0], [0, 2]])

@@ -7,6 +7,8 @@ function is traced once more with everything recorded, as soon as it first calls
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -236,6 +238,8 @@ def _values(values: Any) -> list[Any]:
 
 def _sum(terms: Sequence[Any], aggregate: Aggregation) -> Any:
     known = [term for term in terms if term is not None]
+    if any(map(is_slices, known)):
+        return functools.reduce(operator.add, known)
     return aggregate(known) if known else None
 
 
