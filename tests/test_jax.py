@@ -150,3 +150,55 @@ def test_integers_have_empty_cotangents(dtype):
     (ct,) = vjp(jnp.ones(3))
     assert ct.dtype == _jax.no_cotangent(aval).dtype
     assert ct.shape == _jax.no_cotangent(aval).shape
+
+
+def test_a_placeholder_becomes_a_constant_also_of_programs_that_jax_keeps():
+    checks = []
+    value = _jax.Placeholder(jax.typeof(jnp.ones(3)), "w", lambda: checks.append(1))
+
+    @jax.jit
+    def inner(x):
+        return value * x
+
+    for _ in range(2):
+        program = jax.make_jaxpr(lambda x: inner(x) + value)(1.0)
+        assert [c is value for c in _jax.constants_of(program)] == [True]
+    assert checks
+
+
+def test_a_placeholder_that_is_computed_with_outside_asks_its_check():
+    def refuse():
+        raise RuntimeError("mine")
+
+    value = _jax.Placeholder(jax.typeof(1.0), "w", refuse)
+    with pytest.raises(RuntimeError, match="mine"):
+        jnp.sin(value)
+
+
+def test_programs_that_are_being_made_are_told_from_other_transformations():
+    found = {}
+
+    def look(name, x):
+        found[name] = _jax.staging_trace() is not None
+        return x
+
+    look("nothing", 0)
+    jax.grad(lambda x: look("grad", x))(1.0)
+    jax.vmap(lambda x: look("vmap", x))(jnp.ones(2))
+    jax.make_jaxpr(jax.vmap(lambda x: look("program", x)))(jnp.ones(2))
+    jax.checkpoint(lambda x: look("checkpoint", x))(1.0)
+    assert found == {
+        "nothing": False,
+        "grad": False,
+        "vmap": False,
+        "program": True,
+        "checkpoint": True,
+    }
+
+
+def test_an_alias_is_another_object_over_the_same_buffer():
+    x = jnp.ones(3)
+    alias = _jax.fresh_alias(x)
+    assert alias is not x
+    assert alias.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+    assert alias.committed == x.committed
