@@ -342,6 +342,15 @@ def staging_trace() -> Any:
     return trace
 
 
+def is_part_of_a_program() -> bool:
+    """Whether the program that is being traced now becomes a part of another one."""
+    trace, kind, count = current_trace(None), staging_trace_type(), 0
+    while trace is not None:
+        count += isinstance(trace, kind)
+        trace = parent_trace(trace)
+    return count > 1
+
+
 def parent_trace(trace: Any) -> Any:
     """The transformation around a transformation; None outside of all."""
     return getattr(trace, "parent_trace", None)

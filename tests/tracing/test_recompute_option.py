@@ -34,6 +34,14 @@ def test_inside_another_compiled_function_the_option_is_shown_once():
     assert all("compiler_options={'xla_disable_hlo_passes'" in text for text in messages)
 
 
+@pytest.mark.skipif(not needs_option, reason="this JAX keeps what is recomputed by itself")
+def test_the_warning_is_at_the_line_of_the_call():
+    f = recomputing()
+    with pytest.warns(UserWarning, match="recomputes") as caught:
+        jax.jit(lambda x: f(x))(1.0)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,3 +74,17 @@ def test_it_is_said_at_doubling_counts_only():
         for i in range(40):
             step(jnp.ones(i))
     assert len(caught) == 3  # at 8, 16 and 32 retraces
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, tg.trace])
+def test_a_part_of_another_program_is_not_compiled_and_not_counted(wrap):
+    dense = tg.trace(lambda w, x: x + jnp.sum(w))
+
+    def net(x):
+        for i in range(20):
+            x = dense(jnp.ones(i + 1), x)
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(net)(1.0)

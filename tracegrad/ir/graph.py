@@ -76,6 +76,7 @@ class Graph:
         self.constants: dict[Value, Any] = {}
         self.nodes: list[Node] = []
         self.outputs: list[Value | Literal] = []
+        self._sealed: tuple[Any, ...] = ()  # what it held when it was made of its program
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
         self._owners: weakref.WeakSet[RegionNode] = weakref.WeakSet()
         # For a copy: the node of the original -> its node here, so that occurrences stay good.
@@ -133,9 +134,31 @@ class Graph:
         """Whether neither it nor any region below it was edited since it was imported."""
         return self._is_clean({})
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether it or a region below it has a `Recompute`."""
+        return any(isinstance(node, Recompute) for graph in self._below({}) for node in graph.nodes)
+
+    def _below(self, seen: dict[Graph, None]) -> Iterable[Graph]:
+        """This graph and all regions below it, each once."""
+        if self not in seen:
+            seen[self] = None
+            for node in self.nodes:
+                for region in node.regions.values():
+                    region._below(seen)
+        return seen
+
+    def seal(self) -> None:
+        """Notes what it holds as what its program computes: with that it is clean."""
+        self._sealed = self._contents()
+
+    def _contents(self) -> tuple[Any, ...]:
+        return (tuple(self.inputs), tuple(self.nodes), tuple(self.outputs), tuple(self.constants))
+
     def _is_clean(self, known: dict[Graph, bool]) -> bool:
         if self not in known:
-            known[self] = self.program is not None and all(
+            untouched = self.program is not None and self._sealed == self._contents()
+            known[self] = untouched and all(
                 region._is_clean(known)
                 for node in self.nodes
                 if isinstance(node, RegionNode)
@@ -243,6 +266,8 @@ class Graph:
         }
         new.nodes = new._splice(self, values)
         new.outputs = [values[v] if isinstance(v, Value) else v for v in self.outputs]
+        if self._sealed == self._contents():
+            new.seal()
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)

@@ -15,6 +15,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,15 @@ def calling_line() -> Origin | None:
         if is_user_file(code.co_filename):
             return Origin(code.co_filename, line, code.co_qualname)
     return None
+
+
+def warn_where_called(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the user's code that is running now."""
+    line = calling_line()
+    if line is None:
+        warnings.warn(message, category, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, category, line.file, line.line)
 
 
 def is_user_file(file: str) -> bool:

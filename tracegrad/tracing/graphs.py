@@ -111,6 +111,14 @@ def trace_to_graph(
     """Traces `fun` on these arguments; `in_tree` of the result is that of the dynamic ones."""
     args = tuple(args)
     static_kwargs = static.named(kwargs)
+    for name, value in static_kwargs.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ValueError(
+                "Non-hashable static arguments are not supported: programs are kept by the values "
+                f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
+            ) from error
     positions = static.within(args)
     dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 

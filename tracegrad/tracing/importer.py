@@ -79,6 +79,7 @@ def _import(
         graph.append(node, [var.aval for var in equation.outvars])
         values.update(zip(equation.outvars, node.outputs, strict=True))
     graph.outputs = [read(atom) for atom in open_form.outvars]
+    graph.seal()
     return graph
 
 

@@ -7,7 +7,6 @@ compilation. A function that meets ever new ones is slow without a visible cause
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tracegrad.ir.occurrence import calling_line
+from tracegrad.ir.occurrence import warn_where_called
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8
@@ -83,11 +82,7 @@ class TraceHistory:
             f"{where} changed, the last time from {old} to {new}. Each time costs a compilation: "
             f"{_CURES[kind]}."
         )
-        line = calling_line()
-        if line is None:
-            warnings.warn(message, RetraceWarning, stacklevel=2)
-        else:
-            warnings.warn_explicit(message, RetraceWarning, line.file, line.line)
+        warn_where_called(message, RetraceWarning)
 
 
 def _is_due(count: int) -> bool:

@@ -249,7 +249,7 @@ class Program:
             new, result = self.nested(*values, *args, **kwargs)
             for variable, value in zip((*updated, *written), new, strict=True):
                 variable.assign(value)
-            self.pipeline.warn_of_merging(stacklevel=5)
+            self.pipeline.warn_of_merging()
             return result
         constants = peek(read) if read else ()
         values = lend(updated)

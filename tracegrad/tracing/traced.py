@@ -11,7 +11,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,8 @@ from typing import Any, TypeVar, overload
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Recompute
+from tracegrad.ir import Graph
+from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.retracing import Signature, TraceHistory
@@ -102,9 +102,9 @@ class Pipeline:
             graph = self.graph(args, kwargs)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-        self._note(args, kwargs, self.static.within(args))
-        if not self.recomputes and any(isinstance(o.node, Recompute) for o in graph.walk()):
-            self.recomputes = True
+        if not _jax.is_part_of_a_program():  # else nothing is compiled for it
+            self._note(args, kwargs, self.static.within(args))
+        self.recomputes = self.recomputes or graph.recomputes
         return graph
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -123,7 +123,7 @@ class Pipeline:
         for function in list(self.functions):
             function.use_variables()
 
-    def warn_of_merging(self, stacklevel: int) -> None:
+    def warn_of_merging(self) -> None:
         """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
         # Inside another traced function that one sees to it, or warns itself.
         if not self.recomputes or self._warned or tracing_depth() or not _jax.under_jit():
@@ -132,13 +132,13 @@ class Pipeline:
         if options is None:
             return
         self._warned = True
-        warnings.warn(
+        warn_where_called(
             f"{self.__name__} recomputes, and is called inside another "
             "compiled function. On this JAX and backend XLA merges recomputed code with the "
             "original, which saves no memory, unless the outermost function is compiled with "
             f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
             f"`jax.jit(..., compiler_options={options})`.",
-            stacklevel=stacklevel,
+            UserWarning,
         )
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int]) -> None:
@@ -195,7 +195,12 @@ class TracedFunction:
             needed = _jax.keep_recompute_options(jax.default_backend()) is not None
             self.__call__ = self._keeping_recompute() if needed else self._jit
         call = self.__call__
-        return self._either(lambda: call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs)
+        try:
+            return self._either(
+                lambda: call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
+            )
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     def _either(
         self,
@@ -252,7 +257,7 @@ class TracedFunction:
 
     def _nested(self, *args: Any, **kwargs: Any) -> Any:
         result = self._jit(*args, **kwargs)
-        self._pipeline.warn_of_merging(stacklevel=4)
+        self._pipeline.warn_of_merging()
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -311,6 +316,9 @@ class TracedFunction:
         self._jit.clear_cache()
         self._outermost.clear_cache()
         self._stateful.clear_cache()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
+        return self  # as of any function: a model that holds one can be copied
 
     def __repr__(self) -> str:
         return f"<traced {self.__wrapped__!r}>"
@@ -395,6 +403,8 @@ def trace(
     """
     if fun is None:
         return functools.partial(trace, rules=rules, **jit_options)
+    if callable(rules) or not all(map(callable, rules)):
+        raise TypeError(f"rules is a sequence of functions Graph -> Graph; it was given {rules!r}")
     return TracedFunction(fun, rules, jit_options)
 
 
