@@ -1,7 +1,7 @@
 """The gradients of the TensorFlow-flavoured half, against what TensorFlow gave for them.
 
 TensorFlow's results are in ``tensorflow.json``, recorded by ``record.py``. Where tracegrad decided
-otherwise, ``statements.py`` has the result that it must have, and the reason.
+otherwise, ``statements`` has the result that it must have, and the reason.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ import tracegrad as tg
 
 RECORDED = json.loads(Path(__file__).with_name("tensorflow.json").read_text())["results"]
 
-# What cannot hold yet, and why: by the name of a statement.
-AWAITED = {
-    "recomputed_functions_run_once_more_in_the_backward_pass": "effects run once on tapes",
-}
 FUNCTIONS = "sum reshape sin cosh exp log floor ceil round sign real imag"
 
 
@@ -96,12 +92,7 @@ def differs(got, expected):
     return False
 
 
-def awaited(name):
-    marks = [pytest.mark.skip(reason=AWAITED[name])] if name in AWAITED else []
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [awaited(name) for name in STATEMENTS])
+@pytest.mark.parametrize("name", STATEMENTS)
 def test_statement(name):
     statement, lib = STATEMENTS[name], tracegrad_namespace()
     missing = [needed for needed in statement.needs if not hasattr(lib, needed)]
