@@ -202,3 +202,37 @@ def test_an_alias_is_another_object_over_the_same_buffer():
     assert alias is not x
     assert alias.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
     assert alias.committed == x.committed
+
+
+def test_a_trace_is_handed_functions_with_rules_in_a_form_that_we_know():
+    class Spy(jax.core.Trace):
+        def process_primitive(self, primitive, args, params, /):
+            with _jax.set_current_trace(top):
+                return primitive.bind(*args, **params)
+
+        def process_custom_jvp_call(self, primitive, fun, jvp, args, /, **params):
+            met.append(_jax.rule_functions((fun, jvp)))
+            assert not _jax.has_run(fun)
+            with _jax.set_current_trace(top):
+                results = fun.call_wrapped(*args)
+            assert _jax.has_run(fun)
+            trees = _jax.result_trees(fun)
+            _jax.forget_result_trees(fun)
+            assert not _jax.has_run(fun)
+            _jax.leave_result_trees(fun, trees)
+            assert _jax.has_run(fun)
+            return results
+
+    @jax.custom_jvp
+    def double(x):
+        return {"y": x * 2}
+
+    rule = lambda p, t: (double(*p), {"y": t[0] * 2})  # noqa: E731
+    double.defjvp(rule)
+    met = []
+    top = _jax.current_trace(None)
+    with _jax.set_current_trace(Spy()):
+        assert float(double(jnp.float32(2))["y"]) == 4.0
+    ((functions, trees),) = met
+    assert functions == (double.fun, rule)
+    assert trees is not None

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -206,6 +207,49 @@ def hide_frames(directory: str) -> None:
 def filters_tracebacks() -> bool:
     """Whether the user wants tracebacks without frames of libraries (JAX's own setting)."""
     return str(getattr(jax.config, "jax_traceback_filtering", "")) != "off"
+
+
+# ---------------------------------------------------------- functions with rules, as JAX has them
+#
+# A trace is handed them wrapped: the user's function, what JAX puts around it, and places in which
+# a run of it leaves the tree of its results for its caller.
+
+
+def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """The user's functions of a rule, and the trees of its arguments (None: not of the plain form,
+    as where some arguments are not differentiated)."""
+    functions = tuple(fun.f for fun in wrapped)
+    if any(len(fun.transforms) != 1 for fun in wrapped):
+        return functions, None
+    ((_, trees),) = wrapped[0].transforms
+    return functions, trees
+
+
+def result_trees(wrapped: Any) -> tuple[Any, ...]:
+    """What a run of a wrapped function has left about the trees of its results."""
+    return tuple(store and SimpleNamespace(val=store.val) for store in wrapped.stores)
+
+
+def leave_result_trees(wrapped: Any, trees: tuple[Any, ...]) -> None:
+    """Leaves that for the caller in the place of a run."""
+    wrapped.populate_stores(trees)
+
+
+def forget_result_trees(wrapped: Any) -> None:
+    """Makes it as if the function had not been run."""
+    for store in filter(None, wrapped.stores):
+        store.reset()
+
+
+def has_run(wrapped: Any) -> bool:
+    """Whether a wrapped function has left the tree of its results."""
+    for store in filter(None, wrapped.stores):
+        try:
+            if store.val is not None:
+                return True
+        except Exception:
+            pass
+    return False
 
 
 # ------------------------------------------------------------------------------- where we stand

@@ -9,7 +9,6 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -182,7 +181,7 @@ class Recorder(jax.core.Trace):
         known = None if key is None else _own_rules.get(key)
         if known is not None:
             program, stores = known
-            fun.populate_stores(stores)
+            _jax.leave_result_trees(fun, stores)
         else:
             with _jax.set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
@@ -190,14 +189,12 @@ class Recorder(jax.core.Trace):
                 )
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
-                stores = tuple(store and SimpleNamespace(val=store.val) for store in fun.stores)
-                _own_rules.put(key, (program, stores))
+                _own_rules.put(key, (program, _jax.result_trees(fun)))
         results = self._run_program(program, args, is_new=key is None)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
-        if any(map(_is_filled, rule.stores)):
-            for store in filter(None, fun.stores):
-                store.reset()
+        if _jax.has_run(rule):
+            _jax.forget_result_trees(fun)
         return results
 
     def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
@@ -249,15 +246,6 @@ def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
         )
 
 
-def _is_filled(store: Any) -> bool:
-    """Whether one of the places in which JAX's functions leave the trees of their results has one;
-    asking an empty one raises."""
-    try:
-        return store is not None and store.val is not None
-    except Exception:
-        return False
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | np.ndarray | np.generic | jax.Array)
 
@@ -285,12 +273,9 @@ def _own_rule_key(
     Somebody else's function may read what has changed since its last call, so that it is traced at
     each, as JAX does.
     """
-    if params.get("symbolic_zeros") or any(len(fun.transforms) != 1 for fun in subfuns):
-        return None  # the second also: it has arguments that are not differentiated
-    functions = tuple(fun.f for fun in subfuns)
-    if not all(map(is_jaxs_own, functions)):
+    functions, trees = _jax.rule_functions(subfuns)
+    if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
         return None
-    ((_, trees),) = subfuns[0].transforms
     types = tuple(map(type_key, args))
     return primitive, functions, trees, types, settings_now()
 
