@@ -1,4 +1,4 @@
-"""Records what TensorFlow gives for each programs of ``statements``.
+"""Records what TensorFlow gives for each program of ``statements``.
 
 Run it in an environment of its own, where TensorFlow is installed; nothing else here needs it:
 
