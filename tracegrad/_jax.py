@@ -148,18 +148,13 @@ def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
     return {"axis_names": axes, "check_vma": params["check_vma"]}
 
 
-def alias(array: Any) -> Any:
-    """Another object for the same value; an array's shares its buffer."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-        return jax.numpy.array(array, copy=True)
-    return fresh_alias(array)
-
-
-def type_key(value: Any) -> tuple[Any, Any, bool]:
-    """Shape, dtype and weak type: equal keys, equal programs."""
+def type_key(value: Any) -> Any:
+    """Equal for values for which one program serves. (With explicit shardings a type has more
+    than shape and dtype.)"""
     if isinstance(value, (bool, int, float, complex)):
         return (), type(value), True
-    return value.shape, value.dtype, bool(getattr(value, "weak_type", False))
+    aval = getattr(value, "aval", None)
+    return aval or (value.shape, value.dtype, bool(getattr(value, "weak_type", False)))
 
 
 # ------------------------------------------------------------------------------------- provenance
@@ -316,6 +311,8 @@ def fresh_alias(array: Any) -> Any:
     An array on one device keeps that one and would give it again, so each further one is a copy:
     what else shares a buffer commits it to its device, or makes a weak type strong.
     """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return jax.numpy.array(array, copy=True)
     if len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         shards = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

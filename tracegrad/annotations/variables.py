@@ -15,7 +15,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import described
-from tracegrad.tracing.variable import Variable, listening
+from tracegrad.tracing.variable import Variable, is_variable, listening
 
 
 class ReadsOutside:
@@ -44,7 +44,7 @@ class Reads(ReadsOutside):
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__()
         self._fun = fun
-        leaves = jax.tree.leaves(args, is_leaf=_is_variable)
+        leaves = jax.tree.leaves(args, is_leaf=is_variable)
         self._given = {leaf for leaf in leaves if isinstance(leaf, Variable)}
         self._found: dict[Variable, None] = {}
 
@@ -98,15 +98,11 @@ def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:
 
 def without_variables(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with the values of Variables in their places, which are inputs like any other."""
-    if not any(map(_is_variable, jax.tree.leaves(args, is_leaf=_is_variable))):
+    if not any(map(is_variable, jax.tree.leaves(args, is_leaf=is_variable))):
         return args
     leaves, tree = jax.tree.flatten(args)
     new: tuple[Any, ...] = jax.tree.unflatten(tree, leaves)
     return new
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, Variable)
 
 
 def require_variables_parameter(

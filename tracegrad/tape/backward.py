@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tracegrad.differentiation.indexed_slices import dense_leaves
+from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
 from tracegrad.differentiation.pull_back import Aggregation, pull_back, running_sum
 from tracegrad.ir.dependence import dependence
 from tracegrad.tape.record import Block, graph_of
@@ -98,3 +100,11 @@ def _seed(target: Any, seed: Any) -> Any:
     if seed.dtype != target.dtype:
         raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
     return seed
+
+
+def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
+    """The sum of the cotangents that are there, some of which may be slices; None if none is."""
+    known = [term for term in terms if term is not None]
+    if any(map(is_slices, known)):
+        return functools.reduce(operator.add, known)
+    return aggregate(known) if known else None

@@ -13,7 +13,7 @@ from tracegrad import _jax
 from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tape.tangents import Tangents
-from tracegrad.tracing.variable import Variable, start_listening, stop_listening
+from tracegrad.tracing.variable import Variable, is_variable, start_listening, stop_listening
 
 
 class ForwardAccumulator:
@@ -134,7 +134,7 @@ class ForwardAccumulator:
                 return jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
             return found
 
-        return jax.tree.map(tangent, target, is_leaf=_is_variable)
+        return jax.tree.map(tangent, target, is_leaf=is_variable)
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Gives the tangent of a Variable to each value that is read of it. (A `Listener`.)"""
@@ -151,13 +151,9 @@ class ForwardAccumulator:
 # --------------------------------------------------------------------------------------- arguments
 
 
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, Variable)
-
-
 def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
     """Every primal with its tangent, an array of its type."""
-    leaves, tree = jax.tree.flatten(primals, is_leaf=_is_variable)
+    leaves, tree = jax.tree.flatten(primals, is_leaf=is_variable)
     given: Any
     directions, given = jax.tree.flatten(tangents)
     if given != tree:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
-from tracegrad.tape.backward import seeds_for, trace_backward
+from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.tracing.variable import Variable, start_listening, stop_listening
+from tracegrad.tracing.variable import Variable, is_variable, start_listening, stop_listening
 
 
 class UnconnectedGradients(enum.Enum):
@@ -140,7 +139,7 @@ class GradientTape:
         no identity that JAX would keep).
         """
         self._check_thread()
-        for leaf in jax.tree.leaves(tensor, is_leaf=_is_variable):
+        for leaf in jax.tree.leaves(tensor, is_leaf=is_variable):
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
                 continue
@@ -323,7 +322,7 @@ class GradientTape:
         kind: _Kind,
         seeds: Sequence[Any] = (),
     ) -> Any:
-        leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
+        leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
         if not self._persistent:
             self._used = True
             self._stop()
@@ -331,7 +330,7 @@ class GradientTape:
         reads = [self._record.reads_of(leaf) for leaf in leaves]
         flat = [array for of in reads for array in of]
         each = iter(self._pull_back(targets, flat, kind, seeds))
-        found = [_sum([next(each) for _ in of]) for of in reads]
+        found = [sum_of_known([next(each) for _ in of]) for of in reads]
         if not self._persistent:
             self._record.forget_operations()
         if unconnected is UnconnectedGradients.ZERO:
@@ -367,17 +366,8 @@ class GradientTape:
         return [by_source.get(id(source)) for source in sources]
 
 
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, Variable)
-
-
 def _value_read(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Variable) else leaf
-
-
-def _sum(cotangents: Sequence[Any]) -> Any:
-    known = [ct for ct in cotangents if ct is not None]
-    return functools.reduce(operator.add, known) if known else None  # some may be slices
 
 
 _USED = (
@@ -387,7 +377,7 @@ _USED = (
 
 
 def _arrays(target: Any) -> list[Any]:
-    return [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_variable)]
+    return [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=is_variable)]
 
 
 def _one(target: Any) -> Any:

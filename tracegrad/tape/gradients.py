@@ -7,8 +7,6 @@ function is traced once more with everything recorded, as soon as it first calls
 from __future__ import annotations
 
 import enum
-import functools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
-from tracegrad.tape.backward import seeds_for, trace_backward
+from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.record import Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
@@ -145,7 +143,7 @@ def gradients(
     each = [array for of in reads for array in of]
     with jax.named_scope(name):
         terms = iter(_pull_back(record, targets, each, seeds, stops, sums, gate_gradients, sparse))
-        found = [_sum([next(terms) for _ in of], sums) for of in reads]
+        found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
@@ -234,13 +232,6 @@ def _list(values: Any) -> list[Any]:
 def _values(values: Any) -> list[Any]:
     """The arrays of a list; of a Variable its value now."""
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
-
-
-def _sum(terms: Sequence[Any], aggregate: Aggregation) -> Any:
-    known = [term for term in terms if term is not None]
-    if any(map(is_slices, known)):
-        return functools.reduce(operator.add, known)
-    return aggregate(known) if known else None
 
 
 def _record_here(sources: Sequence[Any]) -> Record:

@@ -62,12 +62,6 @@ Keys = weakref.WeakKeyDictionary[Any, Structure]
 _known: tuple[Keys, Keys] = (weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary())
 
 
-def type_key(array: Any) -> Any:
-    """Equal for values for which one program serves. (With explicit shardings a type has more
-    than shape and dtype.)"""
-    return getattr(array, "aval", None) or _jax.type_key(array)
-
-
 def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
     """A key equal for parameters that mean the same function.
 

@@ -17,7 +17,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tape.keys import params_key, type_key
+from tracegrad.tape.keys import params_key
 from tracegrad.tracing.importer import make_node, sub_programs
 
 
@@ -56,7 +56,7 @@ def lift(
         primitive,
         params_key(params),
         tuple(map(id, captured)),
-        tuple(map(type_key, args)),
+        tuple(map(_jax.type_key, args)),
     )
     # Remembered with a program, which holds the captured arrays, so that their identities are good.
     known = _lifted.setdefault(first, {})

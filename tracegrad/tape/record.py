@@ -11,7 +11,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source, Value
 from tracegrad.tape.effects import has_effects, silence
-from tracegrad.tape.keys import params_key, rule_keys, type_key
+from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.variable import Variable
 
@@ -147,7 +147,7 @@ def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]
         (operation.constants, *map(slot, operation.args), None, *map(slot, operation.results))
         for operation in chosen
     ]
-    form = (ends, tuple(places), tuple(map(type_key, arrays)))
+    form = (ends, tuple(places), tuple(map(_jax.type_key, arrays)))
     return Block(
         tuple(chosen),
         tuple(arrays),

@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.tape.effects import reads_the_host
-from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now, type_key
+from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, constants_below, lift
 from tracegrad.tape.record import Operation, Record
 from tracegrad.tracing.importer import make_node
@@ -156,7 +156,7 @@ class Recorder(jax.core.Trace):
 
     def _alias(self, array: Any) -> Any:
         with _jax.set_current_trace(self.parent_trace):
-            return _jax.alias(array)
+            return _jax.fresh_alias(array)
 
     def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
@@ -276,7 +276,7 @@ def _own_rule_key(
     functions, trees = _jax.rule_functions(subfuns)
     if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
         return None
-    types = tuple(map(type_key, args))
+    types = tuple(map(_jax.type_key, args))
     return primitive, functions, trees, types, settings_now()
 
 

@@ -639,7 +639,8 @@ jax.tree_util.register_pytree_with_keys(
 # ------------------------------------------------------------------------------ trees of Variables
 
 
-def _is_variable(leaf: object) -> bool:
+def is_variable(leaf: object) -> bool:
+    """For ``is_leaf=``, where a Variable itself is meant and not its value."""
     return isinstance(leaf, Variable)
 
 
@@ -648,7 +649,7 @@ def values_of(tree: Any) -> Any:
 
     See `assign_values` for an example.
     """
-    return jax.tree.map(lambda x: x.value if _is_variable(x) else x, tree, is_leaf=_is_variable)
+    return jax.tree.map(lambda x: x.value if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
 def assign_values(tree: Any, values: Any) -> None:
@@ -678,6 +679,6 @@ def assign_values(tree: Any, values: Any) -> None:
         if isinstance(leaf, Variable):
             pairs.append((leaf, leaf._checked(value)))
 
-    jax.tree.map(pair, tree, values, is_leaf=_is_variable)
+    jax.tree.map(pair, tree, values, is_leaf=is_variable)
     for variable, value in pairs:
         variable.assign(value)
