@@ -13,18 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
     Arguments,
-    brief,
     described,
     input_names,
     is_traced,
     noted,
 )
+from tracegrad.annotations.operation import checked_cotangent
 from tracegrad.differentiation.indexed_slices import dense_leaves
 
 
@@ -160,8 +159,9 @@ def _one_per_input(
                 f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
                 "Return one per input, or None for an input that has no gradient."
             )
+    function = f" {described(grad_fn)} of {described(fun)}"
     return [
-        _checked(gradient, name, jax.typeof(array), fun, grad_fn)
+        checked_cotangent(gradient, jax.typeof(array), function, f"input {name}")
         for gradient, name, array in zip(found, names, arrays, strict=True)
     ]
 
@@ -195,42 +195,3 @@ def _is_none(tree: object) -> bool:
 def _slots(tree: Any) -> list[bool]:
     """For each leaf, with None as one, whether it is an input."""
     return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_none)]
-
-
-def _checked(
-    gradient: Any, name: str, expected: Any, fun: Callable[..., Any], grad_fn: Callable[..., Any]
-) -> Any:
-    """A gradient of the shape and dtype of its input; None if there is none."""
-    if gradient is None or not _jax.has_gradient(expected):
-        return None  # an integer input has no gradient, whatever was returned for it
-
-    def problem(got: str, advice: str) -> str:
-        return (
-            f"The gradient function {described(grad_fn)} of {described(fun)} returned {got} "
-            f"for the input {name}, which is {_jax.type_text(expected)}. {advice}"
-        )
-
-    try:
-        array = jnp.asarray(gradient)
-    except (TypeError, ValueError):
-        message = problem(brief(gradient), "Return an array of that type, or None.")
-        raise TypeError(message) from None
-    got = jax.typeof(array)
-    if got.shape != expected.shape:
-        raise ValueError(
-            problem(
-                f"a gradient {_jax.type_text(got)}",
-                "A gradient has the shape of its input: sum over axes that were broadcast.",
-            )
-        )
-    if got.dtype == expected.dtype:
-        return array
-    complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
-    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
-        return array.astype(expected.dtype)
-    raise TypeError(
-        problem(
-            f"a gradient {_jax.type_text(got)}",
-            f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
-        )
-    )

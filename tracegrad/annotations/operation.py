@@ -1,0 +1,131 @@
+"""What a gradient function `grad(op, *dys)` is given, and the check of what it returns.
+
+One form for every place that takes such a function: an overridden gradient, a registered one, that
+of a NumPy function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import brief, described
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientOperation:
+    """The operation whose gradient is asked for.
+
+    `inputs` and `outputs` are its arrays, `params` the parameters that it has besides them, `name`
+    what it is called. As ``tf.Operation`` in a gradient function of TensorFlow's.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "params", MappingProxyType(dict(self.params)))
+
+    def __repr__(self) -> str:
+        inputs, outputs = (
+            ", ".join(_jax.type_text(jax.typeof(value)) for value in values)
+            for values in (self.inputs, self.outputs)
+        )
+        return f"<GradientOperation {self.name}({inputs}) -> ({outputs})>"
+
+
+def checked_cotangents(
+    answer: Any,
+    op: GradientOperation,
+    where: object = None,
+    grad: Callable[..., Any] | None = None,
+) -> tuple[Any, ...]:
+    """What a gradient function returned, as one cotangent or None per input of its operation.
+
+    Args:
+      answer: a sequence of one array (or number, or None) per input; with one input also just it.
+        What stands for an input that has no gradient, such as an integer, does not matter.
+      op: what the function was given.
+      where: the place of the operation, for messages: an `Origin`, or words.
+      grad: the gradient function, for messages.
+
+    Returns:
+      For each input an array of its shape and dtype, or None.
+
+    Raises:
+      ValueError: a wrong number of gradients, or one of a wrong shape.
+      TypeError: one of a wrong dtype, or something that is no array.
+    """
+    given = list(answer) if isinstance(answer, tuple | list) else [answer]
+    place = "" if where is None else f" at {where}"
+    function = f"{'' if grad is None else ' ' + described(grad)} of {op.name}{place}"
+    if len(given) != len(op.inputs):
+        types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
+        raise ValueError(
+            f"The gradient function{function} returned {_counted(len(given), 'gradient')} for "
+            f"{_counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
+            "or None for an input that has no gradient."
+        )
+    return tuple(
+        checked_cotangent(gradient, jax.typeof(value), function, f"input {i}")
+        for i, (gradient, value) in enumerate(zip(given, op.inputs))
+    )
+
+
+def checked_cotangent(gradient: Any, expected: Any, function: str, name: str) -> Any:
+    """A gradient as an array of the type of its input; None if there is none.
+
+    Args:
+      gradient: what a gradient function returned for one input.
+      expected: the type of that input.
+      function: for messages, whose gradient function it is: ``" 'grad' (a.py:1) of mod"``.
+      name: what the user calls the input.
+    """
+    if gradient is None or not _jax.has_gradient(expected):
+        return None  # an integer input has no gradient, whatever was returned for it
+
+    def problem(got: str, advice: str) -> str:
+        return (
+            f"The gradient function{function} returned {got} for the {name}, which is "
+            f"{_jax.type_text(expected)}. {advice}"
+        )
+
+    try:
+        array = jnp.asarray(gradient)
+    except (TypeError, ValueError):
+        message = problem(brief(gradient), "Return an array of that type, or None.")
+        raise TypeError(message) from None
+    got = jax.typeof(array)
+    if got.shape != expected.shape:
+        raise ValueError(
+            problem(
+                f"a gradient {_jax.type_text(got)}",
+                "A gradient has the shape of its input: sum over axes that were broadcast.",
+            )
+        )
+    if got.dtype == expected.dtype:
+        return array
+    complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
+    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
+        return array.astype(expected.dtype)
+    raise TypeError(
+        problem(
+            f"a gradient {_jax.type_text(got)}",
+            f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
+        )
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
