@@ -72,7 +72,7 @@ class Cut:
 
 def connections(graph: Graph) -> list[frozenset[int]]:
     """For every output of a graph, the inputs (by position) that are connected to it."""
-    walk = _Walk()
+    walk = Walk()
     outs = spread(graph, _sources(graph), walk.rule)
     return [
         frozenset(i for i in range(len(graph.inputs)) if mask >> i & 1)
@@ -89,7 +89,7 @@ def cuts(graph: Graph, source: int, target: int) -> list[Cut]:
     inside of a call, loop, branch or recomputed region is that of the innermost node.
     """
     wanted = [i == target for i in range(len(graph.outputs))]
-    found = _Walk().cuts(graph, _sources(graph), wanted, 1 << source, ())
+    found = Walk().cuts(graph, _sources(graph), wanted, 1 << source, ())
     return list(dict.fromkeys(found))
 
 
@@ -118,7 +118,7 @@ def _is_connectable(aval: Any) -> bool:
 
 
 @dataclass
-class _Walk:
+class Walk:
     """One walk over a graph: shared regions and custom rules are looked at once."""
 
     regions: dict[tuple[Graph, tuple[int, ...]], Masks] = field(default_factory=dict)

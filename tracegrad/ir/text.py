@@ -8,7 +8,8 @@ addresses, no absolute paths, and the same program prints the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from tracegrad.ir.occurrence import Occurrence, Path
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
+
+# What a line is printed as: where its node stands, the node, and three columns, aligned already.
+Paint = Callable[[Path, Node, str, str, str], str]
 
 CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
 _WIDTH = 100
@@ -45,38 +49,47 @@ _SILENT = frozenset(
 )
 
 
-def format_graph(graph: Graph) -> str:
+def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
+    """A line without colours."""
+    return f"{left}  {types}  {place}".rstrip()
+
+
+def format_graph(graph: Graph, paint: Paint = plain) -> str:
     """The whole text of a graph, regions included; see `Graph.__str__`."""
-    return "\n".join(_graph_lines(graph, (), set(), set()))
+    return "\n".join(_graph_lines(graph, (), set(), set(), paint))
 
 
-def _graph_lines(graph: Graph, path: Path, seen: set[Graph], texts: set[str]) -> list[str]:
+def _graph_lines(
+    graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
+) -> list[str]:
     graph.name_values()
     lines = _header(graph)
-    rows = []
+    rows: list[_Row] = []
     scope = ""
     for node in graph.nodes:
         inner = _jax.name_stack(node.source.info) if node.source is not None else ""
         if inner != scope:
-            rows.append(("scope", inner or "(no scope)", "", ""))
+            rows.append(_Row(f"# {inner or '(no scope)'}"))
             scope = inner
         origin = Occurrence(path, node).origin
         place = "" if origin is None else origin.place
-        rows.append(("node", _statement(node, seen), _types(node.outputs), place))
+        # A reader who has met a region above is told so, and not shown it again.
+        known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
+        rows.append(_Row(f"{statement(node)}{known}", types_text(node.outputs), place, node))
         for name, region in node.regions.items():
             if region not in seen:
                 seen.add(region)
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
-                body = _graph_lines(region, (*path, (node, name)), seen, texts)
+                body = _graph_lines(region, (*path, (node, name)), seen, texts, paint)
                 body[0] = title + body[0]
                 # A function that was traced anew for each call is one thing to a reader.
                 if (text := "\n".join(body)) in texts:
-                    rows[-1] = ("node", f"{rows[-1][1]}{_KNOWN}", *rows[-1][2:])
+                    rows[-1].left += _KNOWN
                     continue
                 texts.add(text)
-                rows.extend(("text", _INDENT + line, "", "") for line in body)
-    lines += _aligned(rows)
-    lines.append(f"  return {', '.join(map(_operand, graph.outputs))}".rstrip())
+                rows.extend(_Row(_INDENT + line) for line in body)
+    lines += _aligned(rows, path, paint)
+    lines.append(f"  return {', '.join(map(operand_text, graph.outputs))}".rstrip())
     return lines
 
 
@@ -93,54 +106,65 @@ def _header(graph: Graph) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+@dataclass
+class _Row:
+    left: str
+    types: str = ""
+    place: str = ""
+    node: Node | None = None  # None: a line that stands for itself
+
+
+def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
     """Sets types and source lines in columns, as far as lines are short enough for that."""
-    fits = [len(left) for kind, left, _, _ in rows if kind == "node" and len(left) <= 56]
-    column = max(fits, default=0)
-    type_fits = [len(t) for kind, _, t, _ in rows if kind == "node" and len(t) <= 24]
-    type_column = max(type_fits, default=0)
+    nodes = [row for row in rows if row.node is not None]
+    column = max((len(row.left) for row in nodes if len(row.left) <= 56), default=0)
+    type_column = max((len(row.types) for row in nodes if len(row.types) <= 24), default=0)
     lines = []
-    for kind, left, types, place in rows:
-        if kind == "scope":
-            lines.append(f"  # {left}")
-        elif kind == "text":
-            lines.append(f"  {left}")
+    for row in rows:
+        if row.node is None:
+            lines.append(f"  {row.left}")
         else:
-            lines.append(f"  {left:<{column}}  {types:<{type_column}}  {place}".rstrip())
+            left, types = f"{row.left:<{column}}", f"{row.types:<{type_column}}"
+            lines.append(f"  {paint(path, row.node, left, types, row.place)}")
     return lines
 
 
-def _statement(node: Node, seen: set[Graph]) -> str:
+def statement(node: Node) -> str:
+    """A node in words: ``y = dot_general(x, w)``."""
     results = ", ".join(v.name for v in node.outputs) or "_"
-    operands = ", ".join(map(_operand, node.inputs))
-    label = node.op
+    operands = ", ".join(map(operand_text, node.inputs))
+    return f"{results} = {label(node)}({operands}){parameters(node)}"
+
+
+def label(node: Node) -> str:
+    """What a node does, its annotation first: ``dot_general``, ``◆ custom_gradient[vjp] clip``."""
     if isinstance(node, CustomGradient):
-        label = f"{CUSTOM} custom_gradient[{node.kind}] {node.name}"
-    elif isinstance(node, StopGradient):
-        label = f"{STOP} stop_gradient"
-    elif isinstance(node, Recompute):
+        return f"{CUSTOM} custom_gradient[{node.kind}] {node.name}"
+    if isinstance(node, StopGradient):
+        return f"{STOP} stop_gradient"
+    if isinstance(node, Recompute):
         policy = "" if node.policy is None else f"[{_jax.policy_name(node.policy)}]"
-        label = f"{RECOMPUTE} recompute{policy} {node.name}"
-    elif node.regions:
-        label = f"{node.op} {node.name}" if node.name != node.op else node.op
-    parameters = "" if isinstance(node, CustomGradient) else _parameters(node)
-    # A reader who has met a region above is told so, and not shown it again.
-    known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
-    return f"{results} = {label}({operands}){parameters}{known}"
+        return f"{RECOMPUTE} recompute{policy} {node.name}"
+    return f"{node.op} {node.name}" if node.regions and node.name != node.op else node.op
 
 
-def _types(values: Sequence[Value]) -> str:
+def types_text(values: Sequence[Value]) -> str:
+    """``f32[8,4], i32[]``."""
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
-def _operand(value: Value | Literal) -> str:
+def operand_text(value: Value | Literal) -> str:
+    """A value's name, or the number that a literal is."""
     if isinstance(value, Value):
         return value.name
     array = np.asarray(value.value) if np.ndim(value.value) == 0 else None
     return str(value.value if array is None else array.item())
 
 
-def _parameters(node: Node) -> str:
+def parameters(node: Node) -> str:
+    """Those of a node's parameters that say something, each after a space: `` axes=(0,)``."""
+    if isinstance(node, CustomGradient):
+        return ""
     shown = {key: _parameter(value) for key, value in node.params.items() if key not in _SILENT}
     if node.op == "dot_general":
         shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
