@@ -1,0 +1,1 @@
+"""Functions in files: written today, loaded and differentiated years later."""

@@ -1,0 +1,35 @@
+"""The error that every file gets that is not an artefact, or no longer a whole one."""
+
+from __future__ import annotations
+
+import os
+
+
+class ArtefactError(ValueError):
+    """A file cannot be trusted to be what `tracegrad.save` wrote, so nothing of it was used.
+
+    Args:
+        member: the member of the file that the fault is in, such as ``variables.safetensors``; or
+            the part of the container: ``file``, ``end record``, ``directory``.
+        reason: what was expected, what came, and what to do where something can be done.
+        path: the file.
+
+    Example:
+        >>> error = ArtefactError("manifest.json", "it is no JSON", "model.tracegrad")
+        >>> error.member, error.reason
+        ('manifest.json', 'it is no JSON')
+        >>> print(error)
+        model.tracegrad: manifest.json: it is no JSON
+    """
+
+    def __init__(self, member: str, reason: str, path: str | os.PathLike[str] | None = None):
+        super().__init__(member, reason, path)  # the arguments, so that it can be pickled
+        self.member = member
+        self.reason = reason
+        self.path = None if path is None else os.fspath(path)
+
+    def __str__(self) -> str:
+        text = f"{self.member}: {self.reason}"
+        # A damaged name may hold what a terminal takes for commands.
+        text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        return text if self.path is None else f"{self.path}: {text}"
