@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from tracegrad.ir.wording import brief, code_of, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,30 +110,6 @@ class Arguments:
 # ------------------------------------------------------------------------------------- naming
 
 
-def name_of(fun: object) -> str:
-    """The name by which messages and programs know a function."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return getattr(fun, "__name__", None) or type(fun).__name__
-
-
-def described(fun: object) -> str:
-    """A function by name and by the place where it was written: ``'relu' (layers.py:12)``."""
-    code = _code_of(fun)
-    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    return f"'{name_of(fun)}'{place}"
-
-
-def _code_of(fun: Any) -> CodeType | None:
-    """What was written for a function, a method, a partial or an object that can be called."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    fun = inspect.unwrap(fun)
-    if not inspect.isroutine(fun) and not isinstance(fun, type):
-        fun = type(fun).__call__
-    return getattr(getattr(fun, "__func__", fun), "__code__", None)
-
-
 def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
     """How the user knows each leaf of the positional arguments: ``params['w']``."""
     try:
@@ -169,7 +147,7 @@ def named_after(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in _identifiers(names)]
         or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
     )
-    if (code := _code_of(fun)) is not None:
+    if (code := code_of(fun)) is not None:
         # JAX reads the source line here. Not the function itself, which JAX would keep alive with
         # all that it closes over, but one of the same code.
         cells = tuple(CellType() for _ in code.co_freevars)
@@ -200,13 +178,3 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         error.add_note(note())
         raise
-
-
-def brief(value: object) -> str:
-    """A value for a message: its type, and its shape if it is an array."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
-    if value is None:
-        return "None"
-    text = repr(value)
-    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"

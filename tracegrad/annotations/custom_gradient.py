@@ -26,8 +26,6 @@ from tracegrad import _jax
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
     Arguments,
-    brief,
-    described,
     is_array_like,
     named_after,
     noted,
@@ -42,6 +40,7 @@ from tracegrad.annotations.variables import (
     with_variables,
     without_variables,
 )
+from tracegrad.ir.wording import brief, described
 from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")

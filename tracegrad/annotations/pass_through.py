@@ -13,12 +13,12 @@ from tracegrad import _jax
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
     Arguments,
-    described,
     input_names,
     require_callable,
 )
 from tracegrad.annotations.custom_gradient import custom_gradient
 from tracegrad.annotations.variables import Assignments
+from tracegrad.ir.wording import described
 from tracegrad.tracing.variable import Variable, listening
 
 P = ParamSpec("P")

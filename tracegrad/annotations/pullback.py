@@ -18,13 +18,13 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
     Arguments,
-    described,
     input_names,
     is_traced,
     noted,
 )
-from tracegrad.annotations.operation import checked_cotangent
 from tracegrad.differentiation.indexed_slices import dense_leaves
+from tracegrad.ir.wording import described
+from tracegrad.rewriting.operation import checked_cotangent
 
 
 @functools.partial(

@@ -11,13 +11,12 @@ import jax
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
     Arguments,
-    brief,
-    described,
     input_names,
     named_after,
     require_callable,
 )
 from tracegrad.annotations.variables import ReadsOutside
+from tracegrad.ir.wording import brief, described
 from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from tracegrad.annotations.calls import brief, is_array_like
+from tracegrad.annotations.calls import is_array_like
+from tracegrad.ir.wording import brief
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import described
+from tracegrad.ir.wording import described
 from tracegrad.tracing.variable import Variable, is_variable, listening
 
 

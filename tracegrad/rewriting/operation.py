@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import brief, described
+from tracegrad.ir.wording import brief, described
 
 
 @dataclass(frozen=True, eq=False, repr=False)

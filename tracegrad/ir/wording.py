@@ -1,0 +1,45 @@
+"""How messages speak of the user's functions and values."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import CodeType
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def name_of(fun: object) -> str:
+    """The name by which messages and programs know a function."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def described(fun: object) -> str:
+    """A function by name and by the place where it was written: ``'relu' (layers.py:12)``."""
+    code = code_of(fun)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"'{name_of(fun)}'{place}"
+
+
+def code_of(fun: Any) -> CodeType | None:
+    """What was written for a function, a method, a partial or an object that can be called."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    fun = inspect.unwrap(fun)
+    if not inspect.isroutine(fun) and not isinstance(fun, type):
+        fun = type(fun).__call__
+    return getattr(getattr(fun, "__func__", fun), "__code__", None)
+
+
+def brief(value: object) -> str:
+    """A value for a message: its type, and its shape if it is an array."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
