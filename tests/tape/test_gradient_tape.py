@@ -549,3 +549,17 @@ def test_a_gradient_penalty_trains_through_the_gradient():
         penalty = jnp.sum(inner.gradient(value, x) ** 2)
     want = jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, x) ** 2))(w)
     np.testing.assert_allclose(outer.gradient(penalty, w), want, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_zero_by_structure_does_not_become_nan_on_its_way():
+    @jax.custom_vjp
+    def gives_none(x):
+        return x
+
+    gives_none.defvjp(lambda x: (x, None), lambda _, ct: (None,))
+    x = F32(0.0)
+    for cut in (jnp.floor, jnp.sign, jax.lax.round, jax.lax.stop_gradient, gives_none):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = cut(jnp.sqrt(x)) + x
+        assert tape.gradient(y, x) == jax.grad(lambda x, cut=cut: cut(jnp.sqrt(x)) + x)(x) == 1

@@ -143,7 +143,7 @@ class Walk:
             if entered is not None:
                 return entered[0]
         reached = tuple(mask != 0 for mask in ins)
-        rows = self._vjp_rows(node, reached)
+        rows = self.vjp_rows(node, reached)
         return [joined(m for i, m in enumerate(ins) if row >> i & 1) for row in rows]
 
     def region(self, graph: Graph, ins: Masks) -> Masks:
@@ -152,7 +152,7 @@ class Walk:
             self.regions[key] = spread(graph, ins, self.rule)
         return self.regions[key]
 
-    def _vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
+    def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
         avals = tuple(value.aval for value in node.inputs)
         out_avals = tuple(value.aval for value in node.outputs)

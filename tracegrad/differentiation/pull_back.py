@@ -16,12 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
+from tracegrad.ir.dependence import joined
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
 Aggregation = Callable[[Sequence[Any]], Any]
+# The cotangents of some inputs of a node (by position), from what its values were and the
+# cotangents of its results; None for an input or a result that has none.
+NodeVJP = Callable[[Node, Mapping[Value, Any], Sequence[Any], Sequence[int]], list[Any]]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -46,6 +51,7 @@ def pull_back(
     stopped: AbstractSet[Value] = frozenset(),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
+    through: NodeVJP | None = None,
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
@@ -59,6 +65,7 @@ def pull_back(
       stopped: values that count as constants: what they were computed from gets nothing by them.
       aggregate: how the cotangents of one value are added up.
       gated: release the cotangents of a node's inputs together, when all of them are there.
+      through: how cotangents are pulled back through one node; default: `node_vjp`.
 
     Returns:
       For each wanted value its cotangent, or None if nothing connects it to a value that has one.
@@ -70,7 +77,7 @@ def pull_back(
         active = _active(node, reached)
         if not active or all(ct is None for ct in given):
             continue
-        results = _node_vjp(node, values, given, active)
+        results = (through or node_vjp)(node, values, given, active)
         if isinstance(node, Recompute):
             results = _connected(results, next(ct for ct in given if ct is not None))
         if gated:
@@ -78,7 +85,8 @@ def pull_back(
         for i, ct in zip(active, results, strict=True):
             value = node.inputs[i]
             assert isinstance(value, Value)
-            found.setdefault(value, []).append(ct)
+            if ct is not None:
+                found.setdefault(value, []).append(ct)
     # What has arrived at a value in the middle stays there, though its producer took it too.
     return [_total(found, value, aggregate) for value in wanted]
 
@@ -114,10 +122,30 @@ def _active(node: Node, reached: AbstractSet[Value]) -> list[int]:
     return [i for i, v in inputs if isinstance(v, Value) and v in reached]
 
 
-def _node_vjp(
+def node_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    """The cotangents of the active inputs of a node."""
+    """The cotangents of the active inputs of a node, as JAX's VJP of it has them.
+
+    None for one that is zero whatever the cotangents are (``floor``): carried on as an array of
+    zeros it would become NaN at the first infinite derivative on its way, where there is nothing.
+    """
+    linked = _linked(node, cotangents, active)
+    chosen = [i for i in active if linked >> i & 1]
+    found = iter(_jax_vjp(node, values, cotangents, chosen) if chosen else ())
+    return [next(found) if linked >> i & 1 else None for i in active]
+
+
+def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int:
+    """The mask of the active inputs whose cotangents depend on one that is given."""
+    ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
+    rows = Walk().rule(node, ins)
+    return joined(row for row, ct in zip(rows, cotangents, strict=True) if ct is not None)
+
+
+def _jax_vjp(
+    node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
+) -> list[Any]:
     args = [v.value if isinstance(v, Literal) else values[v] for v in node.inputs]
 
     def bound(*chosen: Any) -> list[Any]:
