@@ -239,7 +239,10 @@ def _write_member(
     file.write(bytes(blank.start - offset))
     length = crc = 0
     for piece in (contents,) if isinstance(contents, bytes | memoryview) else contents:
-        flat = memoryview(piece).cast("B")
+        view = memoryview(piece)
+        if view.nbytes == 0:  # which `cast` does not take
+            continue
+        flat = view.cast("B")
         for part in _pieces(flat):
             digest.update(part)
             crc = zlib.crc32(part, crc)
