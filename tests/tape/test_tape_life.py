@@ -454,3 +454,45 @@ def test_a_used_tape_frees_what_it_recorded():
     del middle
     tape.gradient(y, x)
     assert ref() is None
+
+
+# ------------------------------------------------------------------------------ one after another
+
+
+def trace_in_a_tape():
+    with GradientTape():
+        return _jax.current_trace(None)
+
+
+def test_tapes_one_after_another_are_one_trace_to_jax():
+    # Jitted functions keep an entry for every trace that they were called under: if each tape were
+    # another, the thousandth step of a loop would take ten times as long as the first.
+    first = trace_in_a_tape()
+    assert all(trace_in_a_tape() is first for _ in range(3))
+
+
+def test_a_tape_where_a_transformation_is_stepped_out_of_inside_another_records():
+    x = F32(X)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with jax.ensure_compile_time_eval(), GradientTape() as inner:
+            inner.watch(x)
+            y = x * x
+        z = x * x * x
+    assert inner.gradient(y, x) == 6.0
+    assert outer.gradient(z, x) == 27.0
+
+
+def test_a_tape_opened_while_another_is_suspended_sees_what_follows_its_end():
+    x = F32(X)
+    with GradientTape() as first:
+        first.watch(x)
+        with first.stop_recording():
+            second = GradientTape()
+            second.__enter__()
+            second.watch(x)
+        y = x * x
+        second.__exit__(None, None, None)
+        z = y * x
+    assert second.gradient(y, x) == 6.0
+    assert first.gradient(z, x) == 27.0

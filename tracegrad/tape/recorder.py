@@ -8,6 +8,7 @@ threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ class Recorder(jax.core.Trace):
         self._installed: Any = None
 
     # ------------------------------------------------------------------------------ life
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it stands on its parent."""
+        return self._installed is not None
 
     def add(self, record: Record) -> None:
         """Starts recording; the first record puts the recorder on top of its parent."""
@@ -301,7 +307,28 @@ def _inputs(equation: Any) -> list[Any]:
 # ------------------------------------------------------------------------------ one per thread
 
 
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_kept = _Kept()
+_MOST_KEPT = 8  # as many as tapes stand in one another where a transformation is stepped out of
+
+
 def recorder_here() -> Recorder:
-    """The recorder on top of the current trace of this thread; a new one if there is none."""
+    """The recorder on top of the current trace of this thread; if there is none, one for it."""
     current = _jax.current_trace(None)
-    return current if isinstance(current, Recorder) else Recorder(current)
+    if isinstance(current, Recorder):
+        return current
+    if type(current) is not _jax.top_level_trace_type():
+        return Recorder(current)
+    # One serves all tapes that come one after the other: the caches of jitted functions have an
+    # entry for every trace that they were called under, and take longer the more there are.
+    for recorder in _kept.recorders:
+        if not recorder.is_installed and recorder.parent_trace is current:
+            return recorder
+    recorder = Recorder(current)
+    if len(_kept.recorders) < _MOST_KEPT:
+        _kept.recorders.append(recorder)
+    return recorder
