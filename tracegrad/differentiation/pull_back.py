@@ -71,7 +71,7 @@ def pull_back(
       For each wanted value its cotangent, or None if nothing connects it to a value that has one.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
-    reached = _reached(graph, wanted, stopped)
+    reached = reached_from(graph, wanted, stopped)
     for node in reversed(graph.nodes):
         given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
         active = _active(node, reached)
@@ -101,7 +101,7 @@ def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) 
     return terms[0]
 
 
-def _reached(
+def reached_from(
     graph: Graph, wanted: Sequence[Value], stopped: AbstractSet[Value]
 ) -> AbstractSet[Value]:
     """The values of a dtype that has cotangents to which data flows from a wanted one."""
@@ -138,6 +138,8 @@ def node_vjp(
 
 def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int:
     """The mask of the active inputs whose cotangents depend on one that is given."""
+    if isinstance(node, Recompute):  # counts as a whole: see `_connected`
+        return joined(1 << i for i in active)
     ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
     rows = Walk().rule(node, ins)
     return joined(row for row, ct in zip(rows, cotangents, strict=True) if ct is not None)
@@ -172,7 +174,7 @@ def _connected(results: Sequence[Any], cotangent: Any) -> list[Any]:
     """
     other = jnp.sum(jnp.real(cotangent))
     never = jnp.zeros((), bool)
-    return [jnp.where(never, other.astype(ct.dtype), ct) for ct in results]
+    return [None if ct is None else jnp.where(never, other.astype(ct.dtype), ct) for ct in results]
 
 
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:
