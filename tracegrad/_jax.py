@@ -169,6 +169,12 @@ def frames(source_info: Any) -> Sequence[Any]:
     return () if traceback is None else tuple(traceback.frames)
 
 
+def frame_positions(source_info: Any) -> list[tuple[Any, int]]:
+    """The code object of each of those frames, and the offset of the instruction it stood at."""
+    traceback = source_info.traceback
+    return [] if traceback is None else list(zip(*traceback.raw_frames(), strict=True))
+
+
 def name_stack(source_info: Any) -> str:
     """The named scopes around an equation, relative to its region: ``block_0/attention``."""
     return str(source_info.name_stack)

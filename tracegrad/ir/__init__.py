@@ -12,5 +12,7 @@ from tracegrad.ir.nodes import RegionNode as RegionNode
 from tracegrad.ir.nodes import Source as Source
 from tracegrad.ir.nodes import StopGradient as StopGradient
 from tracegrad.ir.nodes import Value as Value
+from tracegrad.ir.occurrence import Fragment as Fragment
+from tracegrad.ir.occurrence import Matches as Matches
 from tracegrad.ir.occurrence import Occurrence as Occurrence
 from tracegrad.ir.occurrence import Origin as Origin

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import text, verification
+from tracegrad.ir import match, text, verification
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import GraphError
+from tracegrad.ir.match import Selector
 from tracegrad.ir.nodes import (
     Call,
     CustomGradient,
@@ -32,7 +33,7 @@ from tracegrad.ir.nodes import (
     RegionNode,
     Value,
 )
-from tracegrad.ir.occurrence import Occurrence, Path
+from tracegrad.ir.occurrence import Matches, Occurrence, Path
 
 
 class Graph:
@@ -193,9 +194,17 @@ class Graph:
             for name, region in node.regions.items():
                 yield from region._walk((*path, (node, name)))
 
-    def find(self, predicate: Callable[[Occurrence], object]) -> list[Occurrence]:
-        """The occurrences for which `predicate` is true, in the order of `walk`."""
-        return [occurrence for occurrence in self.walk() if predicate(occurrence)]
+    def find(self, wanted: Selector | Callable[[Occurrence], object]) -> Matches:
+        """The matches of a selector (see `tracegrad.match`), in the order of `walk`.
+
+        Args:
+          wanted: a selector, or a predicate on each `Occurrence`.
+
+        Returns:
+          A list that prints one match a line, with its scope and its source line.
+        """
+        selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
+        return Matches(selector.look(self).matches)
 
     def name_values(self) -> None:
         """Names every value that has no name yet: from the argument, else from the operation."""

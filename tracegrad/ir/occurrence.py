@@ -67,6 +67,16 @@ class Occurrence:
     node: Node
 
     @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The node; of a `Fragment` all of them."""
+        return (self.node,)
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it: the node's name, or a `Fragment`'s label."""
+        return self.node.name
+
+    @property
     def graph(self) -> Graph:
         """The region that the node stands in."""
         assert self.node.graph is not None
@@ -100,6 +110,44 @@ class Occurrence:
         place = f" in {where}" if where else ""
         origin = self.origin
         return f"{self.node!r}{place}" + (f" from {origin}" if origin else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment(Occurrence):
+    """Several nodes of one region that are one match of a selector.
+
+    What an inlined call, a scope or a line has become. `node` is the first of `nodes`.
+    """
+
+    members: tuple[Node, ...]
+    label: str
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.members
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def __str__(self) -> str:
+        where = "".join(f" in {node.name}" for node, _ in reversed(self.path))
+        origin = self.origin
+        counted = f"<{self.label}: {len(self.members)} nodes from {self.node!r} on>"
+        return counted + where + (f" from {origin}" if origin else "")
+
+
+class Matches(list[Occurrence]):
+    """The occurrences that were found, in the order of execution; prints one a line."""
+
+    def __repr__(self) -> str:
+        return (
+            "\n".join(
+                " ".join(filter(None, (str(match), match.scope and f"[{match.scope}]")))
+                for match in self
+            )
+            or "(no matches)"
+        )
 
 
 def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
