@@ -94,14 +94,13 @@ def open_container(path: str | os.PathLike[str], *, check: bool = True) -> Itera
             compared when it is asked for.
 
     Yields:
-        The `Container`.
+        The `Container`. An `ArtefactError` that the block raises gets the path of the file.
 
     Raises:
         ArtefactError: the file is damaged, or none of ours.
         OSError: it is not there or may not be read.
     """
-    container = Container(path)
-    with container:
+    with Container(path) as container, _named(container.path):
         if check:
             container.check()
         yield container
@@ -126,7 +125,7 @@ class Container:
         self._checked: set[str] = set()
         self._view = memoryview(b"")
         self._map: mmap.mmap | None = None
-        with self._named():
+        with _named(self.path):
             self._map, self._view = _map_file(self.path)
             self.size = len(self._view)
             try:
@@ -158,7 +157,7 @@ class Container:
         Raises:
             ArtefactError: there is no such member, or its SHA-256 is not that of the manifest.
         """
-        with self._named():
+        with _named(self.path):
             if name not in self._entries:
                 raise ArtefactError(name, "the file has no such member")
             entry = self._entries[name]
@@ -193,7 +192,7 @@ class Container:
         Raises:
             ArtefactError: one differs: such a program would call the file damaged.
         """
-        with self._named():
+        with _named(self.path):
             for name, entry in self._entries.items():
                 if _crc(self._view[entry.start : entry.end]) != entry.crc:
                     raise ArtefactError(name, "its CRC-32 in the directory is wrong")
@@ -207,13 +206,16 @@ class Container:
                 self._map.close()
             self._map = None
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Adds the path to errors."""
-        try:
-            yield
-        except ArtefactError as error:
-            raise ArtefactError(error.member, error.reason, self.path) from None
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Adds the path to errors."""
+    try:
+        yield
+    except ArtefactError as error:
+        if error.path is not None:
+            raise
+        raise ArtefactError(error.member, error.reason, path) from None
 
 
 def _check_before_writing(members: Mapping[str, Contents], manifest: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from tracegrad.saving.errors import ArtefactError
 
@@ -16,7 +16,8 @@ Schema = Any
 # Python objects cost more than their text: `{"":0},` are seven bytes, the dictionary has some 200.
 # Whoever writes a file of such text could make its reader use thirty times its size.
 _OBJECT, _ARRAY, _ITEM = 232, 64, 64
-_ALLOWANCE = 64 << 20  # bytes
+# What small files may use all the same: enough for the names of some ten thousand Variables.
+_ALLOWANCE = 16 << 20  # bytes
 _LONGEST_SHOWN = 60  # characters
 
 
@@ -40,8 +41,8 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
     Args:
         text: the member's bytes, UTF-8.
         member: its name, for errors.
-        most: bytes that the objects may take; what is bounded is an estimate from above, made
-            before anything is read.
+        most: bytes that the objects may take, if that is more than 16 MiB; what is bounded is an
+            estimate from above, made before anything is read.
 
     Raises:
         ArtefactError: it is no JSON object, a key occurs twice, a number or a character is none
@@ -60,8 +61,12 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
             raise ArtefactError(member, f"the key {show(twice)} occurs twice")
         return found
 
-    def refuse(word: str) -> Any:
-        raise ArtefactError(member, f"{word} is no number of JSON's")
+    def refuse(word: str) -> NoReturn:
+        raise ArtefactError(member, f"{show(word)} is no number that can be read")
+
+    def finite(word: str) -> float:
+        number = float(word)
+        return number if math.isfinite(number) else refuse(word)
 
     raw = text.tobytes()
     cost = 4 * len(raw) + _OBJECT * raw.count(b"{") + _ARRAY * raw.count(b"[")
@@ -72,7 +77,10 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
         )
     try:
         found = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=no_key_twice, parse_constant=refuse
+            raw.decode("utf-8"),
+            object_pairs_hook=no_key_twice,
+            parse_constant=refuse,
+            parse_float=finite,
         )
         # Half of a surrogate pair can be read, but neither printed nor written.
         if b"\\u" in raw:
@@ -149,9 +157,9 @@ def show(value: Any) -> str:
         return ascii(value) if not value.isprintable() else repr(value)
     if isinstance(value, int) and not -(2**64) < value < 2**64:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a number beyond every float"
-    return {True: "true", False: "false", None: "null"}.get(value, repr(value))
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return repr(value)
 
 
 _WORDS = {
