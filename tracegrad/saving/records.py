@@ -256,7 +256,7 @@ def _read_records(directory: memoryview, count: int) -> Iterator[Entry]:
         raw = directory[position + _CENTRAL.size : after_name].tobytes()
         name = raw.decode("ascii", "backslashreplace")
         if (why := why_no_name(name)) is not None:
-            raise ArtefactError(name, why)
+            raise ArtefactError(name or "directory", why)
         if flags & 1:
             raise ArtefactError(name, "it is encrypted")
         if method != 0 or packed != length:
