@@ -1,4 +1,4 @@
-"""Why a function is traced again: what differs between one call's signature and the next.
+"""For what a function was traced, and why again: what differs between one signature and the next.
 
 Each new signature (shapes, dtypes, weak types, static values, trees) costs a trace and a
 compilation. A function that meets ever new ones is slow without a visible cause, so it is said.
@@ -10,6 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import jax
@@ -53,27 +54,126 @@ class Signature:
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
         return cls(tree, tuple(types), tuple(sorted(static.items())))
 
+    def __str__(self) -> str:
+        parts = [
+            f"{name}: {'weak ' if weak else ''}{dtype}{shape}"
+            for name, dtype, shape, weak in self.types
+        ]
+        parts += [f"{name}={_short(value)} (static)" for name, value in self.static]
+        return ", ".join(parts) or "no arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSignature:
+    """One signature for which a function was traced.
+
+    Attributes:
+      arguments: their types by path, and static values: ``x: float32[8], n=3 (static)``.
+      first, last: when it was traced for the first and for the last time.
+      times: how often it was traced. More than once: the cache was cleared, or JAX had reasons of
+        its own (another mesh, precision, transformation, ...).
+      reason: what differed from the signature before: ``the shape of `x` changed from [8] to [9]``.
+    """
+
+    arguments: str
+    first: datetime
+    last: datetime
+    times: int
+    reason: str
+
+    def __str__(self) -> str:
+        again = f", {self.times} times, the last at {self.last:%H:%M:%S}" if self.times > 1 else ""
+        return f"{self.first:%H:%M:%S}  {self.arguments}{again}\n    {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """For what a traced function was traced and compiled; see `TracedFunction.cache_info`.
+
+    Attributes:
+      name: the function's.
+      count: how many different signatures were met.
+      signatures: the last of them (up to 64), in the order in which they were met.
+      causes: how often each argument had a part in a new signature: (argument, what of it) → times.
+
+    It prints as a list with the reason for each entry.
+    """
+
+    name: str
+    count: int
+    signatures: tuple[TracedSignature, ...]
+    causes: Mapping[tuple[str, str], int]
+
+    def __str__(self) -> str:
+        if not self.count:
+            return f"{self.name} was not traced yet"
+        plural = "" if self.count == 1 else "s"
+        left = self.count - len(self.signatures)
+        lines = [f"{self.name} was traced for {self.count} signature{plural}"]
+        if left:
+            lines.append(f"  ... {left} before these")
+        lines += [f"  {number}. {s}" for number, s in enumerate(self.signatures, left + 1)]
+        for (where, kind), times in self.causes.items():
+            if times > 1:
+                lines.append(f"  {times} times the {kind} of {where} changed: {_CURES[kind]}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass
+class _Entry:
+    signature: Signature
+    changes: list[tuple[str, str, str, str]]
+    first: datetime
+    last: datetime
+    times: int = 1
+
 
 @dataclass
 class TraceHistory:
     """The signatures for which one function was traced; says when they are too many."""
 
     name: str
-    seen: deque[Signature] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    entries: deque[_Entry] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     causes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note(self, signature: Signature) -> None:
         """Records a trace; warns (`RetraceWarning`) if one cause comes again and again."""
+        now = datetime.now()
         with self._lock:
-            if signature in self.seen:
-                return  # JAX traces again for its own reasons: another mesh, precision, ...
-            changes = difference(self.seen[-1], signature) if self.seen else []
-            self.seen.append(signature)
+            for entry in self.entries:
+                if entry.signature == signature:
+                    entry.last, entry.times = now, entry.times + 1
+                    return  # JAX traces again for its own reasons: another mesh, precision, ...
+            before = self.entries[-1].signature if self.entries else None
+            changes = [] if before is None else difference(before, signature)
+            self.entries.append(_Entry(signature, changes, now, now))
+            self.count += 1
             self.causes.update((where, kind) for where, kind, _, _ in changes)
             loud = [c for c in changes if _is_due(self.causes[c[0], c[1]])]
         for where, kind, old, new in loud:
             self._warn(where, kind, old, new)
+
+    def info(self) -> CacheInfo:
+        """What was recorded, for people."""
+        with self._lock:
+            signatures = tuple(
+                TracedSignature(
+                    str(entry.signature),
+                    entry.first,
+                    entry.last,
+                    entry.times,
+                    _reason(
+                        entry.changes, is_first=position == 0 and len(self.entries) == self.count
+                    ),
+                )
+                for position, entry in enumerate(self.entries)
+            )
+            return CacheInfo(self.name, self.count, signatures, dict(self.causes.most_common()))
 
     def _warn(self, where: str, kind: str, old: str, new: str) -> None:
         count = self.causes[where, kind]
@@ -111,6 +211,15 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
             kinds = ("an array's", "a Python number's")
             changes.append((f"`{name}`", "weak type", kinds[weak], kinds[weak2]))
     return changes
+
+
+def _reason(changes: Sequence[tuple[str, str, str, str]], *, is_first: bool) -> str:
+    if is_first:
+        return "the first"
+    told = [
+        f"the {kind} of {where} changed from {old} to {new}" for where, kind, old, new in changes
+    ]
+    return "; ".join(told) or "the signature differs"
 
 
 def _paired(

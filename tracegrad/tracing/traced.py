@@ -23,7 +23,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph, tracing_depth
-from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
 from tracegrad.tracing.stateful import (
     Expecting,
     Program,
@@ -162,6 +162,7 @@ class TracedFunction:
       lower(*args, **kwargs), trace(*args, **kwargs): `jax.stages.Lowered` and
         `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
+      cache_info(): the signatures for which it was traced, when, and why each was a new one.
       clear_cache(): forgets compiled programs.
       __wrapped__: the original function.
     """
@@ -310,6 +311,29 @@ class TracedFunction:
             args,
             kwargs,
         )
+
+    def cache_info(self) -> CacheInfo:
+        """The signatures for which the function was traced, when, and why each was a new one.
+
+        All wrappers of a function with the same rules share them, as they share its programs.
+        Calls inside another compiled function are not counted: nothing is compiled for them (nor
+        are those for which JAX goes on with what it traced there). A function that recomputes may
+        be traced twice for its first signature.
+
+        >>> import jax.numpy as jnp, tracegrad as tg
+        >>> @tg.trace
+        ... def double(x):
+        ...     return 2 * x
+        >>> for n in (3, 4, 4, 4):
+        ...     _ = double(jnp.ones(n))
+        >>> double.cache_info()  # doctest: +ELLIPSIS
+        double was traced for 2 signatures
+          1. ...  x: float32[3]
+            the first
+          2. ...  x: float32[4]
+            the shape of `x` changed from [3] to [4]
+        """
+        return self._pipeline.history.info()
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
