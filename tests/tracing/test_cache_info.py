@@ -77,9 +77,13 @@ def test_a_cleared_cache_shows_as_one_more_trace_of_the_same_signature():
 
 def test_only_the_last_signatures_are_kept_and_the_others_counted():
     step = fresh_function()
-    with pytest.warns(tg.RetraceWarning):
-        for n in range(70):
+
+    def retrace(times):
+        for n in range(times):
             step.lower(jax.ShapeDtypeStruct((n,), "float32"))
+
+    with pytest.warns(tg.RetraceWarning):
+        retrace(70)
     info = step.cache_info()
     assert (info.count, len(info.signatures)) == (70, 64)
     assert info.signatures[0].reason == "the shape of `x` changed from [5] to [6]"
