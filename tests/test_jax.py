@@ -3,6 +3,7 @@
 import threading
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,16 @@ def test_every_primitive_that_we_know_by_identity_is_bound_by_its_function():
     assert equation(jax.lax.stop_gradient, one).primitive is _jax.STOP_GRADIENT
     assert equation(vjp, one).primitive is _jax.CUSTOM_VJP
     assert equation(jvp, one).primitive is _jax.CUSTOM_JVP
+
+
+def test_the_constraints_on_symbolic_dimensions_can_be_told():
+    free, tied = (
+        jax.export.symbolic_shape("b, 2*b"),
+        jax.export.symbolic_shape("b, c", constraints=["b >= 4", "c <= 2*b"]),
+    )
+    of = lambda shape: _jax.symbolic_constraints([_jax.struct((3, *shape), "float32")])  # noqa: E731
+    assert of(free) == []
+    assert of(tied) == ["b >= 4", "c <= 2*b"]
 
 
 def test_remat_binds_an_open_program():

@@ -17,11 +17,18 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jaxlib.version
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+def versions() -> dict[str, str]:
+    """What is running, to be written down."""
+    return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+
 
 # One class from 0.12 on, two before.
 PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
@@ -119,6 +126,26 @@ def type_text(aval: Any) -> str:
     """``f32[8,4]``; a leading ``~`` marks a weak type."""
     text = aval.str_short(short_dtypes=True)
     return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
+
+
+def struct(shape: Sequence[Any], dtype: Any) -> Any:
+    """A `jax.ShapeDtypeStruct`, which has no types of its own in the versions that we know."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+
+
+def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
+    """The constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
+
+    `jax.export` does not write them, and has no public way to ask for them.
+    """
+    found: dict[str, None] = {}
+    for aval in avals:
+        for dimension in aval.shape:
+            for constraint in getattr(
+                getattr(dimension, "scope", None), "_explicit_constraints", ()
+            ):
+                found[constraint.debug_str] = None
+    return list(found)
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,1 +1,7 @@
 """Functions in files: written today, loaded and differentiated years later."""
+
+from tracegrad.saving.errors import ArtefactError as ArtefactError
+from tracegrad.saving.load import LoadedFunction as LoadedFunction
+from tracegrad.saving.load import LoadedFunctions as LoadedFunctions
+from tracegrad.saving.load import load as load
+from tracegrad.saving.save import save as save

@@ -1,0 +1,109 @@
+"""Saved programs → a function that JAX differentiates by them.
+
+Each program becomes a `jax.custom_vjp` whose gradient is the next program, and so on to the last,
+whose own derivative is an error that says what to save with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+
+from tracegrad.saving.program import gets_gradient, has_cotangent
+
+Flat = Callable[..., list[Any]]
+
+# Into how many calls of the same gradient program its results may be split, so that it shows on
+# which cotangents each depends. Compiled, XLA merges what they have in common.
+_MOST_CALLS = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program: `exported` is a `jax.export.Exported`; `connected` as in the manifest."""
+
+    exported: Any
+    connected: tuple[tuple[int, ...], ...]
+
+
+def differentiable(
+    steps: Sequence[Step], assigned: int, beyond: Callable[[int], Exception], order: int = 0
+) -> Flat:
+    """The function of flat arrays that the first program computes.
+
+    Args:
+      steps: the programs, in order.
+      assigned: how many of the first one's last results are new values of Variables.
+      beyond: makes the error for a derivative of an order that was not saved.
+
+    It can be differentiated as often as there are further programs, batched (one element after
+    the other), and compiled.
+    """
+    step, further = steps[0], steps[1:]
+    run = _one_by_one(step.exported.call)
+    flowing = has_cotangent(step.exported.out_avals, assigned)
+    active = gets_gradient(step.exported.in_avals)
+    groups = _groups({i: {j for j in flowing if i in step.connected[j]} for i in active})
+    gradient = differentiable(further, 0, beyond, order + 1) if further else None
+
+    @jax.custom_vjp
+    def call(*inputs: Any) -> list[Any]:
+        return list(run(*inputs))
+
+    def forward(*inputs: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return call(*inputs), inputs
+
+    def backward(inputs: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
+        gradients: list[Any] = [None] * len(inputs)
+        for operands, results in groups:
+            if gradient is None:
+                raise beyond(order + 1)
+            # The cotangents of other results would make it seem that these depend on them.
+            given = [
+                cotangents[j] if j in results else jnp.zeros_like(cotangents[j]) for j in flowing
+            ]
+            found = dict(zip(active, gradient(*inputs, *given), strict=True))
+            for i in operands:
+                gradients[i] = found[i]
+        return tuple(gradients)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _groups(sources: dict[int, set[int]]) -> list[tuple[list[int], set[int]]]:
+    """The operands that get a gradient, those together that get it from the same results."""
+    groups: dict[frozenset[int], list[int]] = {}
+    for i, results in sources.items():
+        if results:
+            groups.setdefault(frozenset(results), []).append(i)
+    if len(groups) > _MOST_CALLS:
+        return [([i for some in groups.values() for i in some], set().union(*groups))]
+    return [(operands, set(results)) for results, operands in groups.items()]
+
+
+def _one_by_one(fun: Flat) -> Flat:
+    """The function, which under `jax.vmap` is called for one element after the other: there is
+    no rule by which a program that was compiled for one size could be batched."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*inputs: Any) -> list[Any]:
+        return list(fun(*inputs))
+
+    def batched(size: int, is_batched: Sequence[bool], *inputs: Any) -> Any:
+        def one(elements: Sequence[Any]) -> list[Any]:
+            rest = iter(elements)
+            return list(
+                run(*(next(rest) if b else x for x, b in zip(inputs, is_batched, strict=True)))
+            )
+
+        outs = jax.lax.map(one, [x for x, b in zip(inputs, is_batched, strict=True) if b])
+        return outs, [True] * len(outs)
+
+    run.def_vmap(batched)
+    return run

@@ -1,0 +1,482 @@
+"""`save`: functions and their Variables → one file, from which they run and are differentiated."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+import tracegrad
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.saving import manifest as manifests
+from tracegrad.saving import program, structure
+from tracegrad.saving.container import Contents, write_container
+from tracegrad.saving.load import LoadedFunction, LoadedFunctions
+from tracegrad.saving.manifest import FunctionRecord, Manifest, ProgramRecord, VariableRecord
+from tracegrad.saving.tensors import tensor_pieces
+from tracegrad.tracing import TracedFunction, graph
+from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.traced import BoundTracedFunction
+from tracegrad.tracing.variable import Variable, peek
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+Path = str | os.PathLike[str]
+Function = Callable[..., Any]
+
+
+def save(
+    fun: Function | Mapping[str, Any],
+    path: Path,
+    specs: Any = None,
+    *,
+    gradient_order: int = 1,
+    platforms: Sequence[str] | None = None,
+) -> None:
+    """Writes a function with its Variables and its gradients to a file.
+
+    What is written is the program that XLA compiles, the programs of its derivatives, in which
+    the function's custom gradients, stopped gradients and recomputation are at work, and the
+    values of the `Variable`s that it reads or assigns. None of its Python code is needed to load
+    it with `load`, none is written, and no pickle. `docs/artefact.md` describes the file.
+
+    The file appears at `path` in one step: whatever happens, the old one or the new one is there.
+
+    Arguments:
+      fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
+        pytrees are of dictionaries, lists, tuples, named tuples and None. Several functions, which
+        share their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
+      path: the file to write, or to replace.
+      specs: a list with one entry for each argument: an array or a `jax.ShapeDtypeStruct`, or a
+        pytree of those; the value of an argument that is static. For keyword arguments a
+        dictionary from their names. A dimension of any size is made by
+        ``jax.export.symbolic_shape("batch, 3")``. Not needed for a loaded function, which then is
+        written as it was saved, with the present values of its Variables.
+      gradient_order: how many times the function can be differentiated after loading, in reverse
+        mode; each costs a program as large as the last. 0: not at all.
+      platforms: those of ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"`` on which it shall run. They
+        need not be those of this machine. Default: the one that JAX runs on.
+
+    Raises:
+      ValueError: part of the function cannot be saved (a callback, a print, an operation that
+        exists in this process only, a loop that cannot be differentiated); the message names the
+        operation and its line. An order or a platform that does not exist.
+      TypeError: the specs do not fit the function, an array has no fixed rank, or a tree has
+        containers of the user's own.
+      OSError: the file cannot be written. In every case nothing is left behind.
+      ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
+
+    Warns:
+      UserWarning: the function closes over arrays of many MiB.
+
+    >>> import os, tempfile
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> from tracegrad.saving import load, save
+    >>> w = tg.Variable([1.0, 2.0], name="w")
+    >>> @tg.custom_gradient
+    ... def clip(x):
+    ...     return x, lambda dy: jnp.clip(dy, -0.5, 0.5)
+    >>> def score(x):
+    ...     return jnp.sum(clip(x * w.value), axis=-1)
+    >>> path = os.path.join(tempfile.mkdtemp(), "score.tracegrad")
+    >>> b, = jax.export.symbolic_shape("b")
+    >>> save(score, path, [jax.ShapeDtypeStruct((b, 2), "float32")])
+    >>> loaded = load(path)
+    >>> loaded
+    <loaded score(x: f32[b,2]) -> f32[b]>
+    >>> jax.grad(lambda x: loaded(x)[0])(jnp.ones((1, 2)))
+    Array([[0.5, 1. ]], dtype=float32)
+
+    As ``tf.saved_model.save`` with ``experimental_custom_gradients``.
+    """
+    _check_options(path, gradient_order, platforms)
+    single = not isinstance(fun, (Mapping, LoadedFunctions))
+    variables = _Variables()
+    saved = [
+        _saved(name, function, given, gradient_order, platforms, i, variables)
+        for i, (name, function, given) in enumerate(_requests(fun, specs))
+    ]
+    document = manifests.to_json(
+        Manifest(
+            versions={"tracegrad": tracegrad.__version__, **_jax.versions()},
+            single=single,
+            variables=tuple(variables.records),
+            functions=tuple(each.record for each in saved),
+        )
+    )
+    members: dict[str, Contents] = {}
+    for each in saved:
+        members |= each.members
+    if variables.records:
+        members[manifests.VARIABLES] = tensor_pieces(variables.arrays())
+    write_container(path, members, document)
+
+
+def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"path should be a string or a path and is {path!r}: save(fun, path, specs)"
+        )
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{os.fspath(path)!r} is a folder: give the name of a file")
+    if type(gradient_order) is not int or gradient_order < 0:
+        raise ValueError(
+            "gradient_order should be an integer, 0 or greater (how many times the loaded "
+            f"function can be differentiated), and is {gradient_order!r}"
+        )
+    if platforms is None:
+        return
+    if isinstance(platforms, str) or not platforms:
+        raise ValueError(f"platforms should be a list of names and is {platforms!r}")
+    for name in platforms:
+        if name not in PLATFORMS:
+            hint = ': write "cuda" or "rocm"' if name == "gpu" else ""
+            raise ValueError(f"platforms should be among {PLATFORMS}, and {name!r} is not{hint}")
+    if _jax.staging_trace() is not None:
+        raise RuntimeError("save is called inside a function that is being traced")
+
+
+def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
+    """Name, function and specs of each function that is to be saved."""
+    if not isinstance(fun, (Mapping, LoadedFunctions)):
+        return [(_name(fun), fun, specs)]
+    if specs is not None:
+        raise TypeError("several functions are saved by save({name: (fun, specs)}, path)")
+    if not fun:
+        raise ValueError("there is no function to save: the dictionary is empty")
+    requests = []
+    for name, entry in fun.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the name of a function should be a string and is {name!r}")
+        if isinstance(entry, LoadedFunction):
+            entry = (entry, None)
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise TypeError(
+                f"several functions are saved by save({{name: (fun, specs)}}, path); for {name!r} "
+                f"there is {entry!r}"
+            )
+        requests.append((name, *entry))
+    return requests
+
+
+def _name(fun: Any) -> str:
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
+            f"of type {type(fun).__name__}"
+        )
+    return function_name(getattr(fun, "__func__", fun))
+
+
+# -------------------------------------------------------------------------------------- Variables
+
+
+class _Variables:
+    """The Variables of all functions, each once."""
+
+    def __init__(self) -> None:
+        self.records: list[VariableRecord] = []
+        self._variables: list[Variable] = []
+
+    def places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
+        """Their positions in the list; new ones are put at its end."""
+        return tuple(map(self._place, variables))
+
+    def _place(self, variable: Variable) -> int:
+        for i, known in enumerate(self._variables):
+            if known is variable:
+                return i
+        is_key = jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key)
+        self._variables.append(variable)
+        self.records.append(
+            VariableRecord(
+                key=self._free_key(variable.name),
+                name=variable.name,
+                dtype=str(variable.dtype),
+                shape=variable.shape,
+                trainable=variable.trainable,
+                key_type=_key_type(variable) if is_key else None,
+            )
+        )
+        return len(self.records) - 1
+
+    def _free_key(self, name: str) -> str:
+        # An empty name, and the one by which safetensors calls its metadata, are no keys.
+        base = name if name and name != "__metadata__" else "Variable"
+        taken = {record.key for record in self.records}
+        key, number = base, 1
+        while key in taken:
+            key, number = f"{base}_{number}", number + 1
+        return key
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Their values now; on the CPU without a copy."""
+        return {
+            record.key: _array(record, value)
+            for record, value in zip(self.records, peek(self._variables), strict=True)
+        }
+
+
+def _key_type(variable: Variable) -> str:
+    (value,) = peek([variable])
+    kind = jax.random.key_impl(value)
+    if not isinstance(kind, str):
+        raise ValueError(
+            f"the Variable {variable.name!r} holds random keys of a generator of the user's own, "
+            f"{kind}, which has no name to be saved by"
+        )
+    return kind
+
+
+def _array(record: VariableRecord, value: Any) -> np.ndarray[Any, Any]:
+    if not value.is_fully_addressable:
+        raise ValueError(
+            f"the Variable {record.name!r} is spread over several processes, of which this one "
+            "holds a part: gather it first, with jax.experimental.multihost_utils"
+        )
+    return np.asarray(value if record.key_type is None else jax.random.key_data(value))
+
+
+# -------------------------------------------------------------------------------------- functions
+
+
+@dataclass(frozen=True)
+class _Saved:
+    record: FunctionRecord
+    members: dict[str, Contents]
+
+
+def _saved(
+    name: str,
+    fun: Any,
+    specs: Any,
+    order: int,
+    platforms: Sequence[str] | None,
+    number: int,
+    variables: _Variables,
+) -> _Saved:
+    _name(fun)
+    if isinstance(fun, LoadedFunction) and specs is None:
+        return _as_loaded(name, fun, order, platforms, number, variables)
+    traced = _traced(name, fun, specs)
+    parameters, arguments, result = _interface(traced, name)
+    programs = program.export(traced, order, platforms)
+    contents = [each.contents for each in programs]
+    given = traced.in_avals
+    record = FunctionRecord(
+        name=name,
+        parameters=parameters,
+        arguments=arguments,
+        result=result,
+        reads=variables.places(traced.variables),
+        assigns=variables.places(traced.assigned),
+        platforms=programs[0].platforms,
+        gradient_order=order,
+        constraints=tuple(_jax.symbolic_constraints(given)),
+        programs=tuple(
+            ProgramRecord(_program_member(number, k), each.connected)
+            for k, each in enumerate(programs)
+        ),
+        graph=_graph_member(number),
+    )
+    return _Saved(record, _members(number, contents, str(traced)))
+
+
+def _as_loaded(
+    name: str,
+    fun: LoadedFunction,
+    order: int,
+    platforms: Sequence[str] | None,
+    number: int,
+    variables: _Variables,
+) -> _Saved:
+    """The programs of a loaded function, as they were written."""
+    if order > fun.gradient_order:
+        raise ValueError(
+            f"{name} was saved with gradient_order={fun.gradient_order}, and has no derivative of "
+            f"order {order}: save the original with gradient_order={order}"
+        )
+    if platforms is not None and set(platforms) != set(fun.platforms):
+        raise ValueError(
+            f"{name} was saved for {', '.join(fun.platforms)}: leave out `platforms`, or give "
+            "specs, with which it is traced anew"
+        )
+    record, contents = fun.written()
+    steps = zip(record.programs, range(len(contents)), strict=True)
+    record = FunctionRecord(
+        **{
+            **vars(record),
+            "name": name,
+            "reads": variables.places(fun.reads),
+            "assigns": variables.places(fun.assigns),
+            "programs": tuple(
+                ProgramRecord(_program_member(number, k), s.connected) for s, k in steps
+            ),
+            "graph": _graph_member(number),
+        }
+    )
+    return _Saved(record, _members(number, contents, fun.graph_text))
+
+
+def _program_member(number: int, order: int) -> str:
+    return f"functions/{number}/program_{order}.jax"
+
+
+def _graph_member(number: int) -> str:
+    return f"functions/{number}/graph.txt"
+
+
+def _members(number: int, contents: Sequence[bytes], text: str) -> dict[str, Contents]:
+    programs = {_program_member(number, k): each for k, each in enumerate(contents)}
+    return {**programs, _graph_member(number): text.encode("utf-8")}
+
+
+def _traced(name: str, fun: Function, specs: Any) -> Graph:
+    args, kwargs = _checked_specs(name, fun, specs)
+    make = fun.graph if isinstance(fun, (TracedFunction, BoundTracedFunction)) else graph(fun)
+    try:
+        traced = make(*args, **kwargs)
+    except Exception as error:
+        error.add_note(f"while {name} was traced for the specs with which it is to be saved")
+        raise
+    assert isinstance(traced, Graph)
+    return traced
+
+
+def _checked_specs(name: str, fun: Function, specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The specs as arguments to trace the function with."""
+    if specs is None:
+        raise TypeError(
+            f"specs are missing: save({name}, path, specs) needs one array or "
+            "jax.ShapeDtypeStruct for each argument"
+        )
+    if not isinstance(specs, (list, tuple, dict)) or structure.is_namedtuple(type(specs)):
+        raise TypeError(
+            "specs should be a list with an entry for each argument, or a dictionary of keyword "
+            f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
+        )
+    args = () if isinstance(specs, dict) else tuple(specs)
+    kwargs = specs if isinstance(specs, dict) else {}
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
+                f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
+            ) from None
+    place = [f"the spec {i}" for i in range(len(args))]
+    return (
+        tuple(_spec(spec, where) for spec, where in zip(args, place, strict=True)),
+        {key: _spec(spec, f"the spec {key!r}") for key, spec in kwargs.items()},
+    )
+
+
+def _spec(spec: Any, where: str) -> Any:
+    """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, Variable)):
+            shape = leaf.shape
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
+        else:
+            return leaf
+        if shape is None:
+            raise TypeError(
+                f"{where} has no fixed rank: a program of XLA is made for one rank. Save one "
+                "function for each that you need, save({name: (fun, specs), ...}, path); sizes may "
+                'be left open, by jax.export.symbolic_shape("b, 3")'
+            )
+        if any(size is None for size in shape):
+            raise TypeError(
+                f"{where} has the shape {tuple(shape)}: name the sizes that are left open, so that "
+                'it is known which are equal, by jax.export.symbolic_shape("b, 3")'
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf.shape, "dims"):
+            return leaf
+        dtype = getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype)
+        return _jax.struct(tuple(map(int, shape)), dtype)
+
+    return jax.tree.map(convert, spec)
+
+
+def _interface(
+    traced: Graph, name: str
+) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
+    """Parameters, the structure of the argument for each, and the structure of the result."""
+    inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
+    outputs = traced.out_avals[: len(traced.outputs) - len(traced.assigned)]
+    args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
+    result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
+    parameters = [*_positional(traced.signature, len(args))]
+    parameters += [(key, "keyword") for key in kwargs]
+    arguments = [
+        structure.describe(tree, _leaf, f"the argument {parameter}")
+        for (parameter, _), tree in zip(parameters, (*args, *kwargs.values()), strict=True)
+    ]
+    return (
+        tuple(parameters),
+        tuple(arguments),
+        structure.describe(result, _leaf, f"the result of {name}"),
+    )
+
+
+class _Leaf:
+    """A leaf of a tree that is being described: of a class that no user has in a tree."""
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
+    try:
+        return jax.tree.unflatten(tree, [_Leaf(aval) for aval in avals])
+    except Exception as error:
+        raise TypeError(
+            f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "
+            "and no code is saved: make dictionaries, lists or tuples of them"
+        ) from error
+
+
+def _leaf(leaf: Any) -> dict[str, Any]:
+    if not isinstance(leaf, _Leaf):
+        raise TypeError(
+            f"is of type {type(leaf).__name__}, which is rebuilt by its Python code, and no code "
+            "is saved: make a dictionary, list or tuple of it, or pass its arrays"
+        )
+    shape = [size if isinstance(size, int) else str(size) for size in leaf.aval.shape]
+    return {"dtype": str(leaf.aval.dtype), "shape": shape}
+
+
+def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, str]]:
+    """Names and kinds of the first `count` positional parameters."""
+    named: list[tuple[str, str]] = []
+    rest = "arg"
+    for parameter in () if signature is None else signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = parameter.name
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            named.append((parameter.name, manifests.kind_name(parameter.kind)))
+    named = named[:count]
+    if len(named) == count:
+        return named
+    taken = {name for name, _ in named}
+    named = [(name, "positional") for name, _ in named]  # as more follow that have no name
+    for i in range(count - len(named)):
+        name = f"{rest}_{i}"
+        while name in taken:
+            name += "_"
+        named.append((name, "positional"))
+    return named
