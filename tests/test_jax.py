@@ -247,3 +247,26 @@ def test_a_trace_is_handed_functions_with_rules_in_a_form_that_we_know():
     ((functions, trees),) = met
     assert functions == (double.fun, rule)
     assert trees is not None
+
+
+def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
+    primitive = _jax.identity_primitive(
+        "test_identity",
+        lambda name: ValueError(f"differentiated {name}"),
+        lambda name: TypeError(f"exported {name}"),
+    )
+
+    def f(x):
+        return primitive.bind(x, name="it") * 2
+
+    one = jnp.ones(3)
+    assert equation(lambda x: primitive.bind(x, name="it"), one).primitive is primitive
+    for transform in (lambda f: f, jax.jit, jax.vmap, jax.checkpoint):
+        np.testing.assert_array_equal(transform(f)(one), 2 * one)
+        with pytest.raises(ValueError, match="differentiated it"):
+            jax.grad(lambda x, f=transform(f): f(x).sum())(one)
+    stopped = jax.grad(lambda x: (f(jax.lax.stop_gradient(x)) * x).sum())
+    np.testing.assert_array_equal(stopped(one), 2 * one)
+    assert "test_identity" not in jax.jit(f).lower(one).as_text()
+    with pytest.raises(TypeError, match="exported it"):
+        jax.export.export(jax.jit(f))(one)

@@ -21,6 +21,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
+from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
@@ -182,6 +183,37 @@ def type_key(value: Any) -> Any:
         return (), type(value), True
     aval = getattr(value, "aval", None)
     return aval or (value.shape, value.dtype, bool(getattr(value, "weak_type", False)))
+
+
+def identity_primitive(
+    name: str, differentiated: Callable[..., Exception], exported: Callable[..., Exception]
+) -> Any:
+    """A primitive that hands on its one operand, and may neither be differentiated nor exported.
+
+    `differentiated` and `exported` make, of its parameters, what is raised then. The tables of
+    rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
+    other contents JAX takes away release by release; what tells an export from other lowerings has
+    no documentation.
+    """
+    primitive: Any = jex.Primitive(name)
+
+    def batch(args: Any, axes: Any, **params: Any) -> Any:
+        return primitive.bind(args[0], **params), axes[0]
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        raise differentiated(**params)  # JAX does not come here where all tangents are zeros
+
+    def lower(context: Any, operand: Any, **params: Any) -> Any:
+        if context.module_context.lowering_parameters.for_export:
+            raise exported(**params)
+        return [operand]
+
+    primitive.def_impl(lambda operand, **params: operand)
+    primitive.def_abstract_eval(lambda aval, **params: aval)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, lower)
+    return primitive
 
 
 # ------------------------------------------------------------------------------------- provenance

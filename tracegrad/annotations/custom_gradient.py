@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
+    NEEDS_VALUES,
     AnnotatedFunction,
     Arguments,
     is_array_like,
@@ -45,14 +46,6 @@ from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# A function that asks for a value (``if x > 0``) cannot be traced.
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 @overload
@@ -156,7 +149,7 @@ def _call_listening(
             program, shapes = jax.make_jaxpr(call.forward_or_later, return_shape=True)(
                 *map(jax.typeof, call.arguments.arrays)
             )
-    except _NEEDS_VALUES:
+    except NEEDS_VALUES:
         program = None
     if reads.trainable:
         # Once more, with their values among the inputs.
@@ -215,7 +208,7 @@ class _Call:
         values: list[Any] = []
         try:
             pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
-        except _NEEDS_VALUES:
+        except NEEDS_VALUES:
             raise
         except Exception as error:
             pullback = error

@@ -10,6 +10,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source, Value
+from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
 from tracegrad.tape.effects import has_effects, silence
 from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tracing.importer import make_node
@@ -187,6 +188,8 @@ def graph_of(
         )
         if has_effects(operation.params):
             silence(node)
+        if calls_host(operation.params):
+            end_gradients_at_host(node)
         graph.append(node, [jax.typeof(result) for result in operation.results])
         for result, value in zip(operation.results, node.outputs, strict=True):
             values[slots[id(result)]] = value

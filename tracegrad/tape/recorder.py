@@ -9,7 +9,8 @@ threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source
 from tracegrad.ir.dependence import is_reference
+from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, constants_below, lift
@@ -76,6 +78,8 @@ class Recorder(jax.core.Trace):
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
+        if primitive is TO_HOST:
+            return self._end_gradient(primitive, args, params)
         params = _without_donation(params)
         is_jit = primitive is _jax.JIT
         constants = constants_below(params["jaxpr"]) if is_jit else captured_arrays(params)
@@ -156,6 +160,12 @@ class Recorder(jax.core.Trace):
         for record in watching:
             record.add(operation)
         return fresh
+
+    def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Runs an operation that hands on its operand, without recording it."""
+        with _jax.set_current_trace(self.parent_trace):
+            result = primitive.bind(*args, **params)
+        return self._alias(result) if self._is_tracked(result) else result
 
     def _is_tracked(self, array: Any) -> bool:
         return any(record.tracks((array,)) for record in self.records)
@@ -332,3 +342,13 @@ def recorder_here() -> Recorder:
     if len(_kept.recorders) < _MOST_KEPT:
         _kept.recorders.append(recorder)
     return recorder
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """No tape sees what is inside it: it goes to whatever is around the recorders."""
+    trace = _jax.current_trace(None)
+    while isinstance(trace, Recorder):
+        trace = trace.parent_trace
+    with _jax.set_current_trace(trace):
+        yield

@@ -12,6 +12,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
+from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
 from tracegrad.tape.keys import Remembered
 from tracegrad.tape.record import Operation, Record
 from tracegrad.tape.recorder import Recorder
@@ -159,6 +160,8 @@ def _graph_of(operation: Operation) -> Graph:
     inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in operation.args)
     source = Source(operation.source_info, None)
     node = make_node(operation.primitive, operation.params, inputs, source, (), {})
+    if calls_host(operation.params):
+        end_gradients_at_host(node)
     graph.append(node, [jax.typeof(result) for result in operation.results])
     graph.outputs = list(node.outputs)
     return graph

@@ -1,0 +1,557 @@
+"""A NumPy function computes what NumPy does, and has the gradient that it is given, or none."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tracegrad as tg
+from tracegrad.annotations.host_function import numpy_function
+
+X = jnp.array([0.3, 0.7, 1.2, 1.7])
+Y = jnp.array([0.2, 0.5, 1.0, 2.9])
+
+
+def np_mod(x, y):
+    return (x % y).astype(np.float32)
+
+
+def mod_gradient(op, dz):
+    x, y = op.inputs
+    return dz, dz * -jnp.floor_divide(x, y)
+
+
+def mod(x, y):
+    return numpy_function(np_mod, [x, y], np.float32, grad=mod_gradient, name="mod")
+
+
+def np_exp(x):
+    return np.exp(x)
+
+
+def exp(x):
+    """Its gradient is made of its result, and so are those of all orders."""
+    return numpy_function(np_exp, x, x.dtype, grad=lambda op, dy: dy * op.outputs[0])
+
+
+def sinh(x, **options):
+    """Each derivative calls the host in its turn."""
+    return numpy_function(
+        np.sinh, [x], x.dtype, grad=lambda op, dy: dy * cosh(op.inputs[0], **options), **options
+    )
+
+
+def cosh(x, **options):
+    return numpy_function(
+        np.cosh, [x], x.dtype, grad=lambda op, dy: dy * sinh(op.inputs[0], **options), **options
+    )
+
+
+def counted(function=lambda x: np.sin(x)):
+    runs = []
+
+    def host(*arrays):
+        runs.append(tuple(np.copy(a) for a in arrays))
+        return function(*arrays)
+
+    return host, runs
+
+
+def error_of(call):
+    with pytest.raises(Exception) as caught:
+        jax.block_until_ready(call())
+    return caught.value
+
+
+# ---------------------------------------------------------------------------- the known example
+
+MOD = (  # of the example in which TensorFlow was taught this operation
+    [0.10000001, 0.19999999, 0.20000005, 1.70000005],
+    [1.0, 1.0, 1.0, 1.0],
+    [-1.0, -1.0, -1.0, 0.0],
+)
+
+
+def mod_by_tape():
+    with tg.GradientTape() as tape:
+        tape.watch([X, Y])
+        z = mod(X, Y)
+    return z, *tape.gradient(z, [X, Y])
+
+
+def mod_by_gradients():
+    @tg.trace
+    def f(x, y):
+        z = mod(x, y)
+        return z, *tg.gradients(z, [x, y])
+
+    return f(X, Y)
+
+
+def mod_by_traced_function_under_a_tape():
+    traced = tg.trace(mod)
+    with tg.GradientTape() as tape:
+        tape.watch([X, Y])
+        z = traced(X, Y)
+    return z, *tape.gradient(z, [X, Y])
+
+
+def mod_by_grad(transform, differentiate):
+    f = transform(mod)
+    return f(X, Y), *differentiate(lambda x, y: jnp.sum(f(x, y)), (0, 1))(X, Y)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        mod_by_tape,
+        mod_by_gradients,
+        mod_by_traced_function_under_a_tape,
+        functools.partial(mod_by_grad, lambda f: f, jax.grad),
+        functools.partial(mod_by_grad, jax.jit, jax.grad),
+        functools.partial(mod_by_grad, tg.trace, tg.grad),
+        functools.partial(mod_by_grad, jax.vmap, jax.grad),
+        functools.partial(mod_by_grad, jax.checkpoint, jax.grad),
+    ],
+)
+def test_the_mod_operation_has_its_known_values_and_gradients(way):
+    for got, expected in zip(way(), MOD, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-7)
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("f", [sinh, functools.partial(sinh, stateful=True)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
+def test_derivatives_of_every_order_are_those_of_the_gradient_functions(f, wrap):
+    first, second = wrap(jax.grad(f)), wrap(jax.grad(jax.grad(f)))
+    x = jnp.float32(0.5)
+    np.testing.assert_allclose(wrap(f)(x), np.sinh(0.5), rtol=1e-6)
+    np.testing.assert_allclose(first(x), np.cosh(0.5), rtol=1e-6)
+    np.testing.assert_allclose(second(x), np.sinh(0.5), rtol=1e-6)
+
+
+def test_results_used_in_a_gradient_have_that_gradient_themselves():
+    third = jax.grad(jax.grad(jax.grad(lambda x: exp(x) ** 2)))
+    np.testing.assert_allclose(third(jnp.float32(0.3)), 8 * np.exp(0.6), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(third)(jnp.float32(0.3)), 8 * np.exp(0.6), rtol=1e-5)
+
+
+def test_derivatives_of_second_order_on_tapes():
+    x = jnp.float32(0.3)
+    with tg.GradientTape() as outer:
+        outer.watch(x)
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            y = exp(x) ** 2
+        dy = inner.gradient(y, x)
+    np.testing.assert_allclose(dy, 2 * np.exp(0.6), rtol=1e-5)
+    np.testing.assert_allclose(outer.gradient(dy, x), 4 * np.exp(0.6), rtol=1e-5)
+
+
+def test_forward_mode_transposes_the_gradient():
+    primals, tangents = (X, Y), (jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.ones(4))
+    _, along = tg.jvp(mod, primals, tangents)
+    np.testing.assert_allclose(along, [1 - 1, 2 - 1, 3 - 1, 4 - 0], rtol=1e-6)
+    with tg.ForwardAccumulator(X, tangents[0]) as accumulator:
+        z = mod(X, Y)
+    np.testing.assert_allclose(accumulator.jvp(z), tangents[0], rtol=1e-6)
+    hessian = tg.hessian(lambda x: jnp.sum(exp(x) ** 2))(X[:2])
+    np.testing.assert_allclose(hessian, np.diag(4 * np.exp(2 * np.array(X[:2]))), rtol=1e-5)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(mod, primals, tangents)
+
+
+def test_gradients_in_the_bodies_of_loops_and_branches():
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (sinh(c), None), x, None, length=2)[0]
+
+    def branch(x):
+        return jax.lax.cond(x > 0, sinh, lambda x: x, x)
+
+    expected = np.cosh(np.sinh(0.5)) * np.cosh(0.5)
+    for differentiate in (jax.grad, tg.grad):
+        np.testing.assert_allclose(jax.jit(differentiate(loop))(0.5), expected, rtol=1e-5)
+        np.testing.assert_allclose(differentiate(branch)(0.5), np.cosh(0.5), rtol=1e-5)
+    x = jnp.float32(0.5)
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = tg.trace(loop)(x)
+    np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-5)
+
+
+def test_several_results_and_inputs_without_gradient():
+    def split(x, n):
+        return np.float32(x * n), x.astype(np.int32), np.sin(x)
+
+    def gradient(op, d_product, d_int, d_sin):
+        assert d_int.dtype == jnp.int32
+        assert op.name == "split"
+        assert op.params["func"] is split
+        assert not op.params["stateful"]
+        assert "split(f32[4], i32[]) -> (f32[4], i32[4], f32[4])" in repr(op)
+        x, n = op.inputs
+        return [d_product * n + d_sin * jnp.cos(x), "an integer has none"]
+
+    def f(x, n):
+        types = (jnp.float32, jax.ShapeDtypeStruct((4,), jnp.int32), "float32")
+        product, integer, sin = numpy_function(split, (x, n), types, gradient)
+        assert integer.dtype == jnp.int32
+        return jnp.sum(product + sin)
+
+    for wrap in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(wrap(jax.grad(f))(X, np.int32(3)), 3 + np.cos(X), rtol=1e-6)
+
+
+def test_none_stands_for_an_input_without_gradient():
+    def f(x, y):
+        return numpy_function(
+            np.multiply, [x, y], x.dtype, lambda op, dz: (dz * op.inputs[1], None)
+        )
+
+    with tg.GradientTape() as tape:
+        tape.watch([X, Y])
+        z = f(X, Y)
+    dx, dy = tape.gradient(z, [X, Y])
+    np.testing.assert_allclose(dx, Y)
+    assert dy is None or not np.any(dy)
+
+
+def test_what_the_gradient_function_closes_over_is_differentiated_in_its_turn():
+    @jax.jit
+    def f(x, scale):
+        return numpy_function(np.sin, x, x.dtype, lambda op, dy: dy * scale * op.inputs[0])
+
+    assert jax.grad(f, argnums=1)(0.5, 3.0) == 0.0  # the result does not depend on it
+    assert jax.grad(f)(0.5, 3.0) == 1.5
+    assert jax.grad(jax.grad(f), argnums=1)(0.5, 3.0) == 0.5
+
+
+def test_a_gradient_function_may_ask_for_values_where_there_are_some():
+    def f(x):
+        return numpy_function(np.abs, x, x.dtype, lambda op, dy: dy if op.inputs[0] > 0 else -dy)
+
+    assert jax.grad(f)(-2.0) == -1.0
+
+
+def test_variables_are_inputs_and_their_reads_have_gradients():
+    v = tg.Variable(2.0)
+    with tg.GradientTape() as tape:
+        y = mod(v, 1.5) * v
+    np.testing.assert_allclose(tape.gradient(y, v), 2.0 + 0.5)
+
+
+def test_a_gradient_function_may_read_a_variable():
+    scale = tg.Variable(3.0, trainable=False)
+
+    @tg.trace
+    def f(x):
+        return numpy_function(np.sin, x, x.dtype, lambda op, dy: dy * scale.value)
+
+    assert tg.grad(f)(0.5) == 3.0
+    scale.assign(4.0)
+    assert tg.grad(f)(0.5) == 4.0
+
+
+# ----------------------------------------------------------------------------- without a gradient
+
+
+def constant(x):
+    return numpy_function(np.sin, [x], x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace, jax.vmap])
+def test_without_a_gradient_a_tape_finds_no_connection(wrap):
+    f = wrap(lambda x: (constant(x), constant(x) + 2 * x))
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        cut, both = f(X)
+    np.testing.assert_allclose(cut, np.sin(X), rtol=1e-6)
+    assert tape.gradient(cut, X) is None
+    np.testing.assert_allclose(tape.gradient(both, X), [2, 2, 2, 2])
+
+
+def test_without_a_gradient_gradients_and_accumulators_find_no_connection():
+    @tg.trace
+    def f(x):
+        loop = jax.lax.scan(lambda c, _: (constant(c), None), x, None, length=2)[0]
+        assert tg.gradients([constant(x), loop], x) == [None]
+        return tg.gradients(loop + x, x)[0]
+
+    assert f(0.5) == 1.0
+    with tg.ForwardAccumulator(X, jnp.ones(4)) as accumulator:
+        y = constant(X)
+        z = jax.jit(constant)(X)
+    assert accumulator.jvp(y) is None
+    assert accumulator.jvp(z) is None
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, tg.grad])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace, jax.checkpoint])
+def test_without_a_gradient_a_functional_gradient_says_so(differentiate, wrap):
+    with pytest.raises(ValueError, match=r"'np_exp'.*has no gradient.*grad="):
+        differentiate(wrap(lambda x: numpy_function(np_exp, x, x.dtype)))(1.0)
+
+
+def test_without_a_gradient_the_answer_does_not_depend_on_who_asked_first():
+    f = jax.jit(constant)
+    for _ in range(2):
+        with tg.GradientTape() as tape:
+            tape.watch(X)
+            y = f(X)
+        assert tape.gradient(y, X) is None
+        with pytest.raises(ValueError, match="has no gradient"):
+            jax.grad(lambda x: f(x).sum())(X)
+
+
+def test_stopped_inputs_need_no_gradient():
+    f = jax.jit(lambda x: constant(jax.lax.stop_gradient(x)) * x)
+    np.testing.assert_allclose(jax.grad(f)(0.5), np.sin(0.5), rtol=1e-6)
+    assert jax.grad(lambda x: numpy_function(np.negative, 3, "int32") * x)(1.0) == -3.0
+
+
+# -------------------------------------------------------------------------------- when it runs
+
+
+def test_it_is_never_run_while_tracing():
+    host, runs = counted()
+    f = tg.trace(lambda x: numpy_function(host, x, x.dtype, lambda op, dy: dy))
+    f.graph(1.0)
+    jax.make_jaxpr(jax.grad(f))(1.0)
+    jax.eval_shape(f, 1.0)
+    jax.jit(jax.grad(f)).lower(1.0)
+    assert runs == []
+    f(1.0)
+    f(1.0)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_tape_and_a_gradient_run_it_once(stateful):
+    host, runs = counted()
+
+    def f(x):
+        return numpy_function(
+            host, x, x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]), stateful=stateful
+        )
+
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y = f(X)
+    np.testing.assert_allclose(tape.gradient(y, X), np.cos(X), rtol=1e-6)
+    assert len(runs) == 1
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), np.cos(X), rtol=1e-6)
+    assert len(runs) == 2
+    jitted = jax.jit(f)
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y = jitted(X)
+    assert len(runs) == 3
+    np.testing.assert_allclose(tape.gradient(y, X), np.cos(X), rtol=1e-6)
+    # A compiled function may be computed again for its gradient, if that has no side effect.
+    assert len(runs) <= (3 if stateful else 4)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
+def test_a_stateful_function_keeps_order_and_count(wrap):
+    host, runs = counted(lambda x: np.float32(len(runs)))
+
+    def call(x):
+        return numpy_function(host, x, "float32", lambda op, dy: dy, stateful=True)
+
+    @wrap
+    def f(x):
+        call(x)  # its result is not used
+        _, ys = jax.lax.scan(lambda c, x: (c, call(x)), None, jnp.stack([x, x]))
+        return call(x), ys
+
+    last, ys = f(1.0)
+    jax.effects_barrier()
+    assert (last, *ys) == (4.0, 2.0, 3.0)
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_vmap_gives_what_a_loop_gives(wrap, stateful):
+    host, runs = counted(lambda x, y: np.cumsum(x) * y)  # wrong if it saw a batch
+
+    def f(x, y):
+        def gradient(op, dz):
+            x, y = op.inputs
+            return jnp.cumsum(dz[::-1])[::-1] * y, jnp.sum(dz * jnp.cumsum(x))
+
+        return numpy_function(
+            host, (x, y), jax.ShapeDtypeStruct(x.shape, x.dtype), gradient, stateful=stateful
+        )
+
+    xs, ys = jnp.arange(6.0).reshape(3, 2), jnp.arange(1.0, 4.0)
+    loop = jnp.stack([np.cumsum(x) * y for x, y in zip(xs, ys)])
+    np.testing.assert_array_equal(wrap(jax.vmap(f))(xs, ys), loop)
+    jax.effects_barrier()
+    assert [tuple(map(np.shape, run)) for run in runs] == [((2,), ())] * 3
+    if stateful:
+        np.testing.assert_array_equal([x for x, _ in runs], xs)
+    by_one = jax.vmap(f, in_axes=(None, 0))(xs[0], ys)
+    np.testing.assert_array_equal(by_one, [np.cumsum(xs[0]) * y for y in ys])
+
+    def total(x, y):
+        return jnp.sum(f(x, y) ** 2)
+
+    by_jax = jax.grad(lambda x, y: jnp.sum((jnp.cumsum(x) * y) ** 2))
+    expected = [by_jax(x, y) for x, y in zip(xs, ys)]
+    np.testing.assert_allclose(wrap(jax.vmap(jax.grad(total)))(xs, ys), expected, rtol=1e-6)
+    batched = jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs, ys) ** 2))
+    np.testing.assert_allclose(wrap(batched)(xs), expected, rtol=1e-6)
+
+
+def test_arrays_on_several_devices():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("i")))
+    np.testing.assert_allclose(jax.jit(sinh)(x), np.sinh(X), rtol=1e-6)
+    grad = jax.jit(jax.grad(lambda x: sinh(x).sum()))(x)
+    np.testing.assert_allclose(grad, np.cosh(X), rtol=1e-6)
+
+
+def test_a_large_array_does_not_block():
+    x = jnp.ones((1000, 1000))
+    assert jax.jit(lambda x: constant(x * 2).sum())(x) == pytest.approx(np.sin(2) * 1e6, rel=1e-4)
+
+
+def test_a_stateful_one_may_not_be_in_a_recomputed_function():
+    f = tg.recompute_grad(lambda x: sinh(x, stateful=True))
+    with pytest.raises(NotImplementedError, match="ffects not supported"):
+        jax.grad(f)(0.5)
+    np.testing.assert_allclose(jax.grad(tg.recompute_grad(sinh))(0.5), np.cosh(0.5), rtol=1e-6)
+
+
+# -------------------------------------------------------------------------------- what it takes
+
+
+def test_results_come_as_tout_says():
+    one = numpy_function(np.sin, [X], "float32")
+    (in_list,) = numpy_function(np.sin, [X], [np.float32])
+    (in_tuple,) = numpy_function(lambda x: (np.sin(x),), [X], (jnp.float32,))
+    for result in (one, in_list, in_tuple):
+        np.testing.assert_allclose(result, np.sin(X), rtol=1e-6)
+    assert isinstance(numpy_function(np.sin, [X], [np.float32]), list)
+    outer = numpy_function(np.multiply.outer, [X, Y], jax.ShapeDtypeStruct((4, 4), "float32"))
+    np.testing.assert_allclose(outer, np.multiply.outer(X, Y), rtol=1e-6)
+    broadcast = numpy_function(np.add, [X, X[:, None]], "float32")
+    np.testing.assert_allclose(broadcast, X + X[:, None])
+    assert numpy_function(lambda: 7, [], "int32") == 7
+    assert numpy_function(lambda: True, [], bool).dtype == bool
+    np.testing.assert_array_equal(jax.jit(lambda: numpy_function(lambda: 7, [], "float32"))(), 7.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize(
+    ("function", "tout", "says"),
+    [
+        (lambda x: np.zeros(3, np.float32), "float32", r"float32\[3\].*Tout says float32\[4\]"),
+        (lambda x: np.float64(x), "float32", r"float64\[4\].*Tout says float32\[4\].*astype"),
+        (lambda x: 1.5, jax.ShapeDtypeStruct((), "int32"), r"float64\[\].*Tout says int32\[\]"),
+        (lambda x: x, ["float32", "float32"], "2 results by Tout; it returned an array"),
+        (lambda x: [x], ["float32", "float32"], "2 results by Tout; it returned 1 results"),
+        (lambda x: 1 / 0, "float32", "raised ZeroDivisionError: division by zero"),
+        (lambda x: x.__setitem__(0, 1.0), "float32", "raised ValueError: .*read-only"),
+    ],
+)
+def test_an_error_on_the_host_names_the_function(function, tout, says, wrap, stateful):
+    def f(x):
+        return numpy_function(function, [x], tout, stateful=stateful)
+
+    def run():
+        jax.block_until_ready(wrap(f)(X))
+        jax.effects_barrier()
+
+    message = str(error_of(run))
+    place = rf"'<lambda>' \({re.escape(__file__)}:\d+\), called by numpy_function,"
+    assert re.search(rf"{place}.*{says}", message), message
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        (lambda dy: (dy, dy, dy), ValueError, r"returned 3 gradients for 2 inputs \(f32\[4\], "),
+        (lambda dy: dy, ValueError, "returned 1 gradient for 2 inputs"),
+        (lambda dy: (dy, dy[0]), ValueError, r"f32\[\] for the input 1, which is f32\[4\]"),
+        (lambda dy: (dy.astype("bfloat16"), dy), TypeError, r"bf16\[4\] for the input 0, .*astype"),
+        (lambda dy: (dy, "x"), TypeError, "a str: 'x' for the input 1"),
+    ],
+)
+def test_a_wrong_gradient_is_an_error_when_it_is_asked_for(answer, kind, says):
+    def wrong(op, dy):
+        return answer(dy)
+
+    @jax.jit
+    def f(x, y):
+        return numpy_function(np_mod, [x, y], "float32", wrong).sum()
+
+    f(X, Y)
+    with pytest.raises(kind) as caught:
+        jax.grad(f)(X, Y)
+    message = str(caught.value)
+    assert re.search(says, message)
+    assert f"'wrong' ({__file__}:" in message
+    assert re.search(r"of np_mod at test_numpy_function.py:\d+ \(.*f\)", message)
+
+
+def test_an_error_in_the_gradient_function_waits_until_it_is_asked_for():
+    def broken(op, dy):
+        raise KeyError("w")
+
+    f = jax.jit(lambda x: numpy_function(np.sin, x, x.dtype, broken))
+    assert f(0.0) == 0.0
+    with pytest.raises(KeyError) as caught:
+        jax.grad(f)(0.0)
+    assert any("in the gradient function 'broken'" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((np_mod, [X, "y"], "float32"), "'np_mod'.*input 1 is a str: 'y'"),
+        (("np_mod", [X], "float32"), "numpy_function.*'np_mod'"),
+        ((np_mod, [X, Y], "float33"), "Tout a dtype.*'np_mod'.*'float33'"),
+        ((np_mod, [X, Y], None), "Tout a dtype.*'np_mod'.*None"),
+        ((np_mod, [X, Y], np.float64), "Tout=float64.*'np_mod'.*jax_enable_x64"),
+        ((np_mod, [X, Y], "float32", "grad"), "numpy_function.*'grad'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, says):
+    with pytest.raises(TypeError, match=says):
+        numpy_function(*arguments)
+
+
+def test_a_bare_dtype_needs_inputs_that_broadcast():
+    with pytest.raises(ValueError, match=r"'np_mod'.*these do not: \[4\], \[3\].*ShapeDtypeStruct"):
+        numpy_function(np_mod, [X, Y[:3]], "float32")
+
+
+@pytest.mark.parametrize(
+    "f", [mod, lambda x, y: constant(x), lambda x, y: numpy_function(lambda: 1.0, [], "float32")]
+)
+def test_an_export_names_the_function(f):
+    with pytest.raises(NotImplementedError, match=r"'.*numpy_function, cannot be exported"):
+        jax.export.export(jax.jit(f))(X, Y)
+
+
+def test_calls_of_one_function_share_their_compiled_gradient_on_tapes():
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        y, z = sinh(X), sinh(X)
+    first, second = tape.gradient(y, X), tape.gradient(z, X)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_calls_are_seen_in_a_graph():
+    text = str(tg.graph(mod)(X, Y))
+    assert "mod" in text
+    assert "to_host" in text

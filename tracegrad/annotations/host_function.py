@@ -1,0 +1,374 @@
+"""A NumPy function as an operation, with a gradient function of its own.
+
+What it computes is not seen by JAX, which calls it on the host whenever the program runs there. Its
+results come from values that are constants to differentiation; a gradient, where there is one, is
+put on the results by a rule around them, so that the function runs once, differentiated or not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import (
+    NEEDS_VALUES,
+    is_array_like,
+    named_after,
+    noted,
+    require_callable,
+)
+from tracegrad.annotations.pullback import Program
+from tracegrad.annotations.variables import ReadsOutside
+from tracegrad.differentiation.indexed_slices import dense_leaves
+from tracegrad.ir.occurrence import calling_line
+from tracegrad.ir.wording import brief, described, name_of
+from tracegrad.rewriting.host_calls import TO_HOST
+from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.tape.recorder import unrecorded
+from tracegrad.tracing.variable import Variable, listening
+
+
+def numpy_function(
+    func: Callable[..., Any],
+    inp: Any,
+    Tout: Any,
+    grad: Callable[..., Any] | None = None,
+    *,
+    stateful: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Calls a function of NumPy arrays, with a gradient if it is given one.
+
+    It runs on the host, once for each time that the program gets there, and never while a function
+    is traced: under jit, in loops and branches, on CPU, GPU and TPU, for each element under
+    `jax.vmap` (as a Python loop would).
+
+    Arguments:
+        func: called with one NumPy array per input, read-only and without an axis that is being
+            mapped; returns what `Tout` says, in exactly that shape and dtype (Python numbers take
+            the dtype). It must not call JAX, which may wait for it.
+        inp: the inputs, a list or tuple of arrays, numbers or Variables of any shapes; or just one.
+        Tout: what `func` returns: a dtype, for an array of the shape to which the inputs broadcast;
+            a `jax.ShapeDtypeStruct` for one of another shape; or a list or tuple of these, for a
+            list or tuple of arrays (where it holds one, `func` may return the array itself).
+        grad: the gradient function ``grad(op, *dys)``. ``op.inputs`` and ``op.outputs`` are tuples
+            of arrays, ``op.name`` the name, ``op.params`` the other arguments of this call;
+            there is one cotangent ``dy`` per output, of its shape and dtype (zeros where it is not
+            used). Returns one gradient per input, of its shape and dtype, or None. It is traced:
+            written in `jax.numpy`, or calls `numpy_function` in its turn. It may itself be
+            differentiated, so derivatives of any order are defined; ``op.outputs`` have this
+            gradient there.
+        stateful: whether it must run exactly as often as it is called, and in that order (on one
+            device). Otherwise XLA may drop a call whose result is not used, and join two with
+            the same inputs.
+        name: what messages and graphs call it. Default: the function's name.
+
+    Returns:
+        An array, or a list or tuple of arrays as `Tout` is one.
+
+    Raises:
+        TypeError: an argument is not what is said above; `Tout` is a dtype that JAX does not have
+            here (64 bits without ``jax_enable_x64``).
+        ValueError: the inputs do not broadcast together and `Tout` is a bare dtype; or, without
+            `grad`, the result is differentiated. (To a `GradientTape` or `gradients()` it is then
+            not connected: None.)
+        NotImplementedError: it is exported.
+        jax.errors.JaxRuntimeError: while the program runs, if `func` raises, or returns anything
+            but what `Tout` says. The message has its name, its line and what was wrong.
+        ValueError, TypeError: under differentiation, if `grad` returns a wrong number of gradients,
+            a wrong shape or dtype.
+
+    The remainder of a division, with its gradient almost everywhere:
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> def np_mod(x, y):
+    ...     return (x % y).astype(np.float32)
+    >>> def mod_gradient(op, dz):
+    ...     x, y = op.inputs
+    ...     return dz, dz * -jnp.floor_divide(x, y)
+    >>> def mod(x, y):
+    ...     return numpy_function(np_mod, [x, y], np.float32, grad=mod_gradient, name="mod")
+    >>> x, y = jnp.array([0.3, 0.7, 1.2, 1.7]), jnp.array([0.2, 0.5, 1.0, 2.9])
+    >>> print(mod(x, y))
+    [0.10000001 0.19999999 0.20000005 1.7       ]
+    >>> dx, dy = jax.grad(lambda x, y: jnp.sum(mod(x, y)), argnums=(0, 1))(x, y)
+    >>> print(dx, dy)
+    [1. 1. 1. 1.] [-1. -1. -1. -0.]
+
+    As ``tf.numpy_function``, with the gradient of its own that ``py_func`` got from
+    ``tf.RegisterGradient``. It is a `jax.pure_callback`, or an ordered `io_callback`, and as such
+    may not be `stateful` inside a recomputed function. The gradient is that of a `jax.custom_vjp`,
+    which `jax.jvp` refuses, where tracegrad's `jvp`, `hessian` and `ForwardAccumulator`
+    transpose it.
+    """
+    require_callable(func, "numpy_function")
+    if grad is not None:
+        require_callable(grad, "numpy_function")
+    arrays = _arrays(func, inp)
+    types, has_bare = _result_types(func, Tout, arrays)
+    host = _Host(_hashable(func), types, isinstance(Tout, list | tuple), has_bare)
+    with nullcontext() if name is None else jax.named_scope(name):
+        results = _run(host, arrays, stateful, has_gradient=grad is not None)
+        if grad is not None and _is_transformed():
+            params = {"func": func, "Tout": Tout, "stateful": stateful}
+            results = _with_gradient(grad, arrays, results, name or name_of(func), params)
+    return type(Tout)(results) if host.several else results[0]
+
+
+# ----------------------------------------------------------------------------- what it was given
+
+
+def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
+    given = tuple(inp) if isinstance(inp, list | tuple) else (inp,)
+    for i, value in enumerate(given):
+        if not isinstance(value, Variable) and not is_array_like(value):
+            raise TypeError(
+                f"numpy_function takes a list of arrays as the inputs of {described(func)}; "
+                f"input {i} is {brief(value)}. Give what is no array to the function itself, by "
+                "functools.partial"
+            )
+    return tuple(jnp.asarray(v.value if isinstance(v, Variable) else v) for v in given)
+
+
+def _result_types(
+    func: Callable[..., Any], Tout: Any, arrays: Sequence[Any]
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[bool, ...]]:
+    """The types of the results, and for which of them `Tout` says the dtype alone."""
+    given = tuple(Tout) if isinstance(Tout, list | tuple) else (Tout,)
+    is_bare = tuple(
+        not (hasattr(t, "shape") and hasattr(t, "dtype")) or _is_dtype(t) for t in given
+    )
+    shape: tuple[Any, ...] = ()
+    if any(is_bare):
+        try:
+            shape = jnp.broadcast_shapes(*(array.shape for array in arrays))
+        except ValueError:
+            shapes = ", ".join(str(list(array.shape)) for array in arrays)
+            raise ValueError(
+                f"numpy_function was given a dtype alone for what {described(func)} returns, which "
+                f"then has the shape to which its inputs broadcast; these do not: {shapes}. Give "
+                "Tout=jax.ShapeDtypeStruct(shape, dtype)"
+            ) from None
+    struct: Any = jax.ShapeDtypeStruct
+    types = tuple(
+        struct(shape if bare else t.shape, _dtype(func, t if bare else t.dtype))
+        for t, bare in zip(given, is_bare, strict=True)
+    )
+    return types, is_bare
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, type | np.dtype)  # NumPy's have an attribute `shape` all the same
+
+
+def _dtype(func: Callable[..., Any], value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if value is None or dtype is None or not is_array_like(np.empty((), dtype)):
+        raise TypeError(
+            "numpy_function takes as Tout a dtype, a jax.ShapeDtypeStruct, or a list of such for "
+            f"the results of {described(func)}; it was given {brief(value)}"
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(
+            f"numpy_function was given Tout={dtype} for {described(func)}, which JAX has only "
+            "with jax.config.update('jax_enable_x64', True). Ask for "
+            f"{jax.dtypes.canonicalize_dtype(dtype)}, and return that"
+        )
+    return dtype
+
+
+def _hashable(func: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        hash(func)
+    except TypeError:
+        return functools.partial(func)
+    return func
+
+
+# ----------------------------------------------------------------------------- running it
+
+
+@dataclass(frozen=True)
+class _Host:
+    """What JAX calls on the host: the function, and the check of what it returns.
+
+    Equal for calls of one function for results of the same types, so that programs are too.
+    """
+
+    func: Callable[..., Any]
+    types: tuple[jax.ShapeDtypeStruct, ...]
+    several: bool  # whether it returns a sequence of results
+    is_bare: tuple[bool, ...]  # for which results the user said the dtype alone
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        who = f"{described(self.func)}, called by numpy_function,"
+        # JAX puts into its own message the last line only, so it must say everything.
+        try:
+            returned = self.func(*map(np.asarray, arrays))
+        except Exception as error:
+            raise RuntimeError(f"{who} raised {type(error).__name__}: {error}") from error
+        results = [returned]
+        if self.several and (isinstance(returned, list | tuple) or len(self.types) != 1):
+            if not isinstance(returned, list | tuple) or len(returned) != len(self.types):
+                got = (
+                    f"{len(returned)} results"
+                    if isinstance(returned, list | tuple)
+                    else brief(returned)
+                )
+                raise ValueError(
+                    f"{who} is to return {len(self.types)} results by Tout; it returned {got}"
+                )
+            results = list(returned)
+        return [self._checked(who, i, result) for i, result in enumerate(results)]
+
+    def _checked(self, who: str, i: int, result: Any) -> Any:
+        expected = self.types[i]
+        kind = f"result {i}" if self.several else "the result"
+        array = np.asarray(result)
+        # A Python number has no dtype of its own.
+        if type(result) in (bool, int, float, complex) and np.can_cast(
+            {"b": "?", "i": "i1", "f": "f2", "c": "c8"}[array.dtype.kind],
+            expected.dtype,
+            "safe" if array.dtype.kind == "b" else "same_kind",
+        ):
+            array = array.astype(expected.dtype)
+        if array.shape == expected.shape and array.dtype == expected.dtype:
+            return array
+        is_shape = array.shape != expected.shape
+        hint = ""
+        if is_shape and self.is_bare[i]:
+            hint = (
+                " (that to which the inputs broadcast: for another one Tout is a "
+                "jax.ShapeDtypeStruct)"
+            )
+        elif not is_shape:
+            hint = f" (convert it: .astype('{expected.dtype}'))"
+        raise (ValueError if is_shape else TypeError)(
+            f"{who} returned {_text(array)} as {kind}, where Tout says {_text(expected)}{hint}"
+        )
+
+
+def _text(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+_top_level = functools.cache(_jax.top_level_trace_type)
+
+
+def _is_transformed() -> bool:
+    """Whether anything is there that could ask for a gradient."""
+    return type(_jax.current_trace(None)) is not _top_level()
+
+
+def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
+    """Calls the host with what is, to differentiation, constants; or an error if there is none."""
+    with unrecorded():  # the results are not connected to what a tape sees
+        if not _is_transformed():
+            return _call(host, arrays, stateful)
+        constants = map(jax.lax.stop_gradient, arrays) if has_gradient else arrays
+        results = _call(host, [_marked(host, value) for value in constants], stateful)
+        return results if arrays else [_marked(host, value) for value in results]
+
+
+def _marked(host: _Host, value: Any) -> Any:
+    return TO_HOST.bind(value, function=described(host.func))
+
+
+def _call(host: _Host, arrays: Sequence[Any], stateful: bool) -> list[Any]:
+    if stateful:
+        # An ordered callback has no batching rule of its own.
+        one: Any = functools.partial(io_callback, host, host.types, ordered=True)
+        return list(jax.custom_batching.sequential_vmap(one)(*arrays))  # type: ignore[no-untyped-call]
+    return list(jax.pure_callback(host, host.types, *arrays, vmap_method="sequential"))
+
+
+# ----------------------------------------------------------------------------- its gradient
+
+
+def _with_gradient(
+    grad: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    results: Sequence[Any],
+    name: str,
+    params: dict[str, Any],
+) -> list[Any]:
+    """The results, with the gradient function's gradient by the inputs."""
+    if not any(map(_jax.has_gradient, arrays)) or not any(map(_jax.has_gradient, results)):
+        return list(results)
+    where = calling_line()
+    given: list[bool] = []  # for each input, whether it has a gradient
+
+    def gradients(inputs: Sequence[Any], outputs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        op = GradientOperation(tuple(inputs), tuple(outputs), params, name)
+        with noted(lambda: f"in the gradient function {described(grad)} of {name} at {where}"):
+            answer = dense_leaves(grad(op, *dys))
+        checked = checked_cotangents(answer, op, where, grad)
+        given[:] = [gradient is not None for gradient in checked]
+        return [gradient for gradient in checked if gradient is not None]
+
+    # It is traced here, where what it closes over belongs. As operands of the rule such values
+    # are differentiated with it, and do not outlive the trace that they belong to.
+    pullback: Callable[..., list[Any]] | Exception
+    captured: list[Any] = []
+    try:
+        with listening(ReadsOutside()):
+            types = [[jax.typeof(v).update(weak_type=False) for v in results] for _ in range(2)]
+            traced, captured = Program.of(
+                jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), *types)
+            )
+
+        def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
+            return traced(captured, [*inputs, *outputs, *dys])
+    except NEEDS_VALUES:
+
+        def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
+            return gradients(inputs, outputs, dys)
+    except Exception as error:  # raised when a gradient is asked for
+        pullback = error
+
+    rule = _rule(name, grad, pullback, given)
+    return list(rule(list(arrays), list(results), captured))
+
+
+def _rule(
+    name: str,
+    grad: Callable[..., Any],
+    pullback: Callable[..., list[Any]] | Exception,
+    given: Sequence[bool],
+) -> Callable[..., list[Any]]:
+    """``(inputs, results, captured) -> results``, differentiable by the inputs."""
+
+    def primal(inputs: Any, results: Any, captured: Any) -> Any:
+        return results
+
+    rule = jax.custom_vjp(named_after(grad, primal))
+    primal.__name__ = primal.__qualname__ = name
+
+    def forward(inputs: Any, results: Any, captured: Any) -> Any:
+        if isinstance(pullback, Exception):
+            raise pullback
+        # Whoever differentiates this pass meets the rule again.
+        return rule(inputs, results, captured), (inputs, results, captured)
+
+    def backward(residuals: Any, dys: Any) -> Any:
+        inputs, results, captured = residuals
+        assert not isinstance(pullback, Exception)
+        pairs = zip(dys, results)
+        cotangents = [dy if _jax.has_gradient(v) else jnp.zeros_like(v) for dy, v in pairs]
+        found = iter(pullback(captured, inputs, rule(inputs, results, captured), cotangents))
+        return [next(found) if is_given else None for is_given in given], None, None
+
+    rule.defvjp(forward, backward)
+    return rule

@@ -1,0 +1,72 @@
+"""What a program hands to the host without saying what its gradient is.
+
+`TO_HOST` marks it, operand by operand. To a functional gradient that goes through it, it is an
+error; to a tape, and to `gradients()`, it ends what is connected, as `stop_gradient` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
+from tracegrad.tracing.importer import sub_programs
+
+
+def _has_no_gradient(function: str) -> Exception:
+    return ValueError(
+        f"{function}, called by numpy_function, is differentiated and has no gradient: it runs on "
+        "the host, where JAX does not see what it computes. Give numpy_function a gradient "
+        "function, grad=; if the result is meant as a constant, give it stop_gradient of its inputs"
+    )
+
+
+def _cannot_be_exported(function: str) -> Exception:
+    return NotImplementedError(
+        f"{function}, called by numpy_function, cannot be exported or saved: it is Python code of "
+        "this process. Write it in jax.numpy, or call it outside of what is exported"
+    )
+
+
+# Its parameter `function` is the function's name and place.
+TO_HOST = _jax.identity_primitive("to_host", _has_no_gradient, _cannot_be_exported)
+
+
+def calls_host(params: Mapping[str, Any]) -> bool:
+    """Whether something is handed to the host anywhere in the programs of an operation."""
+    return any(_calls_host(program) for _, program in sub_programs(params))
+
+
+_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _calls_host(program: Any) -> bool:
+    known = _known.get(program)
+    if known is None:
+        known = _known[program] = any(
+            equation.primitive is TO_HOST or calls_host(equation.params)
+            for equation in _jax.opened(program).eqns
+        )
+    return known
+
+
+def end_gradients_at_host(node: Node) -> None:
+    """Makes constants, to differentiation, of what the regions of a node hand to the host.
+
+    Requires that nobody else holds these regions: they are changed in place, shared ones once. The
+    rule of a custom gradient is left alone: what it does is not differentiated.
+    """
+    if isinstance(node, RegionNode) and not isinstance(node, CustomGradient):
+        for region in node.regions.values():
+            _end_gradients(region)
+
+
+def _end_gradients(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.primitive is TO_HOST:
+            node.primitive, node.params = _jax.STOP_GRADIENT, MappingProxyType({})
+            graph.program = None
+        end_gradients_at_host(node)
