@@ -18,6 +18,7 @@ import pytest
 from statements import STATEMENTS, plain
 
 import tracegrad as tg
+from tracegrad.annotations import numpy_function
 
 RECORDED = json.loads(Path(__file__).with_name("tensorflow.json").read_text())["results"]
 
@@ -55,6 +56,7 @@ def tracegrad_namespace():
         gather=lambda table, ids: table[jnp.array(ids, "int32")],
         io_callback=lambda x: jax.experimental.io_callback(lambda x: x, x, x),
         SIN="sin",
+        numpy_function=numpy_function,
         float32=jnp.float32,
     )
     for name in FUNCTIONS.split():

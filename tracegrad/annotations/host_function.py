@@ -121,7 +121,9 @@ def numpy_function(
         if grad is not None and _is_transformed():
             params = {"func": func, "Tout": Tout, "stateful": stateful}
             results = _with_gradient(grad, arrays, results, name or name_of(func), params)
-    return type(Tout)(results) if host.several else results[0]
+    if not host.several:
+        return results[0]
+    return results if isinstance(Tout, list) else tuple(results)
 
 
 # ----------------------------------------------------------------------------- what it was given
