@@ -57,16 +57,17 @@ def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> list[Ex
     """
     check_installed()
     _warn_of_constants(graph, order + 1)
-    programs = []
+    name, programs = graph.name, []
     for k in range(order + 1):
         if k:
-            derivative = _derivative(graph, k)
+            derivative = _derivative(graph, name, k)
             if derivative is None:
                 break
             graph = derivative
-        _refuse_host(graph, k)
+        described = name if k == 0 else f"the derivative of order {k} of {name}"
+        _refuse_host(graph, described)
         connected = tuple(tuple(sorted(inputs)) for inputs in connections(graph))
-        programs.append(Exported(*_serialised(graph, platforms, k), connected))
+        programs.append(Exported(*_serialised(graph, platforms, described), connected))
     return programs
 
 
@@ -92,7 +93,7 @@ def gets_gradient(avals: Sequence[Any]) -> list[int]:
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
-def _derivative(graph: Graph, order: int) -> Graph | None:
+def _derivative(graph: Graph, name: str, order: int) -> Graph | None:
     """The program after this one; None where nothing goes in or nothing comes out."""
     avals, count = graph.in_avals, len(graph.inputs)
     active = gets_gradient(avals)
@@ -113,12 +114,11 @@ def _derivative(graph: Graph, order: int) -> Graph | None:
         _, pullback = jax.vjp(chosen, *(inputs[i] for i in active))
         return list(pullback(list(cotangents)))
 
-    gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
+    gradient.__name__ = gradient.__qualname__ = f"{name}_gradient_{order}"
     cotangents = [_strong(graph.out_avals[j]) for j in flowing]
     try:
         return trace_graph(gradient)(*avals, *cotangents)
     except Exception as error:
-        name = graph.name.removesuffix("_gradient" * (order - 1))
         raise ValueError(
             f"the derivative of order {order} of {name} "
             f"cannot be saved, because JAX cannot differentiate it: {error}\n"
@@ -136,7 +136,7 @@ def _strong(aval: Any) -> Any:
 Serialised = tuple[bytes, tuple[str, ...]]  # and the platforms
 
 
-def _serialised(graph: Graph, platforms: Sequence[str] | None, order: int) -> Serialised:
+def _serialised(graph: Graph, platforms: Sequence[str] | None, described: str) -> Serialised:
     def program(*flat: Any) -> list[Any]:
         return evaluate(graph, flat, Lowering())
 
@@ -147,10 +147,9 @@ def _serialised(graph: Graph, platforms: Sequence[str] | None, order: int) -> Se
         culprit = _culprit(graph, platforms)
         if culprit is None:
             raise
-        where = "" if order == 0 else f"the derivative of order {order} of "
         occurrence, reason = culprit
         raise ValueError(
-            f"{where}{graph.name} cannot be saved, because of {occurrence}: {reason}"
+            f"{described} cannot be saved, because of {occurrence}: {reason}"
         ) from error
 
 
@@ -176,21 +175,20 @@ def _culprit(graph: Graph, platforms: Sequence[str] | None) -> tuple[Occurrence,
         try:
             _exported(alone, [value.aval for value in node.inputs], platforms)
         except Exception as error:
-            return occurrence, str(error)
+            return occurrence, " ".join((str(error) or type(error).__name__).split())[:400]
     return None
 
 
-def _refuse_host(graph: Graph, order: int) -> None:
+def _refuse_host(graph: Graph, described: str) -> None:
     """Raises for what needs the Python process: callbacks, prints, effects."""
     for occurrence in graph.walk():
         node = occurrence.node
         references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
         if "callback" not in node.op and (not node.effects or node.regions or references):
             continue
-        where = "" if order == 0 else f"the derivative of order {order} of "
         what = "calls back into Python" if "callback" in node.op else "has an effect"
         raise ValueError(
-            f"{where}{graph.name} cannot be saved, because of {occurrence}: it {what}, and the "
+            f"{described} cannot be saved, because of {occurrence}: it {what}, and the "
             "process that loads the function has none of its Python code. Take it out of the "
             "function, or return what it is to be given as a result."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +16,17 @@ import numpy as np
 import tracegrad
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.saving import dimensions, program, structure
 from tracegrad.saving import manifest as manifests
-from tracegrad.saving import program, structure
 from tracegrad.saving.container import Contents, write_container
 from tracegrad.saving.load import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, ProgramRecord, VariableRecord
 from tracegrad.saving.tensors import tensor_pieces
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
+from tracegrad.tracing.user_errors import innermost_user_line
 from tracegrad.tracing.variable import Variable, peek
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -339,18 +342,38 @@ def _members(number: int, contents: Sequence[bytes], text: str) -> dict[str, Con
 
 
 def _traced(name: str, fun: Function, specs: Any) -> Graph:
-    args, kwargs = _checked_specs(name, fun, specs)
-    make = fun.graph if isinstance(fun, (TracedFunction, BoundTracedFunction)) else graph(fun)
+    static = StaticArguments()
+    make = graph(fun)
+    if isinstance(fun, TracedFunction):
+        static, make = fun._pipeline.static, fun.graph
+    elif isinstance(fun, BoundTracedFunction):
+        static, make = _method(fun)
+    args, kwargs = _checked_specs(name, fun, specs, static)
     try:
-        traced = make(*args, **kwargs)
+        return make(*args, **kwargs)
     except Exception as error:
-        error.add_note(f"while {name} was traced for the specs with which it is to be saved")
+        line = innermost_user_line(error.__traceback__)
+        at = f", at {line}" if line else ""
+        error.add_note(f"while {name} was traced to be saved, for {_shown(args, kwargs)}{at}")
         raise
-    assert isinstance(traced, Graph)
-    return traced
 
 
-def _checked_specs(name: str, fun: Function, specs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _method(fun: BoundTracedFunction) -> tuple[StaticArguments, Callable[..., Graph]]:
+    """How a traced method is traced with what it is bound to as a part of it, not an argument."""
+
+    @functools.wraps(fun.__wrapped__)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    whole = fun._pipeline.static
+    static = StaticArguments(frozenset(p - 1 for p in whole.positions if p > 0), whole.names)
+    positions, names = tuple(static.positions), tuple(static.names)
+    return static, graph(method, static_argnums=positions, static_argnames=names)
+
+
+def _checked_specs(
+    name: str, fun: Function, specs: Any, static: StaticArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The specs as arguments to trace the function with."""
     if specs is None:
         raise TypeError(
@@ -365,7 +388,7 @@ def _checked_specs(name: str, fun: Function, specs: Any) -> tuple[tuple[Any, ...
     args = () if isinstance(specs, dict) else tuple(specs)
     kwargs = specs if isinstance(specs, dict) else {}
     try:
-        signature = inspect.signature(fun)
+        signature = inspect.signature(fun.__wrapped__ if hasattr(fun, "__wrapped__") else fun)
     except (TypeError, ValueError):
         signature = None
     if signature is not None:
@@ -376,10 +399,13 @@ def _checked_specs(name: str, fun: Function, specs: Any) -> tuple[tuple[Any, ...
                 f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
                 f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
             ) from None
-    place = [f"the spec {i}" for i in range(len(args))]
+    fixed = static.within(args)
     return (
-        tuple(_spec(spec, where) for spec, where in zip(args, place, strict=True)),
-        {key: _spec(spec, f"the spec {key!r}") for key, spec in kwargs.items()},
+        tuple(s if i in fixed else _spec(s, f"the spec {i}") for i, s in enumerate(args)),
+        {
+            key: s if key in static.names else _spec(s, f"the spec {key!r}")
+            for key, s in kwargs.items()
+        },
     )
 
 
@@ -387,12 +413,14 @@ def _spec(spec: Any, where: str) -> Any:
     """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, Variable)):
-            shape = leaf.shape
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
-        else:
+        if isinstance(leaf, (bool, int, float, complex)):
             return leaf
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where} should be an array, a jax.ShapeDtypeStruct or a tree of those, and has "
+                f"{leaf!r} of type {type(leaf).__name__}"
+            )
+        shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
         if shape is None:
             raise TypeError(
                 f"{where} has no fixed rank: a program of XLA is made for one rank. Save one "
@@ -404,12 +432,22 @@ def _spec(spec: Any, where: str) -> Any:
                 f"{where} has the shape {tuple(shape)}: name the sizes that are left open, so that "
                 'it is known which are equal, by jax.export.symbolic_shape("b, 3")'
             )
-        if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf.shape, "dims"):
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
             return leaf
-        dtype = getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype)
-        return _jax.struct(tuple(map(int, shape)), dtype)
+        return _jax.struct(shape, getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype))
 
     return jax.tree.map(convert, spec)
+
+
+def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def text(leaf: Any) -> str:
+        if not hasattr(leaf, "shape"):
+            return repr(leaf)
+        return f"{leaf.dtype}{dimensions.shown(leaf.shape)}"
+
+    shown = [str(jax.tree.map(text, arg)) for arg in args]
+    shown += [f"{name}={jax.tree.map(text, arg)}" for name, arg in kwargs.items()]
+    return f"({', '.join(shown)})".replace("'", "")
 
 
 def _interface(

@@ -53,14 +53,15 @@ def explain(error: Exception) -> Exception:
     """
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
     if advice is not None and not any(advice in note for note in getattr(error, "__notes__", ())):
-        line = _innermost_user_line(error.__traceback__)
+        line = innermost_user_line(error.__traceback__)
         error.add_note(f"{line}\n{advice}" if line else advice)
     if _jax.filters_tracebacks():
         error = error.with_traceback(_without_our_frames(error.__traceback__))
     return error
 
 
-def _innermost_user_line(traceback: TracebackType | None) -> str:
+def innermost_user_line(traceback: TracebackType | None) -> str:
+    """The last line of the user's in a traceback, with its place; empty if there is none."""
     found = ""
     for entry in _entries(traceback):
         code = entry.tb_frame.f_code
