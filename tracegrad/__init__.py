@@ -20,6 +20,10 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSli
 from tracegrad.differentiation.indexed_slices import apply_rows as apply_rows
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
+from tracegrad.ir import NoMatchError as NoMatchError
+from tracegrad.ir import match as match
+from tracegrad.rewriting import rewrite as rewrite
+from tracegrad.rewriting import rules as rules
 from tracegrad.tape import AggregationMethod as AggregationMethod
 from tracegrad.tape import GradientTape as GradientTape
 from tracegrad.tape import UnconnectedGradients as UnconnectedGradients

@@ -228,6 +228,12 @@ def frames(source_info: Any) -> Sequence[Any]:
     return () if traceback is None else tuple(traceback.frames)
 
 
+def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
+    """A context whose value is part of the key under which JAX keeps traces and programs."""
+    make: Callable[[Any], Callable[[Any], AbstractContextManager[Any]]] = jax.make_user_context
+    return make(())
+
+
 def frame_positions(source_info: Any) -> list[tuple[Any, int]]:
     """The code object of each of those frames, and the offset of the instruction it stood at."""
     traceback = source_info.traceback

@@ -30,6 +30,7 @@ from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.in_force import under_rules
 
 
 def grad(
@@ -157,9 +158,10 @@ def value_and_grad(
         differentiable = differentiable_leaves(selection, unconnected, allow_int)
         chosen = selection.refined(differentiable)
 
-        def scalar(leaves: list[Any]) -> Any:
+        def result(leaves: list[Any]) -> Any:
             return scalar_result(fun, chosen.call(leaves), has_aux)
 
+        scalar = under_rules(result, function_name(fun))
         run = jax.value_and_grad(
             scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
         )
@@ -218,7 +220,7 @@ def jacobian(
         chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
 
-        def flat(leaves: list[Any]) -> Any:
+        def result(leaves: list[Any]) -> Any:
             outputs, aux = chosen.call(leaves), None
             if has_aux:
                 outputs, aux = pair(fun, outputs)
@@ -226,6 +228,7 @@ def jacobian(
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
             return flat_outputs, aux
 
+        flat = under_rules(result, function_name(fun))
         if chosen.leaves:
             run = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
             rows, aux = run(chosen.leaves)

@@ -20,7 +20,8 @@ from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.forward_mode import with_forward_mode
-from tracegrad.tracing.graphs import graph
+from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.in_force import under_rules
 
 
 def hessian(
@@ -62,7 +63,7 @@ def hessian(
         differentiable_leaves(selection)
         shape_of_result: list[Any] = []
 
-        def flat(leaves: list[Any]) -> Any:
+        def result(leaves: list[Any]) -> Any:
             outputs, aux = selection.call(leaves), None
             if has_aux:
                 outputs, aux = pair(fun, outputs)
@@ -70,6 +71,7 @@ def hessian(
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
             return flat_outputs, aux
 
+        flat = under_rules(result, function_name(fun))
         first = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = selection.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
@@ -150,7 +152,10 @@ def hvp(
     ]
 
     def gradient(leaves: list[Any]) -> list[Any]:
-        results: list[Any] = jax.grad(lambda xs: scalar_result(fun, selection.call(xs)))(leaves)
+        def result(leaves: list[Any]) -> Any:
+            return scalar_result(fun, selection.call(leaves))
+
+        results: list[Any] = jax.grad(under_rules(result, function_name(fun)))(leaves)
         return results
 
     _, product = jvp(gradient, (leaves,), (vector,))

@@ -1,6 +1,7 @@
 """What a traced program is: `Graph`, its values and its five kinds of node."""
 
 from tracegrad.ir.errors import GraphError as GraphError
+from tracegrad.ir.errors import NoMatchError as NoMatchError
 from tracegrad.ir.graph import Graph as Graph
 from tracegrad.ir.nodes import Apply as Apply
 from tracegrad.ir.nodes import Call as Call

@@ -16,7 +16,8 @@ import inspect
 import keyword
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tracegrad import _jax
@@ -36,6 +37,15 @@ from tracegrad.ir.nodes import (
 from tracegrad.ir.occurrence import Matches, Occurrence, Path
 
 
+@dataclass(frozen=True)
+class Tap:
+    """An input whose gradient is the one that arrives at a place of the program."""
+
+    name: str
+    place: str
+    aval: Any
+
+
 class Graph:
     """A program over JAX's primitives.
 
@@ -48,6 +58,7 @@ class Graph:
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
       signature: the traced function's, static parameters left out; None where it has none.
       variables: the Variables that the function reads: the last inputs are their values.
+      taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
       program: the JAX program that it was imported from, or None once edited.
@@ -72,6 +83,7 @@ class Graph:
         self.signature: inspect.Signature | None = None
         self.variables: tuple[Any, ...] = ()
         self.assigned: tuple[Any, ...] = ()
+        self.taps: tuple[Tap, ...] = ()
         self.program = program
         self.inputs: list[Value] = []
         self.constants: dict[Value, Any] = {}
@@ -269,7 +281,7 @@ class Graph:
             program=self.program,
         )
         new.signature = self.signature
-        new.variables, new.assigned = self.variables, self.assigned
+        new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
         values: dict[Value, Value | Literal] = {
             value: new.add_input(value.aval, value.hint) for value in self.inputs
         }
@@ -310,17 +322,21 @@ class Graph:
         graph: Graph = self
         path: list[tuple[Node, str]] = []
         for step, name in occurrence.path:
-            node = graph._here(step)
+            node = graph.node_here(step)
             assert isinstance(node, RegionNode)
             path.append((node, name))
             graph = _own_region(node, name)
-        here = graph._here(occurrence.node)
+        here = graph.node_here(occurrence.node)
         if isinstance(here, CustomGradient):  # its edit concerns all of them
             for name in list(here._regions):
                 _own_region(here, name)
         return Occurrence(tuple(path), here)
 
-    def _here(self, node: Node) -> Node:
+    def node_here(self, node: Node) -> Node:
+        """What a node of the graph that this one was copied from has become.
+
+        Raises GraphError if it was erased or is of another graph.
+        """
         here = node if node.graph is self else self._copies.get(node)
         if here is None or here.graph is not self:
             raise GraphError(f"{node!r} is not a node of {self.name} (any more)")
@@ -477,6 +493,66 @@ class Graph:
             owner.effects |= effects
             if owner.graph is not None:
                 owner.graph._tell_owners(effects)
+
+    def widen(
+        self,
+        node: Node,
+        regions: Mapping[str, Graph],
+        inputs: Sequence[Value],
+        avals: Sequence[Any],
+    ) -> Node:
+        """Replaces a call by one with wider regions: of more inputs or outputs, behind the others.
+
+        Args:
+          node: a node with regions, of this graph.
+          regions: all of its regions, by name.
+          inputs: what it is given for their further inputs.
+          avals: the types of its further outputs.
+
+        Returns:
+          The new node.
+        """
+        self._check_node(node)
+        assert isinstance(node, RegionNode)
+        for value in inputs:
+            self._check_mine(value)
+        self._edited()
+        wide = _copy_node(node, (*node.inputs, *inputs))
+        assert isinstance(wide, RegionNode)
+        wide.is_new = True
+        wide._regions.update(regions)
+        self._adopt(wide, [*(value.aval for value in node.outputs), *avals])
+        for old, new in zip(node.outputs, wide.outputs, strict=False):
+            new.hint = old.hint
+            self.replace_uses(old, new)
+        for operand in node.inputs:
+            if isinstance(operand, Value):
+                operand._uses.remove(node)
+        self.nodes[self.nodes.index(node)] = wide
+        node.graph = None
+        return wide
+
+    def add_output(self, value: Value) -> None:
+        """Returns one more value of this graph, behind the others; for a region see `widen`."""
+        self._check_mine(value)
+        self._edited()
+        self.outputs.append(value)
+
+    def set_region(self, node: Node, name: str, region: Graph) -> None:
+        """Gives a node another region: of as many inputs and outputs, of the same types."""
+        self._check_node(node)
+        assert isinstance(node, RegionNode)
+        old = node.region(name)
+        for what, ours, theirs in (
+            ("takes", old.in_avals, region.in_avals),
+            ("returns", old.out_avals, region.out_avals),
+        ):
+            same = len(ours) == len(theirs) and all(map(_same_type, ours, theirs))
+            if not same:
+                raise GraphError(f"{region!r} {what} other values than {old!r}")
+        node._regions[name] = region
+        region.add_owner(node)
+        region._tell_owners(region.effects)
 
     def erase(self, node: Node) -> None:
         """Takes a node out.

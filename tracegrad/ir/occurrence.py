@@ -36,6 +36,9 @@ _STANDARD_LIBRARY = tuple(
 )
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
+# The named scope of what was differentiated with the rules of an enclosing trace applied.
+UNDER_RULES = "tracegrad.rules"
+
 Path = tuple[tuple[Node, str], ...]
 
 
@@ -135,6 +138,13 @@ class Fragment(Occurrence):
         origin = self.origin
         counted = f"<{self.label}: {len(self.members)} nodes from {self.node!r} on>"
         return counted + where + (f" from {origin}" if origin else "")
+
+
+def is_under_rules(occurrence: Occurrence) -> bool:
+    """Whether it lies in a loss to which the rules in force were applied before."""
+    nodes = [node for node, _ in occurrence.path] + [occurrence.node]
+    sources = (node.source for node in nodes if node.source is not None)
+    return any(UNDER_RULES in _jax.name_stack(source.info) for source in sources)
 
 
 class Matches(list[Occurrence]):

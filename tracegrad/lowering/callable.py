@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
@@ -29,6 +30,7 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        taps = kwargs.pop("taps", None) if graph.taps else None
         if graph.in_tree is None:
             flat = list(args)
         else:
@@ -39,6 +41,7 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
                     f"it was called with {tree}"
                 )
         flat += [variable.value for variable in graph.variables]
+        flat += _tap_values(graph, taps)
         _check_types(graph, flat)
         outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
         for variable in reversed(graph.assigned):
@@ -49,6 +52,28 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
     if graph.signature is not None:  # argument names, here and in what XLA prints
         call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
+
+
+def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:
+    """What a function with taps takes for ``taps``: by the tap's name and by its place, zeros."""
+    zeros: dict[str, dict[str, Any]] = {}
+    for tap in graph.taps:
+        zeros.setdefault(tap.name, {})[tap.place] = jnp.zeros(tap.aval.shape, tap.aval.dtype)
+    return zeros
+
+
+def _tap_values(graph: Graph, taps: Any) -> list[Any]:
+    values = tap_zeros(graph)
+    if taps is not None:
+        expected: Any = jax.tree.structure(values)
+        given: Any = jax.tree.structure(taps)
+        if given != expected:
+            raise TypeError(
+                f"the taps of {graph.name} are {expected}; it was called with {given}. Pass what "
+                "its .taps(...) returns"
+            )
+        values = taps
+    return [values[tap.name][tap.place] for tap in graph.taps]
 
 
 def _check_types(graph: Graph, args: list[Any]) -> None:

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Occurrence, Recompute, RegionNode
+from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, Recompute, RegionNode
 
 if TYPE_CHECKING:
     from tracegrad.lowering.evaluate import Lowering
@@ -206,7 +206,7 @@ def _bind_publicly(
 ) -> list[Any]:
     """Binds through the public function of JAX for this primitive."""
     if isinstance(node, Recompute):
-        options = {} if node.is_new else {"prevent_cse": node.params["prevent_cse"]}
+        options = {k: node.params[k] for k in ("prevent_cse",) if k in node.params}
         run = jax.checkpoint(function_of("jaxpr"), policy=node.policy, **options)
         return list(run(*args))
     if node.primitive is _jax.JIT:
@@ -229,17 +229,22 @@ def _bind_publicly(
 
 def _refuse_jit_settings(node: RegionNode) -> None:
     """The public `jax.jit` cannot be given a closed-over operand *and* settings per operand."""
-    params = node.params
-    special = any(params["donated_invars"]) or any(
-        "Unspecified" not in type(s).__name__
-        for s in (*params["in_shardings"], *params["out_shardings"])
-    )
-    if special or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
+    if has_jit_settings(node):
         raise GraphError(
             f"an edit made the jitted function {node.name} close over a value that is being traced "
             "outside of it; it has shardings, layouts or donated arguments of its own, so that the "
             "value cannot be made an operand. Pass the value in as an input"
         )
+
+
+def has_jit_settings(node: Node) -> bool:
+    """Whether a jitted call has shardings, layouts or donated arguments of its own."""
+    params = node.params
+    special = any(params["donated_invars"]) or any(
+        "Unspecified" not in type(s).__name__
+        for s in (*params["in_shardings"], *params["out_shardings"])
+    )
+    return special or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
 
 
 def _scan(node: RegionNode, args: list[Any], body: Callable[..., list[Any]]) -> list[Any]:

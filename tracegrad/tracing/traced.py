@@ -22,7 +22,8 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.graphs import Rule, apply_rules, function_name, trace_to_graph, tracing_depth
+from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
+from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
 from tracegrad.tracing.stateful import (
     Expecting,
@@ -53,7 +54,7 @@ class Pipeline:
 
     def __init__(self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments):
         self._fun = _weak(fun)
-        self.rules = rules
+        self.force = Force(rules)
         self.static = static
         self.history = TraceHistory(function_name(fun))
         self.recomputes = False  # whether any program of it held a Recompute
@@ -90,8 +91,9 @@ class Pipeline:
         return repr(self._fun())  # what JAX's messages name
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
-        graph = apply_rules(traced, self.rules)
+        with in_force(self.force):
+            traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
+        graph = self.force.finish(traced)
         if not graph.variables and not graph.assigned:  # a rule may make a new graph
             graph.variables, graph.assigned = traced.variables, traced.assigned
         return graph
@@ -399,7 +401,10 @@ def trace(
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
-      rules: functions ``Graph -> Graph``, applied in order to the graph of `fun`.
+      rules: functions ``Graph -> Graph``, applied in order. They act where differentiation
+        happens: on the program of `fun`, for who differentiates it, and on what the
+        `tracegrad.grad`, tapes and `tracegrad.gradients` inside it differentiate. A rule that
+        matches in neither raises, and so does one that matches what `jax.grad` has differentiated.
       **jit_options: every keyword of `jax.jit`: ``static_argnums``, ``donate_argnums``,
         ``in_shardings``, ``compiler_options``, ...
 

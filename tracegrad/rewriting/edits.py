@@ -1,0 +1,193 @@
+"""Editing a graph at the matches of a selector, wherever in it they lie.
+
+A rule gives back an edited copy. Regions on the way to a match are copied, once for all the calls
+that are edited alike: where a function is called forty times and every call matches, the copy is
+shared by the forty as the original was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os.path
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import (
+    CustomGradient,
+    Fragment,
+    Graph,
+    GraphError,
+    Node,
+    Occurrence,
+    Origin,
+    Value,
+)
+from tracegrad.ir.errors import NoMatchError
+from tracegrad.ir.match import Selector
+from tracegrad.ir.occurrence import UNDER_RULES, Path, is_own_file, is_under_rules
+
+# Edits a graph at some nodes of it, which an occurrence in the original has become.
+Edit = Callable[[Graph, Sequence[Node], Occurrence], None]
+
+
+def matches_to_edit(
+    graph: Graph, where: Selector, missing_ok: bool, rule: object
+) -> list[Occurrence]:
+    """The matches at which a rule about gradients acts.
+
+    Those that lie in a loss to which `tracegrad.grad` and its like have applied the rules in force
+    already are left out.
+
+    Raises:
+      NoMatchError: there is none, and that is not allowed.
+      GraphError: one lies in code that JAX has differentiated already, or in a custom gradient.
+    """
+    found = where.look(graph).matches
+    matches = [match for match in found if not is_under_rules(match)]
+    for match in matches:
+        _refuse_differentiated(match, rule)
+        refuse_inside_custom_gradient(match, rule)
+    if not matches and not missing_ok:
+        raise NoMatchError(no_match(graph, where, rule))
+    return matches
+
+
+def no_match(graph: Graph, where: Selector, rule: object) -> str:
+    names = where.names(graph)
+    near: dict[str, None] = {}
+    for pattern in where.patterns:
+        lowered = {name.lower(): name for name in names}
+        close = difflib.get_close_matches(pattern.lower(), lowered, 3, cutoff=0.4)
+        near.update((lowered[name], None) for name in close)
+    nearest = list(near)[:3] or names[:3]
+    hint = f" The nearest names: {', '.join(map(repr, nearest))}." if nearest else ""
+    return (
+        f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See what there is with "
+        "print(tracegrad.graph(fun)(*args)), try a selector with .find(selector); a rule that may "
+        "match nothing is given missing_ok=True"
+    )
+
+
+def _refuse_differentiated(match: Occurrence, rule: object) -> None:
+    steps = [node for node, _ in match.path] + [match.node]
+    for node in steps:
+        if node.source is not None and "jvp(" in _jax.name_stack(node.source.info):
+            raise GraphError(
+                f"{rule!r}: {match} lies in code that JAX has differentiated already"
+                f"{_grad_call(node)}, where an edit of gradients would do nothing. Use "
+                "tracegrad.grad there, to which the rules of an enclosing trace reach, or "
+                "give the rule to the loss: jax.grad(tracegrad.rewrite(loss, rule))"
+            )
+
+
+_TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
+
+
+def _grad_call(node: Node) -> str:
+    """Where the user's code called `jax.grad` or the like, innermost."""
+    assert node.source is not None
+    name = ""
+    for frame in _jax.frames(node.source.info):
+        if is_own_file(frame.file_name):
+            function = frame.function_name.split(".")[0]
+            if function in _TRANSFORMS and os.path.basename(frame.file_name) == "api.py":
+                name = function
+        elif name:
+            place = Origin(frame.file_name, frame.line_num, frame.function_name)
+            return f" (by jax.{name} at {place})"
+    return ""
+
+
+def refuse_inside_custom_gradient(match: Occurrence, rule: object) -> None:
+    for node, _ in match.path:
+        if isinstance(node, CustomGradient):
+            raise GraphError(
+                f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
+                "replaces the derivative of all that is in it: the edit would vanish. Match "
+                f"the call itself, match.call({node.name!r}), or leave it out: "
+                f"& ~match.call({node.name!r})"
+            )
+
+
+def edited(graph: Graph, matches: Sequence[Occurrence], edit: Edit) -> Graph:
+    """A copy of a graph, edited at some occurrences in it."""
+    new = graph.copy()
+    _edit_region(graph, new, [(match.path, match) for match in matches], edit, {})
+    return new
+
+
+def _edit_region(
+    old: Graph,
+    new: Graph,
+    places: Sequence[tuple[Path, Occurrence]],
+    edit: Edit,
+    built: dict[Any, Graph],
+) -> None:
+    """Edits `new`, a copy of `old`, at the places (given by their paths from here)."""
+    below: dict[tuple[Node, str], list[tuple[Path, Occurrence]]] = {}
+    for path, match in places:
+        if path:
+            below.setdefault(path[0], []).append((path[1:], match))
+    for (node, name), inner in below.items():
+        region = node.region(name)
+        key = (region, tuple((path, match.nodes) for path, match in inner))
+        holder = new.node_here(node)
+        if key in built:
+            new.set_region(holder, name, built[key])
+            continue
+        built[key] = copy = region.copy()
+        new.set_region(holder, name, copy)
+        _edit_region(region, copy, inner, edit, built)
+    for path, match in places:
+        if not path:
+            edit(new, [new.node_here(node) for node in match.nodes], match)
+
+
+# ------------------------------------------------------------------- what crosses a match's border
+
+
+def entering(nodes: Sequence[Node]) -> list[Value]:
+    """The values that nodes of one region take from outside, in order of their first use."""
+    made = {value for node in nodes for value in node.outputs}
+    return list(
+        dict.fromkeys(
+            value
+            for node in nodes
+            for value in node.inputs
+            if isinstance(value, Value) and value not in made
+        )
+    )
+
+
+def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
+    """The values by which others, or the graph's outputs, use nodes of it; of a single node all."""
+    if len(nodes) == 1:
+        return list(nodes[0].outputs)
+    members = set(nodes)
+    returned = {value for value in graph.outputs if isinstance(value, Value)}
+    return [
+        value
+        for node in nodes
+        for value in node.outputs
+        if value in returned or any(user not in members for user in value.users)
+    ]
+
+
+def place_name(match: Occurrence) -> str:
+    """The scope of a match and its name: ``encoder/block_0/softmax``."""
+    scope = match.scope.replace(f"{UNDER_RULES}/", "").removeprefix(UNDER_RULES)
+    if isinstance(match, Fragment) and f"{scope}/".startswith(f"{match.name}/"):
+        return match.name  # of a scope that is the scope itself
+    return f"{scope}/{match.name}" if scope else match.name
+
+
+def place_names(matches: Sequence[Occurrence]) -> list[str]:
+    """The names of all matches, made different: ``sin``, ``sin_1``."""
+    taken: dict[str, int] = {}
+    names = []
+    for match in matches:
+        name = place_name(match)
+        taken[name] = taken.get(name, -1) + 1
+        names.append(f"{name}_{taken[name]}" if taken[name] else name)
+    return names

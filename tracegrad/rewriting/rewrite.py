@@ -1,0 +1,102 @@
+"""`rewrite`: a function with rules applied to its program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tracegrad.ir import Graph
+from tracegrad.lowering import to_callable
+from tracegrad.lowering.callable import tap_zeros
+from tracegrad.tracing.graphs import Rule, apply_rules, graph
+from tracegrad.tracing.static import Indices, Names, resolve
+
+
+class RewrittenFunction:
+    """A function whose program is rewritten wherever it is called; made by `rewrite`.
+
+    Call it as the original, under every JAX transformation. Beside that:
+
+      graph(*args, **kwargs): its `Graph` for these arguments, after the rules.
+      taps(*args, **kwargs): what it takes for ``taps``; see `tracegrad.rules.tap_gradient`.
+      __wrapped__: the original function.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        rules: tuple[Rule, ...],
+        static_argnums: Indices,
+        static_argnames: Names,
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        self.rules = rules
+        self._trace = graph(fun, static_argnums=static_argnums, static_argnames=static_argnames)
+        self._static = resolve(fun, static_argnums, static_argnames)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
+        return apply_rules(self._trace(*args, **kwargs), self.rules)
+
+    def taps(self, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
+        """The taps at these arguments: by name and by place zeros of the value's shape and dtype,
+        stacked over the steps of a scan."""
+        return tap_zeros(self.graph(*args, **kwargs))
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        taps = {"taps": kwargs.pop("taps")} if self._has_taps(kwargs) else {}
+        program = self.graph(*args, **kwargs)
+        if taps and not program.taps:
+            raise TypeError(f"{self!r} has no taps: no rule of it is a tap_gradient")
+        fixed, names = self._static.within(args), self._static.named(kwargs)
+        given = [arg for i, arg in enumerate(args) if i not in fixed]
+        named = {name: value for name, value in kwargs.items() if name not in names}
+        return to_callable(program)(*given, **named, **taps)
+
+    def _has_taps(self, kwargs: dict[str, Any]) -> bool:
+        return "taps" in kwargs and "taps" not in inspect.signature(self.__wrapped__).parameters
+
+    def __repr__(self) -> str:
+        return f"<rewritten {self.__wrapped__!r}>"
+
+
+def rewrite(
+    fun: Callable[..., Any],
+    *rules: Rule,
+    static_argnums: Indices = None,
+    static_argnames: Names = None,
+) -> RewrittenFunction:
+    """Applies rules to the program of a function.
+
+    Args:
+      fun: any function that `jax.jit` takes.
+      *rules: functions ``Graph -> Graph``, applied in order: those of `tracegrad.rules`, or your
+        own.
+      static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
+
+    Returns:
+      A function of the same arguments. Each call of it traces `fun`, applies the rules and runs
+      the result, in whatever transformation it is called (`jit`, `grad`, `vmap`, `scan`, ...). It
+      compiles nothing itself: put `jax.jit` or `tracegrad.trace` around what is called often.
+
+    Raises:
+      TypeError: `fun` or a rule is not callable, or a rule returns no `Graph`.
+      NoMatchError, GraphError: when it is called, as the rules do.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def loss(x):
+    ...     return jnp.sum(jnp.sin(x) * x)
+    >>> edited = tg.rewrite(loss, tg.rules.stop_gradient(tg.match.op("sin")))
+    >>> print(jax.grad(edited)(jnp.array([0.5, 1.0])))  # sin(x), without x cos(x)
+    [0.47942555 0.84147096]
+    """
+    if not callable(fun):
+        raise TypeError(f"rewrite takes a function and rules; got {fun!r} for the function")
+    for rule in rules:
+        if not callable(rule):
+            raise TypeError(f"a rule is a function Graph -> Graph; got {rule!r}")
+    return RewrittenFunction(fun, rules, static_argnums, static_argnames)

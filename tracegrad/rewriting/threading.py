@@ -1,0 +1,222 @@
+"""Leading values of a program out of it, and perturbations of them in, through loops and calls.
+
+Every region between a place and the root gets one more input or output. A scan stacks what its
+steps give, and hands each step its slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, Value
+from tracegrad.ir.graph import Tap
+from tracegrad.ir.occurrence import Path
+from tracegrad.lowering import has_jit_settings
+from tracegrad.rewriting.edits import leaving, place_names
+
+
+@dataclass(frozen=True)
+class Port:
+    """A value that crosses a region's border: of which match, its type there, and in that region
+    the value itself (of an input the perturbation's)."""
+
+    match: Occurrence
+    value: Value
+
+
+# Makes the ports of one match in its own region.
+_Open = Callable[[Graph, Sequence[Node], Occurrence], list[Port]]
+
+
+def with_outputs(graph: Graph, matches: Sequence[Occurrence]) -> tuple[Graph, list[list[int]]]:
+    """A copy of a graph that returns what leaves each match, behind its own results.
+
+    Returns the graph, and for each match the positions of its values among the further results.
+    """
+
+    def open_(here: Graph, nodes: Sequence[Node], match: Occurrence) -> list[Port]:
+        return [Port(match, value) for value in leaving(here, nodes)]
+
+    new = graph.copy()
+    ports = _thread(graph, new, [(match.path, match) for match in matches], _Outward(open_))
+    for port in ports:
+        new.add_output(port.value)
+    return new, [[i for i, p in enumerate(ports) if p.match is match] for match in matches]
+
+
+def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
+    """A copy of a graph with a tap for every float value that leaves a match."""
+
+    def open_(here: Graph, nodes: Sequence[Node], match: Occurrence) -> list[Port]:
+        ports = []
+        for value in leaving(here, nodes):
+            if _jax.has_gradient(value.aval):
+                perturbation = here.add_input(value.aval, "tap")
+                (new,) = here.insert(_perturbed, [value, perturbation], after=value.producer)
+                here.replace_uses(value, new)
+                ports.append(Port(match, perturbation))
+        return ports
+
+    new = graph.copy()
+    ports = _thread(graph, new, [(match.path, match) for match in matches], _Inward(open_))
+    # In the order of the matches, which that of the inputs need not be.
+    taps = []
+    for match, place in zip(matches, place_names(matches), strict=True):
+        own = [port for port in ports if port.match is match]
+        taps += [
+            (port.value, Tap(name, place if len(own) == 1 else f"{place}.{i}", port.value.aval))
+            for i, port in enumerate(own)
+        ]
+    if any(tap.name == name for tap in graph.taps):
+        raise GraphError(f"{graph.name} has a tap {name!r} already: choose another name")
+    order = {value: i for i, (value, _) in enumerate(taps)}
+    given = [value for value in new.inputs if value not in order]
+    new.inputs = [*given, *(value for value, _ in taps)]
+    new.taps = (*graph.taps, *(tap for _, tap in taps))
+    return new
+
+
+@jax.custom_jvp
+def _perturbed(value: Any, perturbation: Any) -> Any:
+    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
+    return value
+
+
+@_perturbed.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _perturbed(*primals), tangents[0] + tangents[1]
+
+
+@dataclass(frozen=True)
+class _Outward:
+    open_: _Open
+
+    def close(self, region: Graph, ports: Sequence[Port]) -> None:
+        for port in ports:
+            region.add_output(port.value)
+
+    def fill(self, region: Graph, avals: Sequence[Any]) -> None:
+        """A branch that was not taken gives zeros."""
+        for aval in avals:
+            (zeros,) = region.insert(lambda aval=aval: jnp.zeros(aval.shape, aval.dtype), [])
+            region.outputs.append(zeros)
+
+    def pass_on(
+        self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
+    ) -> list[Port]:
+        avals = [_outside(node, port.value.aval) for port in ports]
+        wide = here.widen(node, regions, (), avals)
+        new = wide.outputs[len(node.outputs) :]
+        return [replace(port, value=value) for port, value in zip(ports, new, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Inward:
+    open_: _Open
+
+    def close(self, region: Graph, ports: Sequence[Port]) -> None:
+        pass  # they were made as its inputs
+
+    def fill(self, region: Graph, avals: Sequence[Any]) -> None:
+        for aval in avals:
+            region.add_input(aval, "tap")
+
+    def pass_on(
+        self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
+    ) -> list[Port]:
+        inputs = [here.add_input(_outside(node, port.value.aval), "tap") for port in ports]
+        here.widen(node, regions, inputs, ())
+        return [replace(port, value=value) for port, value in zip(ports, inputs, strict=True)]
+
+
+def _thread(
+    old: Graph,
+    new: Graph,
+    places: Sequence[tuple[Path, Occurrence]],
+    way: _Outward | _Inward,
+) -> list[Port]:
+    """Opens the places in `new`, a copy of `old`, and in its regions; returns their ports here."""
+    below: dict[Node, dict[str, list[tuple[Path, Occurrence]]]] = {}
+    for path, match in places:
+        if path:
+            (node, name), rest = path[0], path[1:]
+            below.setdefault(node, {}).setdefault(name, []).append((rest, match))
+    found: list[Port] = []
+    for node, by_region in below.items():
+        holder = new.node_here(node)
+        _refuse_to_pass(node, next(iter(by_region.values()))[0][1])
+        regions: dict[str, Graph] = {}
+        ports: list[Port] = []
+        own: dict[str, list[Port]] = {}
+        for name, inner in by_region.items():
+            regions[name], own[name] = _threaded_region(node.region(name), inner, way)
+            ports += own[name]
+        if len(node.regions) > 1:  # branches take and return the same
+            for name, region in node.regions.items():
+                regions[name] = _aligned(regions.get(name, region.copy()), name, own, way)
+        found += way.pass_on(new, holder, regions, ports)
+    for path, match in places:
+        if not path:
+            found += way.open_(new, [new.node_here(node) for node in match.nodes], match)
+    return found
+
+
+def _threaded_region(
+    region: Graph,
+    inner: Sequence[tuple[Path, Occurrence]],
+    way: _Outward | _Inward,
+) -> tuple[Graph, list[Port]]:
+    copy = region.copy()
+    ports = _thread(region, copy, inner, way)
+    way.close(copy, ports)
+    return copy, ports
+
+
+def _aligned(
+    region: Graph, name: str, own: dict[str, list[Port]], way: _Outward | _Inward
+) -> Graph:
+    """A branch with ports for those of the others too, in the order of all."""
+    order = list(own)
+    position = order.index(name) if name in own else 0
+    before = [port.value.aval for n in order[:position] for port in own[n]]
+    after = [port.value.aval for n in order[position:] if n != name for port in own[n]]
+    if before:
+        mine = len(own[name])
+        kept_in, kept_out = region.inputs[-mine:], region.outputs[-mine:]
+        if isinstance(way, _Inward):
+            region.inputs = region.inputs[:-mine]
+            way.fill(region, before)
+            region.inputs += kept_in
+        else:
+            region.outputs = region.outputs[:-mine]
+            way.fill(region, before)
+            region.outputs += kept_out
+    way.fill(region, after)
+    return region
+
+
+def _outside(node: Node, aval: Any) -> Any:
+    """The type, outside of a call, of a value inside of it."""
+    if node.primitive is _jax.SCAN:
+        return jax.core.ShapedArray((node.params["length"], *aval.shape), aval.dtype)
+    return aval
+
+
+def _refuse_to_pass(node: Node, match: Occurrence) -> None:
+    known = (_jax.JIT, _jax.SCAN, _jax.COND)
+    if isinstance(node, Recompute) or node.primitive in known:
+        if node.primitive is not _jax.JIT or not has_jit_settings(node):
+            return
+        why = "has shardings, layouts or donated arguments of its own"
+    else:
+        why = "has no place for more inputs and outputs"
+    raise GraphError(
+        f"{match} lies in {node.name} ({node.op}), which {why}, so that its values and gradients "
+        "cannot be led out; a tap with a callback can show them"
+    )

@@ -1,0 +1,154 @@
+"""The rules in force: those of an enclosing trace, which act where differentiation happens.
+
+A train step that differentiates its loss holds, in its own program, only what is left of the loss:
+custom gradients are gone, and an edit of how gradients flow would do nothing. So while a function
+with rules is being traced, `tracegrad.grad` and its like, tapes and `gradients` inside it ask here
+for the rules, and apply them to what they are about to differentiate.
+
+JAX keeps the traces of jitted functions, of loops and of branches; what is in force is part of the
+key under which it does, so that a trace made under some rules is not found under others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, GraphError
+from tracegrad.ir.errors import NoMatchError
+from tracegrad.ir.occurrence import UNDER_RULES
+from tracegrad.tracing.graphs import Rule, apply_rules, graph
+
+_key = _jax.user_context()
+
+
+class Force:
+    """Rules, and which of them have matched something since they were first in force.
+
+    `everywhere`: they act on every traced function inside the block, not only on what is
+    differentiated there. Those of equal `key` (default: itself) are one to JAX's caches.
+    """
+
+    def __init__(self, rules: Sequence[Rule], *, everywhere: bool = False, key: Any = None):
+        self.rules = tuple(rules)
+        self.everywhere = everywhere
+        self.key = id(self) if key is None else key
+        self._matched: list[Rule] = []
+        self._missed: dict[int, NoMatchError] = {}  # why, by the rule's identity
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Force) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def apply(self, program: Graph) -> Graph:
+        """Applies them to what is about to be differentiated: a rule may match nothing there."""
+        for rule in self.rules:
+            try:
+                program = apply_rules(program, [rule])
+            except NoMatchError as error:
+                self._missed[id(rule)] = error.with_traceback(None)
+                continue
+            self._note(rule)
+        return program
+
+    def finish(self, program: Graph) -> Graph:
+        """Applies them to the traced function itself. A rule that matches nothing there must have
+        matched before."""
+        for rule in self.rules:
+            try:
+                program = apply_rules(program, [rule])
+            except NoMatchError as error:
+                if not any(rule is matched for matched in self._matched):
+                    # What was differentiated is what the rule was meant for.
+                    raise self._missed.get(id(rule), error) from None
+            else:
+                self._note(rule)
+        for force in _in_force.forces:
+            if force.everywhere:
+                program = force.apply(program)
+        _refuse_taps(program)
+        return program
+
+    def _note(self, rule: Rule) -> None:
+        if not any(rule is matched for matched in self._matched):
+            self._matched.append(rule)
+
+
+class _InForce(threading.local):
+    forces: tuple[Force, ...] = ()  # the innermost first
+
+
+_in_force = _InForce()
+
+
+@contextmanager
+def in_force(force: Force) -> Iterator[None]:
+    """A block in which these rules are in force, before those that are already."""
+    if not force.rules:
+        yield
+        return
+    before = _in_force.forces
+    _in_force.forces = (force, *before)
+    try:
+        with _key(_in_force.forces):
+            yield
+    finally:
+        _in_force.forces = before
+
+
+def apply_in_force(program: Graph) -> Graph:
+    """A program with the rules in force applied; they may match nothing in it."""
+    for force in _in_force.forces:
+        program = force.apply(program)
+    _refuse_taps(program)
+    return program
+
+
+def under_rules(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of arrays as it is to be differentiated: with the rules in force applied to it.
+
+    `name`: what the program is called in messages.
+    """
+    if not _in_force.forces:
+        return fun
+
+    def edited(*args: Any) -> Any:
+        others: list[Any] = []  # the structure of the result, and what in it is no array
+
+        def arrays(*args: Any) -> list[Any]:
+            leaves, structure = jax.tree.flatten(fun(*args))
+            is_array = [_is_array(leaf) for leaf in leaves]
+            others[:] = structure, [None if a else x for a, x in zip(is_array, leaves, strict=True)]
+            return [leaf for a, leaf in zip(is_array, leaves, strict=True) if a]
+
+        arrays.__name__ = arrays.__qualname__ = name
+        program = apply_in_force(graph(arrays)(*args))
+        with jax.named_scope(UNDER_RULES):
+            results = iter(program.to_callable()(*args))
+        structure, leaves = others
+        return jax.tree.unflatten(structure, [next(results) if x is None else x for x in leaves])
+
+    return edited
+
+
+def _is_array(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_taps(program: Graph) -> None:
+    if program.taps:
+        raise GraphError(
+            f"the tap {program.taps[0].name!r} without a callback has no way to hand its values "
+            "out of a traced function: give it a callback, or use tracegrad.rewrite on the loss"
+        )
