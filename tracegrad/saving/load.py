@@ -218,7 +218,7 @@ def _compare(
     for i, (wanted, aval) in enumerate(zip(types, avals, strict=True)):
         # Versions of JAX may write the same symbolic size differently.
         fits = len(wanted["shape"]) == len(aval.shape) and all(
-            a == b or not (isinstance(a, int) and isinstance(b, int))
+            a == b if isinstance(b, int) else not isinstance(a, int)
             for a, b in zip(wanted["shape"], aval.shape, strict=True)
         )
         if str(aval.dtype) != wanted["dtype"] or not fits:

@@ -113,8 +113,8 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _parameter(value: Any) -> str | None:
-    good = type(value) is list and len(value) == 2 and value[1] in _KINDS
-    if good and type(value[0]) is str and value[0].isidentifier():
+    good = type(value) is list and len(value) == 2 and all(type(each) is str for each in value)
+    if good and value[0].isidentifier() and value[1] in _KINDS:
         return None
     return f"a pair of a name and one of {', '.join(_KINDS)}"
 
