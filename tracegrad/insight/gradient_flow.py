@@ -1,0 +1,268 @@
+"""Where the gradient goes in a program: for every node at any depth, whether it passes.
+
+Two walks decide it, both on the program and never on values: forward, what a gradient of some
+output could reach the float inputs from (as `connectivity` has it); backward, where a gradient of
+the float outputs arrives. It passes a node where the two meet.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
+from tracegrad.ir.dependence import (
+    Masks,
+    enter,
+    is_reference,
+    joined,
+    leading_to,
+    mask_of,
+    node_dependence,
+    region_outputs_leading_to,
+    spread,
+)
+
+
+class Flow(enum.Enum):
+    """What happens to the gradient at a node."""
+
+    FLOWS = "flows"  # it passes, as JAX differentiates the operation
+    CHANGED = "changed"  # it passes, as a custom rule says
+    CUT = "cut"  # data go on to an output, the gradient does not come back through here
+    UNREACHED = "unreached"  # a float input leads here, but no gradient arrives from an output
+    NONE = "none"  # no float input leads here
+    REPLACED = "replaced"  # inside what a custom rule stands for: not run when differentiated
+    UNKNOWN = "unknown"  # inside a call of which only JAX knows how it is differentiated
+
+
+@dataclass(eq=False)
+class RegionFlow:
+    """The flow through a graph, as one place enters it.
+
+    Attributes:
+      graph: the graph.
+      flows: what happens at each of its nodes.
+      lost: for nodes that pass a gradient to some operands, those that get none although they
+        lead to a result.
+      regions: the flow through the regions of each node that has some, by name.
+      reached: for each input, whether a gradient arrives there.
+      recomputed: whether it is run again in the backward pass.
+    """
+
+    graph: Graph
+    recomputed: bool
+    flows: dict[Node, Flow] = field(default_factory=dict)
+    lost: dict[Node, tuple[Value | Literal, ...]] = field(default_factory=dict)
+    regions: dict[Node, dict[str, RegionFlow]] = field(default_factory=dict)
+    reached: list[bool] = field(default_factory=list)
+
+    def along(self, path: Sequence[tuple[Node, str]]) -> RegionFlow:
+        """That of a region inside it, by the calls that lead there."""
+        flow = self
+        for node, name in path:
+            flow = flow.regions[node][name]
+        return flow
+
+
+def gradient_flow(graph: Graph) -> RegionFlow:
+    """The flow of gradients from all float outputs of a graph to all its float inputs.
+
+    Where a region is entered from several places in the same way, they share one `RegionFlow`.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> def f(x):
+    ...     return jnp.sum(x * jnp.floor(x))
+    >>> flow = gradient_flow(tg.graph(f)(jnp.ones(3)))
+    >>> [(node.op, kind.value) for node, kind in flow.flows.items()]
+    [('floor', 'cut'), ('mul', 'flows'), ('reduce_sum', 'flows')]
+    >>> flow.reached
+    [True]
+    """
+    carrying = [_jax.has_gradient(v.aval) or is_reference(v.aval) for v in graph.inputs]
+    targets = [_jax.has_gradient(v.aval) for v in graph.outputs]
+    return _Flows().of(graph, carrying, targets, targets, recomputed=False)
+
+
+Bools = Sequence[bool]
+_Key = tuple[Graph, tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], bool]
+
+
+@dataclass
+class _Flows:
+    """Shared regions are looked at once for each way to enter them."""
+
+    walk: Walk = field(default_factory=Walk)
+    known: dict[_Key, RegionFlow] = field(default_factory=dict)
+    uniform: dict[tuple[Graph, Flow, bool, tuple[bool, ...]], RegionFlow] = field(
+        default_factory=dict
+    )
+
+    def of(
+        self, graph: Graph, carrying: Bools, arriving: Bools, wanted: Bools, *, recomputed: bool
+    ) -> RegionFlow:
+        """The flow through a graph.
+
+        Args:
+          carrying: for each input, whether a gradient there would go on to a source.
+          arriving: for each output, whether a gradient arrives there.
+          wanted: for each output, whether its data go on to a target.
+          recomputed: whether it is inside of a `Recompute`.
+        """
+        key = graph, tuple(carrying), tuple(arriving), tuple(wanted), recomputed
+        if key in self.known:
+            return self.known[key]
+        flow = self.known[key] = RegionFlow(graph, recomputed)
+        masks: dict[Value, int] = {}
+        spread(graph, [int(c) for c in carrying], self.walk.rule, masks)
+        live = leading_to(graph, wanted)
+        arrived = {
+            value
+            for value, arrives in zip(graph.outputs, arriving, strict=True)
+            if arrives and isinstance(value, Value)
+        }
+        for node in reversed(graph.nodes):
+            self._visit(node, flow, masks, live, arrived)
+        flow.flows = dict(reversed(flow.flows.items()))
+        flow.reached = [
+            value in arrived and carries
+            for value, carries in zip(graph.inputs, carrying, strict=True)
+        ]
+        return flow
+
+    def _visit(
+        self,
+        node: Node,
+        flow: RegionFlow,
+        masks: dict[Value, int],
+        live: set[Value],
+        arrived: set[Value],
+    ) -> None:
+        ins = [mask_of(value, masks) for value in node.inputs]
+        got = _arrives_at(node, arrived)
+        rows = self._rows(node, ins)
+        passing = joined(row for row, arrives in zip(rows, got, strict=True) if arrives)
+        arrived.update(
+            v for i, v in enumerate(node.inputs) if isinstance(v, Value) and passing >> i & 1
+        )
+        carrying = joined(1 << i for i, mask in enumerate(ins) if mask)
+        needed = joined(
+            data & carrying
+            for data, value in zip(node_dependence(node), node.outputs, strict=True)
+            if value in live
+        )
+        if not carrying:
+            kind = Flow.NONE
+        elif passing:
+            kind = Flow.CHANGED if isinstance(node, CustomGradient) else Flow.FLOWS
+            lost = tuple(v for i, v in enumerate(node.inputs) if (needed & ~passing) >> i & 1)
+            if lost:
+                flow.lost[node] = lost
+        else:
+            # Where a result still carries, something further on cut the gradient.
+            carried = any(mask_of(value, masks) for value in node.outputs if value in live)
+            kind = Flow.CUT if needed and not carried else Flow.UNREACHED
+        flow.flows[node] = kind
+        if node.regions:
+            flow.regions[node] = self._inside(node, kind, ins, got, passing, live, flow.recomputed)
+
+    def _rows(self, node: Node, ins: Masks) -> Masks:
+        """For every result, the operands to which a gradient goes on from it."""
+        if not any(ins):
+            return [0] * len(node.outputs)
+        return self.walk.rule(node, [1 << i if mask else 0 for i, mask in enumerate(ins)])
+
+    def _inside(
+        self,
+        node: Node,
+        kind: Flow,
+        ins: Masks,
+        got: list[bool],
+        passing: int,
+        live: set[Value],
+        recomputed: bool,
+    ) -> dict[str, RegionFlow]:
+        recomputed = recomputed or isinstance(node, Recompute)
+        entered = None
+        if kind is not Flow.NONE and not isinstance(node, CustomGradient):
+            # The operations inside a shard_map can be differentiated only inside their mesh.
+            entered = None if node.op == "shard_map" else enter(node, ins, self.walk.region)
+        if entered is None:
+            inner, reached = kind, [False] * len(node.inputs)
+            if isinstance(node, CustomGradient) and kind is not Flow.NONE:
+                inner = Flow.REPLACED
+            elif kind is Flow.FLOWS or kind is Flow.CUT:
+                inner = Flow.UNKNOWN
+            if inner is not kind:
+                reached = [bool(passing >> i & 1) for i in range(len(node.inputs))]
+            return {
+                name: self._uniform(region, inner, recomputed, reached)
+                for name, region in node.regions.items()
+            }
+        flows = {}
+        results = [value in live for value in node.outputs]
+        for name, masks in entered[1].items():
+            region = node.regions[name]
+            carrying = [mask != 0 for mask in masks]
+            wanted = region_outputs_leading_to(node, name, results)
+            if name == "cond_jaxpr":
+                arriving = [False] * len(region.outputs)
+            else:
+                arriving = self._arriving(node, region, carrying, got, wanted, recomputed)
+            flows[name] = self.of(region, carrying, arriving, wanted, recomputed=recomputed)
+        return flows
+
+    def _arriving(
+        self,
+        node: Node,
+        region: Graph,
+        carrying: Bools,
+        got: Bools,
+        wanted: Bools,
+        recomputed: bool,
+    ) -> list[bool]:
+        """At which outputs of a region a gradient arrives: in a loop also from later iterations."""
+        arriving = list(got)
+        first = 0
+        if node.primitive is _jax.SCAN:
+            first, carried = _jax.scan_split(node.params)
+        elif node.primitive is _jax.WHILE:
+            first, carried = node.params["body_nconsts"], len(region.outputs)
+        else:
+            return arriving
+        while True:
+            flow = self.of(region, carrying, arriving, wanted, recomputed=recomputed)
+            before = flow.reached[first : first + carried]
+            more = [a or b for a, b in zip(arriving, before, strict=False)] + arriving[carried:]
+            if more == arriving:
+                return arriving
+            arriving = more
+
+    def _uniform(self, graph: Graph, kind: Flow, recomputed: bool, reached: Bools) -> RegionFlow:
+        """A region with the same kind throughout. `reached`: the operands of the call around it."""
+        if len(reached) != len(graph.inputs):  # the call hands something else on to the region
+            reached = [any(reached)] * len(graph.inputs)
+        key = graph, kind, recomputed, tuple(reached)
+        if key not in self.uniform:
+            flow = self.uniform[key] = RegionFlow(graph, recomputed, reached=list(reached))
+            for node in graph.nodes:
+                flow.flows[node] = kind
+                inner = recomputed or isinstance(node, Recompute)
+                within = [any(reached)] * len(node.inputs)
+                if node.regions:
+                    flow.regions[node] = {
+                        name: self._uniform(region, kind, inner, within)
+                        for name, region in node.regions.items()
+                    }
+        return self.uniform[key]
+
+
+def _arrives_at(node: Node, arrived: set[Value]) -> list[bool]:
+    """For every result, whether a gradient arrives at it, or at a Ref that the node writes to."""
+    is_written = any(
+        isinstance(v, Value) and is_reference(v.aval) and v in arrived for v in node.inputs
+    )
+    return [is_written or value in arrived for value in node.outputs]

@@ -1,0 +1,158 @@
+"""A graph as HTML that folds: one file's worth of text that loads nothing from elsewhere.
+
+Python writes the graph as compact JSON, each region once for each way in which it is entered;
+`view.js` builds the lines that somebody unfolds. The names in it are the user's: in the page they
+are only ever text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import linecache
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.insight.gradient_flow import Flow, RegionFlow
+from tracegrad.insight.scopes import scope_parts
+from tracegrad.ir import Graph, Node, Occurrence, Value
+from tracegrad.ir.occurrence import Origin, Path
+from tracegrad.ir.text import label, operand_text, parameters, types_text
+
+_KINDS = {kind: number for number, kind in enumerate(Flow)}
+_FALLBACK_LINES = 60
+
+
+def fragment(graph: Graph, flow: RegionFlow) -> str:
+    """What a notebook shows: a ``div`` and the script that fills it."""
+    style = _asset("view.css")
+    script = _asset("view.js").replace('"@CSS@"', _script_json(style))
+    lines = str(graph).splitlines()
+    if len(lines) > _FALLBACK_LINES:
+        lines = [*lines[:_FALLBACK_LINES], f"... {len(lines) - _FALLBACK_LINES} more lines"]
+    # The text is what stays where scripts are not run, as on pages that show notebooks.
+    return (
+        '<div class="tracegrad-graph">'
+        f'<script type="application/json">{_script_json(graph_data(graph, flow))}</script>'
+        f"<pre>{html.escape(chr(10).join(lines))}</pre></div>\n<script>{script}</script>"
+    )
+
+
+def page(graph: Graph, flow: RegionFlow) -> str:
+    """A page of its own, for a browser."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(graph.name)}</title>"
+        "<style>:root { color-scheme: light dark } body { margin: 12px; "
+        "color: light-dark(#1f2328, #e6edf3); background: light-dark(#fff, #0d1117) }</style>"
+        f"</head><body>\n{fragment(graph, flow)}\n</body></html>\n"
+    )
+
+
+def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
+    """What the page knows of a graph, ready for JSON.
+
+    ``bodies``: the graph, then its regions: heading and ``rows``, one for each node: results,
+    label, operands, parameters, types, place, scope, flow, operands without gradient, regions
+    (title and body). ``places`` and ``scopes`` are told by number; a place of -1 is the call's.
+    """
+    writer = _Writer()
+    writer.body(flow, ())
+    return {
+        "name": graph.name,
+        "places": [list(place) for place in writer.places],
+        "scopes": [list(scope) for scope in writer.scopes],
+        "bodies": writer.bodies,
+    }
+
+
+@dataclass
+class _Writer:
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    known: dict[RegionFlow, int] = field(default_factory=dict)
+    places: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    scopes: dict[tuple[str, ...], int] = field(default_factory=dict)
+    lines: dict[Origin, int] = field(default_factory=dict)
+
+    def body(self, flow: RegionFlow, path: Path) -> int:
+        """Writes a body, unless it is written already; returns its number."""
+        if flow in self.known:
+            return self.known[flow]
+        number = self.known[flow] = len(self.bodies)
+        graph = flow.graph
+        body: dict[str, Any] = {
+            "name": graph.name,
+            "inputs": [
+                [value.name, _jax.type_text(value.aval), _reached(value, reached)]
+                for value, reached in zip(graph.inputs, flow.reached, strict=True)
+            ],
+            "constants": [[v.name, _jax.type_text(v.aval)] for v in graph.constants],
+            "types": ", ".join(map(_jax.type_text, graph.out_avals)),
+            "out": [operand_text(value) for value in graph.outputs],
+            "again": int(flow.recomputed),
+        }
+        self.bodies.append(body)
+        body["rows"] = [self.row(node, flow, path) for node in graph.nodes]
+        return number
+
+    def row(self, node: Node, flow: RegionFlow, path: Path) -> list[Any]:
+        scope = "" if node.source is None else _jax.name_stack(node.source.info)
+        regions = [
+            [_title(node, name), self.body(inner, (*path, (node, name)))]
+            for name, inner in flow.regions.get(node, {}).items()
+        ]
+        return [
+            [value.name for value in node.outputs],
+            label(node),
+            [operand_text(value) for value in node.inputs],
+            parameters(node),
+            types_text(node.outputs),
+            self.place(node, path),
+            self.scopes.setdefault(scope_parts(scope), len(self.scopes)),
+            _KINDS[flow.flows[node]],
+            ", ".join(map(operand_text, flow.lost.get(node, ()))),
+            regions,
+        ]
+
+    def place(self, node: Node, path: Path) -> int:
+        """The number of a node's line; -1 for that of the call, which other calls do not share."""
+        origin = Occurrence(path, node).origin
+        if origin is None:
+            return -1
+        if path and path[-1][0].graph is not None:
+            call, name = path[-1]
+            shared = call.region(name).is_shared
+            if shared and Occurrence(path[:-1], call).origin == origin:
+                return -1
+        if origin not in self.lines:
+            place = (origin.place, origin.function, linecache.getline(*_line(origin)).strip())
+            self.lines[origin] = self.places.setdefault(place, len(self.places))
+        return self.lines[origin]
+
+
+def _line(origin: Origin) -> tuple[str, int]:
+    return origin.file, origin.line
+
+
+def _reached(value: Value, reached: bool) -> int:
+    """1: a gradient arrives; 0: none does; -1: there is none for its type."""
+    return int(reached) if _jax.has_gradient(value.aval) else -1
+
+
+def _title(node: Node, name: str) -> str:
+    return "" if name in ("jaxpr", "call_jaxpr") else name
+
+
+def _script_json(value: object) -> str:
+    """JSON that can stand inside a ``script``: nothing in it ends the element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

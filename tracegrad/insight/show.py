@@ -1,0 +1,188 @@
+"""`show`: a graph for people, in a terminal, a notebook or another program's window."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path as FilePath
+from typing import Any
+
+from tracegrad.insight import dot, html, model_explorer
+from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
+from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
+from tracegrad.ir.occurrence import Path
+from tracegrad.ir.text import format_graph, label
+from tracegrad.tracing import graph as graph_of
+from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+
+
+def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
+    """Shows the graph of a function, and what becomes of the gradient at each of its operations.
+
+    In a notebook it can be folded by named scope and by region, and searched; an operation's line
+    of code appears when the mouse rests on it. In a terminal it is the text of the graph, in colour
+    (`NO_COLOR <https://no-color.org>`_ in the environment leaves it plain). Nothing is computed.
+
+    Operations that the gradient passes on its way from the float outputs to the float inputs are
+    told from those where a custom rule changes it, from those where it ends (the data go on, no
+    gradient comes back), from those where none arrives because it ended further on, and from those
+    that no float input leads to. That is decided on the program, not on values.
+
+    Args:
+      fun: a function of arrays and pytrees of arrays; a traced function, shown after its rules; or
+        a graph.
+      *args, **kwargs: the arguments of `fun`, or `jax.ShapeDtypeStruct`s in their place. None for a
+        graph.
+
+    Returns:
+      A `GraphView`, which displays itself and writes other programs' formats.
+
+    Raises:
+      TypeError: `fun` is neither a function nor a graph, or a graph comes with arguments.
+
+    The folding by scope is TensorBoard's and Model Explorer's.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.floor(x @ w))
+    >>> view = show(loss, jnp.ones((4, 2)), jax.ShapeDtypeStruct((8, 4), "float32"))
+    >>> view  # doctest: +ELLIPSIS
+    loss(w: f32[4,2], x: f32[8,4]) -> f32[]
+      dot_general = dot_general(x, w)                f32[8,2]  ...
+      floor = floor(dot_general)                     f32[8,2]  ...
+      reduce_sum = reduce_sum(floor) axes=(0, 1)     f32[]     ...
+      div = div(reduce_sum, 16.0)                    f32[]     ...
+      return div
+    >>> print(view.to_dot())  # doctest: +ELLIPSIS
+    digraph "loss" {
+    ...
+    """
+    if isinstance(fun, Graph):
+        if args or kwargs:
+            raise TypeError(
+                f"show was given the graph {fun.name} and arguments: a graph is shown as it is, "
+                "so call show(graph), or show(fun, *args) to trace the function for them"
+            )
+        return GraphView(fun)
+    if isinstance(fun, (TracedFunction, BoundTracedFunction)):
+        return GraphView(fun.graph(*args, **kwargs))
+    if not callable(fun):
+        raise TypeError(f"expected a function or a Graph to show, got {type(fun).__name__}")
+    return GraphView(graph_of(fun)(*args, **kwargs))
+
+
+class GraphView:
+    """A graph that displays itself; made by `show`.
+
+    Attributes:
+      graph: the graph.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+
+    @cached_property
+    def _flow(self) -> RegionFlow:
+        return gradient_flow(self.graph)
+
+    def __str__(self) -> str:
+        if not _has_colours(sys.stdout):
+            return str(self.graph)
+        return f"{format_graph(self.graph, self._paint)}\n{_LEGEND}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self.graph, self._flow)
+
+    def to_html(self) -> str:
+        """A page that shows what a notebook does: write it to a file and open that in a browser.
+
+        It is whole: nothing is loaded from elsewhere.
+        """
+        return html.page(self.graph, self._flow)
+
+    def to_dot(self) -> str:
+        """The graph in the language of `Graphviz <https://graphviz.org/doc/info/lang.html>`_.
+
+        Scopes and regions are clusters; a region that is entered often is drawn once. Large graphs
+        are for `to_model_explorer`: Graphviz takes minutes for some thousand operations.
+        """
+        return dot.to_dot(self._flow)
+
+    def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that `Model Explorer <https://github.com/google-ai-edge/model-explorer>`_
+        opens: ``model-explorer loss.json``.
+
+        Args:
+          path: the file, whose name must end in ``.json``: by that Model Explorer knows it.
+
+        Raises:
+          ValueError: it does not.
+        """
+        file = FilePath(path)
+        if file.suffix != ".json":
+            raise ValueError(f"Model Explorer opens files that end in .json, not {file.name!r}")
+        file.write_text(json.dumps(model_explorer.to_graphs(self._flow)), encoding="utf-8")
+
+    def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
+        flow = self._flow.along(path)
+        style = _STYLES[flow.flows[node]]
+        if flow.recomputed and flow.flows[node] is Flow.FLOWS:
+            style = _RECOMPUTED
+        if isinstance(node, (CustomGradient, StopGradient, Recompute)):
+            before, what, after = left.partition(label(node))
+            painted = (
+                f"{_in(style, before)}{_in(_ANNOTATIONS[type(node)], what)}{_in(style, after)}"
+            )
+        else:
+            painted = _in(style, left)
+        return f"{painted}  {_in('36', types)}  {_in('2', place)}"
+
+
+# ----------------------------------------------------------------------------------------- colours
+
+# SGR codes, the numbers between "\033[" and "m"; "" leaves a text as it is.
+_RECOMPUTED = "34"
+_STYLES = {
+    Flow.FLOWS: "32",
+    Flow.CHANGED: "35",
+    Flow.CUT: "31",
+    Flow.UNREACHED: "33",
+    Flow.NONE: "2",
+    Flow.REPLACED: "2",
+    Flow.UNKNOWN: "",
+}
+_ANNOTATIONS: dict[type[Node], str] = {
+    CustomGradient: "1;35",
+    StopGradient: "1;31",
+    Recompute: "1;34",
+}
+
+
+def _in(style: str, text: str) -> str:
+    return f"\033[{style}m{text}\033[0m" if style and text else text
+
+
+_LEGEND = "  gradient: " + " · ".join(
+    _in(style, words)
+    for style, words in (
+        (_STYLES[Flow.FLOWS], "flows"),
+        (_STYLES[Flow.CHANGED], "changed by a custom rule"),
+        (_RECOMPUTED, "flows, and is recomputed"),
+        (_STYLES[Flow.CUT], "ends here"),
+        (_STYLES[Flow.UNREACHED], "none arrives"),
+        (_STYLES[Flow.NONE], "nothing to differentiate"),
+    )
+)
+
+
+def _has_colours(stream: Any) -> bool:
+    """Whether a stream is a terminal whose user has not asked for plain text."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(getattr(stream, "isatty", lambda: False)())
