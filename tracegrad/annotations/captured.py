@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 
 from tracegrad import _jax
+from tracegrad.lowering.closed_over import depends_on
 
 
 @dataclass(frozen=True)
@@ -45,39 +46,11 @@ def unwrapped(
     if not captured:
         return tuple(inputs), None
     values = tuple(each.value for each in inputs)
+    avals = tuple(map(jax.typeof, values))
     for each in captured:
-        if inputs[each.position].perturbed and _depends_on(each.primal, values, each.position):
+        if inputs[each.position].perturbed and depends_on(each.primal, avals, each.position):
             return values, each.message(values)
     return values, None
-
-
-def _depends_on(primal: Callable[..., Any], values: Sequence[Any], position: int) -> bool:
-    """Whether a derivative with respect to one value would not be zero by structure.
-
-    What goes through ``stop_gradient``, or is only used in the gradient function, does not count:
-    zero is right there.
-    """
-    met: list[None] = []
-
-    @jax.custom_jvp
-    def output(y: Any) -> Any:
-        return y
-
-    @functools.partial(output.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
-        met.append(None)
-        return primals[0], tangents[0]
-
-    def along(value: Any) -> Any:
-        changed = (*values[:position], value, *values[position + 1 :])
-        leaves = jax.tree.leaves(primal(*changed))
-        return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
-
-    value = values[position]
-    if not _jax.has_gradient(jax.typeof(value)):
-        return False
-    jax.make_jaxpr(lambda value: jax.vjp(along, value)[0])(jax.typeof(value))
-    return bool(met)
 
 
 # ------------------------------------------------------------------------------------- naming

@@ -32,6 +32,7 @@ from tracegrad.ir.dependence import (
     spread,
 )
 from tracegrad.ir.occurrence import Path
+from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.rewriting.forward_mode import place_of
 from tracegrad.tracing.importer import import_program
 
@@ -166,7 +167,11 @@ class Walk:
             key = node, reached
             if key not in self.rules:
                 params = tuple(node.params.items())
-                self.rules[key] = _rows(node.primitive, params, avals, out_avals, reached)
+                # What is closed over and lost counts as connected: differentiating it is an error.
+                lost = isinstance(node, CustomGradient) and loses_derivative(node, reached)
+                self.rules[key] = (
+                    None if lost else _rows(node.primitive, params, avals, out_avals, reached)
+                )
             rows = self.rules[key]
         return tuple(node_dependence(node)) if rows is None else rows
 

@@ -1,8 +1,9 @@
 """Graph → JAX: every node bound in order, with the scope and source line that it came with.
 
-A graph that nobody edited is bound from the program that it was imported from. In an edited one
-each node is bound by itself; a node whose regions are as they were keeps its parameters, so JAX
-sees the very sub-program that it made; the others go to `regions`.
+A graph that nobody edited is bound from the program that it was imported from, save one in which a
+`jax.custom_jvp` closes over a value (see `closed_over`). In an edited one each node is bound by
+itself; a node whose regions are as they were keeps its parameters, so JAX sees the very sub-program
+that it made; the others go to `regions`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Literal, Node, Occurrence, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, RegionNode, Value
 from tracegrad.lowering import regions
+from tracegrad.lowering.closed_over import closes_over, refuse_derivatives
 
 _NOTE = "while lowering"
 
@@ -28,10 +30,13 @@ class Lowering:
     rebuild: bool = False
     built: dict[tuple[Graph, Any], Any] = field(default_factory=dict)
     clean: dict[Graph, bool] = field(default_factory=dict)
+    closing_over: dict[Graph, bool] = field(default_factory=dict)
 
     def keeps(self, graph: Graph) -> bool:
         """Whether the graph is bound from the program that it came from."""
-        return not self.rebuild and graph._is_clean(self.clean)
+        if self.rebuild or not graph._is_clean(self.clean):
+            return False
+        return not closes_over(graph, self.closing_over)
 
 
 def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering) -> list[Any]:
@@ -60,6 +65,8 @@ def evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
         with _jax.equation_context(node.source.info, node.source.settings):
             if not isinstance(node, RegionNode):
                 return _jax.bind(node.primitive, args, node.params)
+            if isinstance(node, CustomGradient):
+                args = refuse_derivatives(node, args)
             graphs = node._regions.values()
             if not node.is_new and all(map(lowering.keeps, graphs)):
                 return _jax.bind(node.primitive, args, node.params)

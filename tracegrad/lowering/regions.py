@@ -21,6 +21,7 @@ from jax import lax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, Recompute, RegionNode
+from tracegrad.lowering.closed_over import not_differentiated
 
 if TYPE_CHECKING:
     from tracegrad.lowering.evaluate import Lowering
@@ -141,7 +142,7 @@ def _bind_rule(
     if node.kind == "vjp":  # what the function closes over, first, gets nothing from its rule
         closed_over = node.params.get("num_consts", 0)
         flowing[:closed_over] = [False] * closed_over
-        args = [_not_differentiated(node, a) for a in args[:closed_over]] + args[closed_over:]
+        args = [not_differentiated(node, a) for a in args[:closed_over]] + args[closed_over:]
     outputs = [value.aval for value in node.outputs]
     if node.kind == "jvp":
         rule = jax.custom_jvp(primal)
@@ -173,29 +174,6 @@ def _bind_rule(
 
     rule_vjp.defvjp(fwd, bwd)
     return list(rule_vjp(*args))
-
-
-def _not_differentiated(node: CustomGradient, value: Any) -> Any:
-    """The same value, of which JAX refuses derivatives: a rule has none for what it closes over.
-
-    Built anew, the rule has that for an operand like the others, whose gradient would be zero.
-    """
-    if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
-        return value
-
-    @jax.custom_jvp
-    def closed_over(value: Any) -> Any:
-        return value
-
-    @closed_over.defjvp
-    def _(*_: Any) -> Any:  # is called only where the value is being differentiated
-        raise ValueError(
-            f"the custom gradient {node.name} closes over a value that is being differentiated, "
-            "and its rule has no gradient for it. Pass the value as an argument of the function: "
-            f"{Occurrence((), node)}"
-        )
-
-    return closed_over(value)
 
 
 # -------------------------------------------------------------------------------- public functions

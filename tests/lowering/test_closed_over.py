@@ -1,0 +1,157 @@
+"""Differentiating what a custom derivative closes over is an error, where JAX has a silent zero."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+
+def quantised_by(scale, x=1.0):
+    @jax.custom_jvp
+    def quantised(x):
+        return jnp.round(x) + scale
+
+    @quantised.defjvp
+    def _(primals, tangents):
+        return primals[0], tangents[0] * 2
+
+    return quantised(x)
+
+
+def in_scan(scale):
+    return jax.lax.scan(lambda c, _: (quantised_by(scale, c), None), 1.0, None, length=2)[0]
+
+
+def in_cond(scale):
+    return jax.lax.cond(scale > 0, quantised_by, lambda scale: scale, scale)
+
+
+def in_while(scale):
+    def body(carry):
+        return carry[0] + 1, quantised_by(scale, carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, 1.0))[1]
+
+
+def in_jits(scale):
+    return jax.jit(jax.jit(quantised_by))(scale)
+
+
+LINE = quantised_by.__code__.co_firstlineno + 9
+PLACES = [quantised_by, in_jits, in_scan, in_cond, jax.checkpoint(quantised_by)]
+
+
+def reverse(f):
+    return jax.grad(tg.trace(f))(0.5)
+
+
+def reverse_of_ours(f):
+    return tg.grad(tg.trace(f))(0.5)
+
+
+def forward(f):
+    return jax.jvp(tg.trace(f), (0.5,), (1.0,))
+
+
+def forward_of_ours(f):
+    return tg.jvp(f, (0.5,), (1.0,))
+
+
+def rewritten(f):
+    return jax.grad(tg.graph(f)(0.5).to_callable())(0.5)
+
+
+def mapped(f):
+    return jax.vmap(jax.grad(tg.trace(f)))(jnp.ones(2))
+
+
+def by_tape(f):
+    x = jnp.float32(0.5)
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = jax.jit(f)(x)
+    return tape.gradient(y, x)
+
+
+def by_gradients(f):
+    return tg.trace(lambda x: tg.gradients(jax.jit(f)(x), x)[0])(0.5)
+
+
+def by_accumulator(f):
+    x = jnp.float32(0.5)
+    with tg.ForwardAccumulator(x, x) as accumulator:
+        y = jax.jit(f)(x)
+    return accumulator.jvp(y)
+
+
+WAYS = [reverse, reverse_of_ours, forward, forward_of_ours, rewritten, mapped, by_tape]
+
+
+@pytest.mark.parametrize("way", [*WAYS, by_gradients, by_accumulator])
+def test_differentiating_it_names_the_value_and_the_line(way):
+    with pytest.raises(ValueError, match="quantised closes over a value") as caught:
+        way(quantised_by)
+    assert "f32[]" in str(caught.value)
+    assert f"test_closed_over.py:{LINE} (quantised_by)" in str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", [reverse, forward_of_ours, by_tape])
+def test_wherever_the_function_is_called(way, place):
+    with pytest.raises(ValueError, match="quantised closes over a value"):
+        way(place)
+
+
+def test_in_a_while_loop():
+    with pytest.raises(ValueError, match="quantised closes over a value"):
+        forward_of_ours(in_while)
+
+
+def test_a_gradient_by_the_argument_and_the_value_are_as_ever():
+    f = tg.trace(quantised_by)
+    assert f(0.5, 1.4) == 1.5
+    assert jax.grad(f, argnums=1)(0.5, 1.4) == 2.0
+    assert tg.jvp(lambda x: quantised_by(0.5, x), (1.4,), (3.0,))[1] == 6.0
+    plain = jax.jit(quantised_by).lower(0.5, 1.4).compile().as_text()
+    assert f.lower(0.5, 1.4).compile().as_text().count("fusion") == plain.count("fusion")
+
+
+def test_what_is_used_as_a_constant_may_be_closed_over():
+    def stopped(scale):
+        return quantised_by(jax.lax.stop_gradient(scale)) * scale
+
+    def rounded(scale):
+        @jax.custom_jvp
+        def f(x):
+            return jnp.round(x * scale) + jax.lax.stop_gradient(scale)
+
+        f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+        return f(1.5) + scale
+
+    def counted(scale):
+        return quantised_by(jnp.argmax(jnp.stack([scale, 1.0]))) * scale
+
+    for way in (reverse_of_ours, by_tape, by_gradients):
+        assert way(stopped) == quantised_by(0.5)
+        assert way(rounded) == 1.0
+        assert way(counted) == quantised_by(1)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jax.nn.relu,
+        jax.nn.softplus,
+        jax.nn.log_softmax,
+        jax.scipy.special.xlogy,
+        jnp.sinc,
+    ],
+)
+def test_what_jax_closes_over_in_its_own_functions_is_no_matter(f):
+    args = (1.5, 0.5) if f is jax.scipy.special.xlogy else (jnp.array([0.5, 1.5]),)
+    expected = jax.grad(lambda *a: jnp.sum(f(*a)))(*args)
+    np.testing.assert_allclose(
+        jax.grad(tg.trace(lambda *a: jnp.sum(f(*a))))(*args), expected, rtol=1e-6
+    )

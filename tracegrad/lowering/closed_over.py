@@ -1,0 +1,114 @@
+"""Values that a function with a derivative of its own closes over must not be differentiated.
+
+Its rule has no derivative with respect to them. For a `jax.custom_vjp` JAX says so; in the place of
+that of a `jax.custom_jvp` it takes zero, in silence, once the function is part of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+
+
+def closes_over(graph: Graph, known: dict[Graph, bool]) -> bool:
+    """Whether a `jax.custom_jvp` anywhere in a graph closes over what may be differentiated."""
+    if graph not in known:
+        known[graph] = any(
+            bool(_closed_over(node))
+            if isinstance(node, CustomGradient)
+            else any(closes_over(region, known) for region in node._regions.values())
+            for node in graph.nodes
+            if isinstance(node, RegionNode)
+        )
+    return known[graph]
+
+
+def _closed_over(node: CustomGradient) -> list[int]:
+    """The positions of such values among the operands of a custom gradient of kind jvp."""
+    if node.kind != "jvp":
+        return []
+    operands = node.inputs[: node.params.get("num_consts", 0)]
+    return [i for i, v in enumerate(operands) if isinstance(v, Value) and _jax.has_gradient(v.aval)]
+
+
+def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
+    """The operands of a custom gradient; those closed over raise when they are differentiated."""
+    args = list(args)
+    for i in _closed_over(node):
+        args[i] = not_differentiated(node, args[i], functools.partial(_matters, node, i))
+    return args
+
+
+def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
+    """Whether one of the operands that are differentiated is closed over."""
+    return any(reached[i] and _matters(node, i) for i in _closed_over(node))
+
+
+def _matters(node: CustomGradient, position: int) -> bool:
+    return depends_on(node.primal.to_callable(), [v.aval for v in node.inputs], position)
+
+
+def not_differentiated(
+    node: CustomGradient, value: Any, matters: Callable[[], bool] = lambda: True
+) -> Any:
+    """The same value. Differentiating it raises ValueError, if then asked it matters."""
+    if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
+        return value
+
+    @jax.custom_jvp
+    def closed_over(value: Any) -> Any:
+        return value
+
+    @closed_over.defjvp
+    def _(primals: Any, tangents: Any) -> Any:  # called only where the value is differentiated
+        if not matters():
+            return primals[0], jnp.zeros_like(tangents[0])
+        raise ValueError(
+            f"the custom gradient {node.name} closes over a value that is being differentiated "
+            f"({_jax.type_text(jax.typeof(primals[0]))}), and its rule has no gradient for it. "
+            "Pass the value as an argument of the function or, if it is meant as a constant, use "
+            f"stop_gradient of it: {Occurrence((), node)}"
+        )
+
+    return closed_over(value)
+
+
+def depends_on(primal: Callable[..., Any], avals: Sequence[Any], position: int) -> bool:
+    """Whether a derivative of a function with respect to one input is not zero by structure.
+
+    What goes through ``stop_gradient`` does not count: zero is right there.
+
+    Args:
+      primal: a function of arrays that returns a tree of arrays; it is traced.
+      avals: the types of its inputs.
+      position: which of them.
+    """
+    if not _jax.has_gradient(avals[position]):
+        return False
+    met: list[None] = []
+
+    @jax.custom_jvp
+    def output(y: Any) -> Any:
+        return y
+
+    @functools.partial(output.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
+        met.append(None)
+        return primals[0], tangents[0]
+
+    def derivative(*values: Any) -> Any:
+        def along(value: Any) -> Any:
+            leaves = jax.tree.leaves(primal(*values[:position], value, *values[position + 1 :]))
+            return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
+
+        return jax.vjp(along, values[position])[0]
+
+    jax.make_jaxpr(derivative)(*avals)
+    return bool(met)
