@@ -6,7 +6,10 @@ from tracegrad import _jax as _jax
 from tracegrad import ir as ir
 from tracegrad.annotations import custom_gradient as custom_gradient
 from tracegrad.annotations import grad_pass_through as grad_pass_through
+from tracegrad.annotations import gradient_override_map as gradient_override_map
+from tracegrad.annotations import numpy_function as numpy_function
 from tracegrad.annotations import recompute_grad as recompute_grad
+from tracegrad.annotations import register_gradient as register_gradient
 from tracegrad.annotations import stop_gradient as stop_gradient
 from tracegrad.differentiation import UnconnectedError as UnconnectedError
 from tracegrad.differentiation import grad as grad
@@ -22,6 +25,8 @@ from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.ir import NoMatchError as NoMatchError
 from tracegrad.ir import match as match
+from tracegrad.rewriting import intermediate_gradients as intermediate_gradients
+from tracegrad.rewriting import intermediates as intermediates
 from tracegrad.rewriting import rewrite as rewrite
 from tracegrad.rewriting import rules as rules
 from tracegrad.tape import AggregationMethod as AggregationMethod

@@ -118,26 +118,28 @@ class OverrideGradient(MatchRule):
     grad: GradientFunction
 
     def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        if isinstance(match, Fragment):
-            node: Node = graph.group(nodes, name=match.name)
-            region = node.region("jaxpr")
+        node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
+        override(graph, node, self.grad, match)
 
-            def primal(*args: Any) -> list[Any]:
-                return evaluate(region, args, Lowering())
 
-        else:
-            (node,) = nodes
+def override(
+    graph: Graph, node: Node, grad: GradientFunction, match: Occurrence, name: str | None = None
+) -> None:
+    """Puts a node with another gradient in the place of one; `name`: what it is called there."""
+    is_group = isinstance(match, Fragment)
 
-            def primal(*args: Any) -> list[Any]:
-                return evaluate_node(node, list(args), Lowering())
+    def primal(*args: Any) -> list[Any]:
+        if is_group:
+            return evaluate(node.region("jaxpr"), args, Lowering())
+        return evaluate_node(node, list(args), Lowering())
 
-        primal.__name__ = primal.__qualname__ = match.name
-        params = {} if isinstance(match, Fragment) else node.params
-        rule = with_gradient(primal, self.grad, params, match.name, match.origin)
-        new = graph.insert(rule, node.inputs, after=node)
-        for old_value, new_value in zip(node.outputs, new, strict=True):
-            graph.replace_uses(old_value, new_value)
-        graph.erase(node)
+    primal.__name__ = primal.__qualname__ = name or match.name
+    params = {} if is_group else node.params
+    rule = with_gradient(primal, grad, params, match.name, match.origin)
+    new = graph.insert(rule, node.inputs, after=node)
+    for old_value, new_value in zip(node.outputs, new, strict=True):
+        graph.replace_uses(old_value, new_value)
+    graph.erase(node)
 
 
 def with_gradient(

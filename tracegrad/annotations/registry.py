@@ -1,0 +1,297 @@
+"""Gradients by name: `register_gradient` keeps them, `gradient_override_map` puts them in place.
+
+Inside a block of overrides a trace of our own stands on top of whatever is going on. An operation
+that is named goes on as a function with that gradient, a `jax.custom_vjp`; so it is seen by
+whatever differentiates the block's results later: JAX, tracegrad or a tape around it. What is
+differentiated inside the block is edited by rules instead; see `tracing.in_force`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence
+from tracegrad.ir.match import Found, Selector
+from tracegrad.ir.occurrence import UNDER_RULES, Path, calling_line
+from tracegrad.ir.wording import described
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.rewriting.rules import OverrideGradient, override, with_gradient
+from tracegrad.tape.keys import Remembered
+from tracegrad.tracing.importer import import_program, sub_programs
+from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.overriding import OverridingTrace
+
+G = TypeVar("G", bound=Callable[..., Any])
+
+_lock = threading.Lock()
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
+    """Keeps a gradient function under a name, for `gradient_override_map`.
+
+    Args:
+      name: any name.
+      replace: whether to put it in the place of one of that name, as when the cell of a notebook
+        is run again.
+
+    Returns:
+      A decorator for ``grad(op, *dys)``, of the form that `tracegrad.rules.override_gradient`
+      describes; it returns the function.
+
+    Raises:
+      KeyError: the name is taken.
+      TypeError: what it decorates is no function.
+
+    As ``tf.RegisterGradient``.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> @tg.register_gradient("TwiceTheGradient", replace=True)
+    ... def twice(op, dy):
+    ...     return 2 * dy * jnp.cos(op.inputs[0])
+    >>> def f(x):
+    ...     with tg.gradient_override_map({"sin": "TwiceTheGradient"}):
+    ...         return jnp.sin(x)
+    >>> print(jax.grad(f)(0.0))
+    2.0
+    """
+    if callable(name):
+        raise TypeError("register_gradient wants a name: @register_gradient('Guided')")
+
+    def register(grad: G) -> G:
+        if not callable(grad):
+            raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
+        with _lock:
+            if name in _registered and not replace:
+                raise KeyError(
+                    f"the gradient {name!r} is registered already, as "
+                    f"{described(_registered[name])}: choose another name, or pass replace=True"
+                )
+            _registered[name] = grad
+        return grad
+
+    return register
+
+
+def registered_gradient(name: str) -> Callable[..., Any]:
+    """The gradient function of a name.
+
+    Raises LookupError for one that is not registered, with the nearest names.
+    """
+    try:
+        return _registered[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, _registered, 3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise LookupError(
+            f"no gradient is registered under {name!r}{hint}: "
+            f"put @tracegrad.register_gradient({name!r}) on a function grad(op, *dys)"
+        ) from None
+
+
+@contextmanager
+def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
+    """A block in which operations of some names have registered gradients.
+
+    Args:
+      overrides: by the name of a primitive (``"sin"``), of a jitted function or of a custom rule
+        (``"relu"``) the name of a registered gradient. It may be registered later, before a
+        gradient is taken.
+
+    In a block it acts on what is computed directly in it, whoever differentiates that afterwards;
+    on the traced functions, tapes and `tracegrad.gradients` that are entered in it; and on what
+    `tracegrad.grad` and its like differentiate in it. It also reaches into jitted functions, loops
+    and branches, but not into custom rules. Of several blocks the innermost wins.
+
+    Raises:
+      TypeError: `overrides` is no mapping from names to names.
+      GraphError: `jax.grad` (or another of JAX's own) differentiates such an operation inside the
+        block, where it would not see the override.
+      LookupError: a gradient is taken, and none of that name is registered.
+
+    As TensorFlow 1's ``Graph.gradient_override_map``; see `register_gradient` for an example.
+    """
+    names = [name for pair in dict(overrides).items() for name in pair]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "gradient_override_map wants a mapping from names of operations to names of "
+            f"registered gradients, as {{'relu': 'Guided'}}; got {overrides!r}"
+        )
+    if not overrides:
+        yield
+        return
+    named = dict(overrides)
+    rules = [_Override.of(name, gradient) for name, gradient in named.items()]
+    force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
+    trace = _Overrides(_jax.current_trace(None), named, rules)
+    with in_force(force), _jax.set_current_trace(trace):
+        yield
+
+
+# ------------------------------------------------------------------------------ as rules on graphs
+
+_MARK = "overridden_"  # in front of the name of what has an override: it gets no second one
+
+
+def _looked_up(gradient: str) -> Callable[..., Any]:
+    def grad(op: Any, *dys: Any) -> Any:
+        return registered_gradient(gradient)(op, *dys)
+
+    grad.__name__ = grad.__qualname__ = gradient
+    return grad
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class _Override(OverrideGradient):
+    @classmethod
+    def of(cls, name: str, gradient: str) -> _Override:
+        return cls(_Named(name), _looked_up(gradient), missing_ok=True)
+
+    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        assert isinstance(self.where, _Named)
+        override(graph, nodes[0], self.grad, match, name=f"{_MARK}{self.where.name}")
+
+
+@dataclass(frozen=True)
+class _Named(Selector):
+    """Nodes of a name, outside of custom rules: those replace the derivative of what is in them."""
+
+    name: str
+
+    def look(self, graph: Graph) -> Found:
+        matches: list[Occurrence] = []
+        self._visit(graph, (), matches)
+        members = {(match.path, match.node) for match in matches}
+        return Found(matches, lambda path, node: (path, node) in members)
+
+    def _visit(self, graph: Graph, path: Path, matches: list[Occurrence]) -> None:
+        for node in graph.nodes:
+            if self.name in (node.op, node.name):
+                matches.append(Occurrence(path, node))
+            elif not isinstance(node, CustomGradient):
+                for name, region in node.regions.items():
+                    self._visit(region, (*path, (node, name)), matches)
+
+    def __repr__(self) -> str:
+        return f"gradient_override_map({self.name!r})"
+
+
+# ------------------------------------------------------------------------- operation by operation
+
+
+class _Overrides(OverridingTrace):
+    """Gives the operations of some names their gradients, and lets all go to its parent."""
+
+    def __init__(self, parent: Any, overrides: dict[str, str], rules: Sequence[_Override]):
+        super().__init__(parent)
+        self._overrides = overrides
+        self._rules = rules
+        self._differentiated = _times_differentiated()
+
+    def instead(
+        self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
+    ) -> Callable[..., list[Any]] | None:
+        """What is to run in the place of an operation; None: the operation itself."""
+        name = str(params.get("name", primitive.name)) if primitive is _jax.JIT else primitive.name
+        gradient = self._overrides.get(name) or self._overrides.get(primitive.name)
+        if gradient is not None:
+            self._refuse_differentiated(name)
+            return with_gradient(
+                _named(lambda *operands: _jax.bind(primitive, operands, params), f"{_MARK}{name}"),
+                _looked_up(gradient),
+                params,
+                name,
+                calling_line(),
+            )
+        programs = [program for _, program in sub_programs(params)]
+        if not programs or primitive.name in _jax.OPAQUE_PRIMITIVES:
+            return None
+        key = (
+            primitive,
+            tuple(map(id, programs)),
+            tuple(map(_jax.type_key, args)),
+            frozenset(self._overrides.items()),
+        )
+        known = _edited.get(key)
+        if known is None:
+            known = (programs, self._edited_program(primitive, params, args))
+            _edited.put(key, known)
+        run: Callable[..., list[Any]] | None = known[1]
+        if run is not None:
+            self._refuse_differentiated(name)
+        return run
+
+    def _edited_program(
+        self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
+    ) -> Callable[..., list[Any]] | None:
+        """A call, loop or branch with the overrides in it; None if there is nothing to override."""
+        program = import_program(
+            jax.make_jaxpr(lambda *operands: _jax.bind(primitive, operands, params))(*args)
+        )
+        original = program
+        for rule in self._rules:
+            program = rule(program)
+        if program is original:
+            return None
+        edited = program
+
+        def run(*operands: Any) -> list[Any]:
+            return evaluate(edited, operands, Lowering())
+
+        # Compiled once, where the operation would have been.
+        return jax.jit(_named(run, str(params.get("name", primitive.name))))
+
+    def rule_instead(
+        self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
+    ) -> Callable[..., list[Any]] | None:
+        """The same for a function with a rule of its own."""
+        function = _jax.rule_functions(subfuns)[0][0]
+        name = getattr(function, "__name__", "")
+        gradient = self._overrides.get(name) or self._overrides.get(primitive.name)
+        if gradient is None:
+            return None
+        self._refuse_differentiated(name)
+
+        # Traced here: JAX lets the function that it hands over run once, and asks it for the tree
+        # of its results then.
+        program = jax.make_jaxpr(
+            lambda *operands: primitive.bind(*operands, subfuns=tuple(subfuns), **params)
+        )(*args)
+
+        def primal(*operands: Any) -> list[Any]:
+            return _jax.eval_program(program, operands)
+
+        return with_gradient(
+            _named(primal, f"{_MARK}{name}"), _looked_up(gradient), params, name, calling_line()
+        )
+
+    def _refuse_differentiated(self, name: str) -> None:
+        if _times_differentiated() > self._differentiated:
+            raise GraphError(
+                f"{name} is being differentiated by JAX inside of a gradient_override_map that "
+                "overrides its gradient, and JAX does not see the override: use tracegrad.grad "
+                "there, or enter the block inside of the function that is differentiated"
+            )
+
+
+def _times_differentiated() -> int:
+    """How many times JAX is differentiating what is computed now, without rules in force."""
+    stack = _jax.name_stack(_jax.current_source_info())
+    return 0 if UNDER_RULES in stack else stack.count("jvp(")
+
+
+# Edited programs of calls, and what they were made of, which keeps its identity.
+_edited = Remembered(256)
+
+
+def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    fun.__name__ = fun.__qualname__ = name
+    return fun

@@ -1,0 +1,76 @@
+"""A JAX trace in which operations may be replaced by others, and otherwise go to what is below."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+
+Instead = Callable[..., list[Any]]
+
+
+class OverridingTrace(jax.core.Trace):
+    """Stands on top of `parent`, and asks `instead` about each operation.
+
+    Values stay those of the parent. A tape that is entered inside asks it too, since it sees
+    operations first.
+    """
+
+    def __init__(self, parent: Any):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parent_trace = parent
+
+    @abstractmethod
+    def instead(
+        self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
+    ) -> Instead | None:
+        """What runs in the place of an operation; None: the operation itself."""
+
+    @abstractmethod
+    def rule_instead(
+        self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
+    ) -> Instead | None:
+        """What runs in the place of a function with a rule of its own; None: that function."""
+
+    def stage_value(self, value: Any) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(value)
+
+    def process_primitive(
+        self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            run = self.instead(primitive, params, args)
+            if run is None:
+                return primitive.bind(*args, **params)
+            results = run(*args)
+        return results if primitive.multiple_results else results[0]
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        return self._run_rule(primitive, (fun, jvp), args, params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        return self._run_rule(primitive, (fun, fwd, bwd), args, params)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
+    ) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+
+    def _run_rule(
+        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        with _jax.set_current_trace(self.parent_trace):
+            run = self.rule_instead(primitive, subfuns, params, args)
+            if run is None:
+                return list(primitive.bind(*args, subfuns=subfuns, **params))
+            return run(*args)
