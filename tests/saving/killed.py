@@ -23,10 +23,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 # The packages without what they import, which is JAX: of them only the container is wanted.
-for name in ("tracegrad", "tracegrad.saving"):
-    package = types.ModuleType(name)
-    package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
-    sys.modules[name] = package
+if __name__ == "__main__":  # pytest imports the file too, to look for examples in it
+    for name in ("tracegrad", "tracegrad.saving"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
+        sys.modules[name] = package
 sys.path.insert(0, str(ROOT))
 
 from tracegrad.saving.atomic import PREFIX, SUFFIX  # noqa: E402
