@@ -25,38 +25,44 @@ _MOST_CALLS = 4
 
 @dataclass(frozen=True)
 class Step:
-    """A program: `exported` is a `jax.export.Exported`; `connected` as in the manifest."""
+    """A program: `exported` is a `jax.export.Exported`; the rest as in `manifest.ProgramRecord`."""
 
     exported: Any
     connected: tuple[tuple[int, ...], ...]
+    value: Step | None
+    gradient: Step | None
 
 
 def differentiable(
-    steps: Sequence[Step], assigned: int, beyond: Callable[[int], Exception], order: int = 0
+    step: Step, assigned: int, beyond: Callable[[int], Exception], order: int = 0
 ) -> Flat:
-    """The function of flat arrays that the first program computes.
+    """The function of flat arrays that a program computes.
 
     Args:
-      steps: the programs, in order.
-      assigned: how many of the first one's last results are new values of Variables.
+      step: the program, and those by which it is differentiated.
+      assigned: how many of its last results are new values of Variables.
       beyond: makes the error for a derivative of an order that was not saved.
+      order: of which derivative the program is.
 
     It can be differentiated as often as there are further programs, batched (one element after
     the other), and compiled.
     """
-    step, further = steps[0], steps[1:]
     run = _one_by_one(step.exported.call)
     flowing = has_cotangent(step.exported.out_avals, assigned)
     active = gets_gradient(step.exported.in_avals)
     groups = _groups({i: {j for j in flowing if i in step.connected[j]} for i in active})
-    gradient = differentiable(further, 0, beyond, order + 1) if further else None
+    gradient = value = None
+    if step.gradient is not None:
+        gradient = differentiable(step.gradient, 0, beyond, order + 1)
+    if step.value is not None:
+        value = differentiable(step.value, assigned, beyond, order)
 
     @jax.custom_vjp
     def call(*inputs: Any) -> list[Any]:
         return list(run(*inputs))
 
     def forward(*inputs: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return call(*inputs), inputs
+        return (call if value is None else value)(*inputs), inputs
 
     def backward(inputs: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
         gradients: list[Any] = [None] * len(inputs)

@@ -22,6 +22,7 @@ from tracegrad.saving.manifest import (
     VARIABLES,
     FunctionRecord,
     Manifest,
+    ProgramRecord,
     VariableRecord,
     from_json,
 )
@@ -126,13 +127,12 @@ def _keys(record: VariableRecord, words: Any) -> Any:
 def _function(
     container: Container, manifest: Manifest, record: FunctionRecord, variables: list[Variable]
 ) -> LoadedFunction:
-    contents = [bytes(container.member(each.member)) for each in record.programs]
+    contents = {each.member: bytes(container.member(each.member)) for each in record.programs}
     try:
-        steps = [
-            Step(_read(each.member, contents[k], manifest), each.connected)
-            for k, each in enumerate(record.programs)
-        ]
-        _check_programs(record, steps, variables)
+        read = {member: _read(member, each, manifest) for member, each in contents.items()}
+        step = _step(record.program, read)
+        _check_function(record, step, variables)
+        _check_program(record, record.program, step, len(record.assigns))
         for constraint in record.constraints:
             dimensions.check_constraint(constraint, MANIFEST)
         try:
@@ -142,7 +142,13 @@ def _function(
     except ArtefactError as error:
         raise ArtefactError(error.member, error.reason, container.path) from error.__cause__
     keys = [each.key for each in manifest.variables]
-    return LoadedFunction(record, _Written(tuple(contents), tuple(steps), text), variables, keys)
+    return LoadedFunction(record, _Written(contents, step, text), variables, keys)
+
+
+def _step(record: ProgramRecord, read: Mapping[str, Any]) -> Step:
+    value = None if record.value is None else _step(record.value, read)
+    gradient = None if record.gradient is None else _step(record.gradient, read)
+    return Step(read[record.member], record.connected, value, gradient)
 
 
 def _read(member: str, contents: bytes, manifest: Manifest) -> Any:
@@ -170,38 +176,43 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200].rstrip(" .:")
 
 
-def _check_programs(
-    record: FunctionRecord, steps: Sequence[Step], variables: Sequence[Variable]
-) -> None:
-    """The programs take and return what the manifest says."""
+def _check_function(record: FunctionRecord, step: Step, variables: Sequence[Variable]) -> None:
+    """The program of the function takes and returns what the manifest says."""
     leaves = [leaf for tree in record.arguments for leaf in structure.leaf_types(tree)]
     values = [{"dtype": str(v.dtype), "shape": list(v.shape)} for v in variables]
     operands = leaves + [values[i] for i in record.reads]
     results = structure.leaf_types(record.result) + [values[i] for i in record.assigns]
-    first = record.programs[0].member
-    _compare(first, "operand", operands, steps[0].exported.in_avals)
-    _compare(first, "result", results, steps[0].exported.out_avals)
-    assigned = len(record.assigns)
-    for k, step in enumerate(steps):
-        member, exported = record.programs[k].member, step.exported
-        inside = all(i < len(exported.in_avals) for row in step.connected for i in row)
-        if len(step.connected) != len(exported.out_avals) or not inside:
-            raise ArtefactError(
-                MANIFEST, f"what is connected in {member} does not fit its operands and results"
-            )
-        if tuple(exported.platforms) != record.platforms:
-            raise ArtefactError(
-                member, f"it is for {list(exported.platforms)}, and not {list(record.platforms)}"
-            )
-        if k + 1 < len(steps):
-            following = steps[k + 1].exported
-            flowing = program.has_cotangent(exported.out_avals, 0 if k else assigned)
-            cotangents = [exported.out_avals[j] for j in flowing]
-            wanted = [exported.in_avals[i] for i in program.gets_gradient(exported.in_avals)]
-            given = [_type(aval) for aval in (*exported.in_avals, *cotangents)]
-            member = record.programs[k + 1].member
-            _compare(member, "operand", given, following.in_avals)
-            _compare(member, "result", list(map(_type, wanted)), following.out_avals)
+    _compare(record.program.member, "operand", operands, step.exported.in_avals)
+    _compare(record.program.member, "result", results, step.exported.out_avals)
+
+
+def _check_program(
+    function: FunctionRecord, record: ProgramRecord, step: Step, assigned: int
+) -> None:
+    """Those below a program take and return what it makes them."""
+    exported = step.exported
+    ins, outs = exported.in_avals, exported.out_avals
+    if len(step.connected) != len(outs) or any(i >= len(ins) for r in step.connected for i in r):
+        raise ArtefactError(
+            MANIFEST, f"what is connected in {record.member} does not fit its operands and results"
+        )
+    if tuple(exported.platforms) != function.platforms:
+        raise ArtefactError(
+            record.member,
+            f"it is for {list(exported.platforms)}, and not {list(function.platforms)}",
+        )
+    if record.value is not None and step.value is not None:
+        same, member = step.value.exported, record.value.member
+        _compare(member, "operand", list(map(_type, ins)), same.in_avals)
+        _compare(member, "result", list(map(_type, outs)), same.out_avals)
+        _check_program(function, record.value, step.value, assigned)
+    if record.gradient is not None and step.gradient is not None:
+        given = [*ins, *(outs[j] for j in program.has_cotangent(outs, assigned))]
+        wanted = [ins[i] for i in program.gets_gradient(ins)]
+        following, member = step.gradient.exported, record.gradient.member
+        _compare(member, "operand", list(map(_type, given)), following.in_avals)
+        _compare(member, "result", list(map(_type, wanted)), following.out_avals)
+        _check_program(function, record.gradient, step.gradient, 0)
 
 
 def _type(aval: Any) -> dict[str, Any]:
@@ -255,20 +266,21 @@ class Signature:
 
     def __str__(self) -> str:
         given = (*self.args, *self.kwargs.values())
-        shown = (f"{n}: {_text(t)}" for n, t in zip(self.parameters, given, strict=True))
-        return f"{self.name}({', '.join(shown)}) -> {_text(self.result)}"
+        shown = (f"{n}: {tree_text(t)}" for n, t in zip(self.parameters, given, strict=True))
+        return f"{self.name}({', '.join(shown)}) -> {tree_text(self.result)}"
 
 
-def _text(tree: Any) -> str:
+def tree_text(tree: Any) -> str:
+    """A tree of types as it is printed, ``(f32[b,2], {'w': f32[2]})``."""
     if isinstance(tree, jax.ShapeDtypeStruct):
         return _jax.type_text(jax.core.ShapedArray(tree.shape, tree.dtype))
     if isinstance(tree, dict):
-        return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in tree.items()) + "}"
+        return "{" + ", ".join(f"{k!r}: {tree_text(v)}" for k, v in tree.items()) + "}"
     if structure.is_namedtuple(type(tree)):
-        fields = ", ".join(f"{n}={_text(getattr(tree, n))}" for n in tree._fields)
+        fields = ", ".join(f"{n}={tree_text(getattr(tree, n))}" for n in tree._fields)
         return f"{type(tree).__name__}({fields})"
     if isinstance(tree, (list, tuple)):
-        inner = ", ".join(map(_text, tree))
+        inner = ", ".join(map(tree_text, tree))
         if isinstance(tree, list):
             return f"[{inner}]"
         return f"({inner},)" if len(tree) == 1 else f"({inner})"
@@ -279,8 +291,8 @@ def _text(tree: Any) -> str:
 class _Written:
     """What stands in the file of one function."""
 
-    contents: tuple[bytes, ...]
-    steps: tuple[Step, ...]
+    contents: Mapping[str, bytes]  # of the programs, by the names of their members
+    step: Step
     graph: str
 
 
@@ -327,14 +339,14 @@ class LoadedFunction:
         self.platforms = record.platforms
         self.__name__ = self.__qualname__ = record.name
         self.__signature__ = record.signature()
-        self.signature = _signature(record, written.steps[0].exported)
+        self.signature = _signature(record, written.step.exported)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._places = [name for name, _ in record.parameters]
         self._fitting: set[Any] = set()  # trees of arguments that were found to fit
-        self._flat = differentiable(written.steps, len(record.assigns), self._beyond)
+        self._flat = differentiable(written.step, len(record.assigns), self._beyond)
         self._compiled = jax.jit(_named(self._checked, record.name))
 
-    def written(self) -> tuple[FunctionRecord, tuple[bytes, ...]]:
+    def written(self) -> tuple[FunctionRecord, Mapping[str, bytes]]:
         """What was read: the record in the manifest, and the programs."""
         return self._record, self._written.contents
 

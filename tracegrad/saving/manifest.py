@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from tracegrad.saving.structure import Structure
 
 MANIFEST = "manifest.json"
 VARIABLES = "variables.safetensors"
+
+_HIGHEST_ORDER = 32
 
 _KINDS = {
     "positional": inspect.Parameter.POSITIONAL_ONLY,
@@ -46,10 +48,21 @@ class ProgramRecord:
     """One program: the function itself, or a derivative of it.
 
     `connected` has, for each result, the operands (by position) from which a gradient arrives.
+    `value` is what is run in its place where it is differentiated (None: itself), `gradient` its
+    derivative (None: there is none, or it was not saved).
     """
 
     member: str
     connected: tuple[tuple[int, ...], ...]
+    value: ProgramRecord | None
+    gradient: ProgramRecord | None
+
+    def all(self) -> Iterator[ProgramRecord]:
+        """This one and all below it."""
+        yield self
+        for below in (self.value, self.gradient):
+            if below is not None:
+                yield from below.all()
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,18 @@ class FunctionRecord:
     platforms: tuple[str, ...]
     gradient_order: int
     constraints: tuple[str, ...]
-    programs: tuple[ProgramRecord, ...]
+    program: ProgramRecord
     graph: str
+
+    @property
+    def programs(self) -> tuple[ProgramRecord, ...]:
+        """Its programs, each member once, the function's own first."""
+        found = {record.member: record for record in reversed(list(self.program.all()))}
+        return tuple(reversed(found.values()))
+
+    def members(self) -> tuple[str, ...]:
+        """The names of the members with its program and those of its derivatives, each once."""
+        return tuple(dict.fromkeys(each.member for each in self.program.all()))
 
     def signature(self) -> inspect.Signature:
         """What it is called with; without default values."""
@@ -137,8 +160,14 @@ _FUNCTION = {
     "platforms": [str],
     "gradient_order": documents.natural,
     "constraints": [str],
-    "programs": [{"member": str, "connected": [[documents.natural]]}],
+    "program": structure.anything,
     "graph": str,
+}
+_PROGRAM = {
+    "member": str,
+    "connected": [[documents.natural]],
+    "value": structure.anything,
+    "gradient": structure.anything,
 }
 _SCHEMA = {
     "format": documents.one_of("tracegrad artefact"),
@@ -185,29 +214,31 @@ def _function(
             raise ArtefactError(
                 MANIFEST, f"{where}.{field} names a Variable twice, or one that is not listed"
             )
-    for member in (record["graph"], *(p["member"] for p in record["programs"])):
+    program = _program(record["program"], f"{where}.program")
+    for member in (record["graph"], *(each.member for each in program.all())):
         if member not in members:
             raise ArtefactError(MANIFEST, f"{where} refers to the member {member!r}, not listed")
-    if not 1 <= len(record["programs"]) <= record["gradient_order"] + 1:
-        raise ArtefactError(
-            MANIFEST,
-            f"{where} has {len(record['programs'])} programs for gradients up to order "
-            f"{record['gradient_order']}",
-        )
     if len(record["parameters"]) != len(record["arguments"]):
         raise ArtefactError(MANIFEST, f"{where} has not one parameter for each argument")
-    programs = tuple(
-        ProgramRecord(p["member"], tuple(tuple(row) for row in p["connected"]))
-        for p in record["programs"]
-    )
     plain = _with_tuples(record, "arguments", "reads", "assigns", "platforms", "constraints")
     parameters = tuple((name, kind) for name, kind in record["parameters"])
-    found = FunctionRecord(**{**plain, "parameters": parameters, "programs": programs})
+    found = FunctionRecord(**{**plain, "parameters": parameters, "program": program})
     try:
         found.signature()
     except ValueError as error:
         raise ArtefactError(MANIFEST, f"{where}.parameters: {error}") from None
     return found
+
+
+def _program(value: Any, where: str, depth: int = 0) -> ProgramRecord:
+    if depth > _HIGHEST_ORDER:
+        raise ArtefactError(MANIFEST, f"{where} has derivatives beyond order {_HIGHEST_ORDER}")
+    documents.check(value, _PROGRAM, MANIFEST, where)
+    below = (
+        None if value[key] is None else _program(value[key], f"{where}.{key}", depth + 1)
+        for key in ("value", "gradient")
+    )
+    return ProgramRecord(value["member"], tuple(map(tuple, value["connected"])), *below)
 
 
 def _with_tuples(record: Mapping[str, Any], *fields: str) -> dict[str, Any]:

@@ -1,18 +1,24 @@
 """Graph → serialised programs: the function itself, its gradient, the gradient of that, and so on.
 
-Program 0 takes the values of Variables and the arguments, flat, and returns the flat result and the
-new values of Variables. Program k + 1 takes what program k takes and a cotangent for each float
-result of it (none for new values of Variables: assignment is not differentiated), and returns a
-gradient for each float operand. Custom gradients act where JAX differentiates program k to make
-program k + 1, so what is written is what the function's own rules say, to that order.
+A program takes the arguments and the values of Variables, flat, and returns the flat result and the
+new values of Variables. Its gradient takes the same and a cotangent for each float result (none for
+new values of Variables: assignment is not differentiated), and returns a gradient for each float
+operand. Custom gradients act where JAX differentiates one program to make the next, so what is
+written is what the function's own rules say, to that order.
+
+Where JAX differentiates a function, its value too comes from another program: from the forward
+pass of its rules, which is differentiated for a derivative of the second order and may have
+another derivative than the rule. So a function with rules is written with that value, which has a
+gradient of its own. Most often two of all these programs are the same, and written once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,8 +26,8 @@ import jax.export
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
-from tracegrad.ir import Graph, Node, Occurrence
-from tracegrad.ir.dependence import is_reference
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
+from tracegrad.ir.dependence import is_reference, leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -29,26 +35,39 @@ from tracegrad.tracing.graphs import graph as trace_graph
 # Arrays that a function closes over are written into each of its programs.
 _LARGE_CONSTANTS = 16 << 20  # bytes
 
+_LARGEST_COMPARED = 64 << 20  # bytes; of larger programs the text would take too much memory
+_LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
+
 
 @dataclass(frozen=True)
 class Exported:
-    """A program as it is written: `connected` as in `manifest.ProgramRecord`."""
+    """A program as it is written, and what it is differentiated by.
 
-    contents: bytes
-    platforms: tuple[str, ...]
+    `program` is a position in the list of programs, `connected` as in `manifest.ProgramRecord`.
+    """
+
+    program: int
     connected: tuple[tuple[int, ...], ...]
+    value: Exported | None = None
+    gradient: Exported | None = None
 
 
-def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> list[Exported]:
+@dataclass(frozen=True)
+class Programs:
+    """All programs of a function, and how they belong together."""
+
+    contents: tuple[bytes, ...]
+    platforms: tuple[str, ...]
+    function: Exported
+
+
+def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> Programs:
     """The programs of a function and of its derivatives.
 
     Args:
       graph: of the function.
       order: how many times it can be differentiated.
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
-
-    Returns:
-      At most ``order + 1`` programs; fewer where there is nothing left to differentiate.
 
     Raises:
       ImportError: the package that JAX writes programs with is not installed.
@@ -57,18 +76,60 @@ def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> list[Ex
     """
     check_installed()
     _warn_of_constants(graph, order + 1)
-    name, programs = graph.name, []
-    for k in range(order + 1):
-        if k:
-            derivative = _derivative(graph, name, k)
-            if derivative is None:
-                break
-            graph = derivative
-        described = name if k == 0 else f"the derivative of order {k} of {name}"
-        _refuse_host(graph, described)
+    writer = _Writer(graph.name, platforms)
+    function = writer.write(graph, len(graph.assigned), 0, order)
+    return Programs(tuple(writer.contents), writer.written_for, function)
+
+
+@dataclass
+class _Writer:
+    """Exports the programs of one function, each different one once."""
+
+    name: str
+    platforms: Sequence[str] | None
+    contents: list[bytes] = field(default_factory=list)
+    written_for: tuple[str, ...] = ()
+    places: dict[str, int] = field(default_factory=dict)  # by the text of the program
+
+    def write(self, graph: Graph, assigned: int, order: int, left: int) -> Exported:
+        """Exports a derivative of some order, and those of up to `left` orders more."""
+        described = f"the derivative of order {order} of {self.name}" if order else self.name
+        refuse_host(graph, described)
+        program = self._place(graph, described)
         connected = tuple(tuple(sorted(inputs)) for inputs in connections(graph))
-        programs.append(Exported(*_serialised(graph, platforms, described), connected))
-    return programs
+        active = gets_gradient(graph.in_avals)
+        flowing = has_cotangent(graph.out_avals, assigned)
+        if not left or not active or not flowing:
+            return Exported(program, connected)
+        try:
+            gradient = _gradient(graph, active, flowing)
+            value = _value(graph, active) if _has_rules(graph) else None
+        except Exception as error:
+            raise ValueError(
+                f"the derivative of order {order + 1} of {self.name} cannot be saved, because JAX "
+                f"cannot differentiate it: {error}\nSave it with gradient_order={order}."
+            ) from error
+        return Exported(
+            program,
+            connected,
+            None if value is None else self.write(value, assigned, order, left - 1),
+            self.write(gradient, 0, order + 1, left - 1),
+        )
+
+    def _place(self, graph: Graph, described: str) -> int:
+        exported, contents = _exported_graph(graph, self.platforms, described)
+        self.written_for = tuple(exported.platforms)
+        text = _text(exported) if len(contents) < _LARGEST_COMPARED else str(len(self.contents))
+        if text not in self.places:
+            self.places[text] = len(self.contents)
+            self.contents.append(contents)
+        return self.places[text]
+
+
+def _text(exported: Any) -> str:
+    """The text of a program without source lines, by which two that compute the same differ."""
+    lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
+    return _LOCATION.sub("", "\n".join(lines))
 
 
 def check_installed() -> None:
@@ -93,37 +154,54 @@ def gets_gradient(avals: Sequence[Any]) -> list[int]:
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
-def _derivative(graph: Graph, name: str, order: int) -> Graph | None:
-    """The program after this one; None where nothing goes in or nothing comes out."""
-    avals, count = graph.in_avals, len(graph.inputs)
-    active = gets_gradient(avals)
-    flowing = has_cotangent(graph.out_avals, len(graph.assigned))
-    if not active or not flowing:
-        return None
+def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:
+    """The program that gives gradients for some operands, from cotangents of some results."""
+    count = len(graph.inputs)
 
     def gradient(*inputs_and_cotangents: Any) -> list[Any]:
         inputs, cotangents = inputs_and_cotangents[:count], inputs_and_cotangents[count:]
-
-        def chosen(*values: Any) -> list[Any]:
-            flat = list(inputs)
-            for i, value in zip(active, values, strict=True):
-                flat[i] = value
-            results = evaluate(graph, flat, Lowering())
-            return [results[j] for j in flowing]
-
-        _, pullback = jax.vjp(chosen, *(inputs[i] for i in active))
+        chosen, values = _of(graph, inputs, active)
+        _, pullback = jax.vjp(lambda *v: [chosen(*v)[j] for j in flowing], *values)
         return list(pullback(list(cotangents)))
 
-    gradient.__name__ = gradient.__qualname__ = f"{name}_gradient_{order}"
+    gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
     cotangents = [_strong(graph.out_avals[j]) for j in flowing]
-    try:
-        return trace_graph(gradient)(*avals, *cotangents)
-    except Exception as error:
-        raise ValueError(
-            f"the derivative of order {order} of {name} "
-            f"cannot be saved, because JAX cannot differentiate it: {error}\n"
-            f"Save it with gradient_order={order - 1}."
-        ) from error
+    return trace_graph(gradient)(*graph.in_avals, *cotangents)
+
+
+def _value(graph: Graph, active: Sequence[int]) -> Graph:
+    """What JAX computes in the place of a program where it differentiates it."""
+
+    def value(*inputs: Any) -> list[Any]:
+        chosen, values = _of(graph, inputs, active)
+        return list(jax.vjp(chosen, *values)[0])
+
+    value.__name__ = value.__qualname__ = graph.name
+    return trace_graph(value)(*graph.in_avals)
+
+
+def _of(
+    graph: Graph, inputs: Sequence[Any], active: Sequence[int]
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """A program as a function of some of its operands, and their values."""
+
+    def chosen(*values: Any) -> list[Any]:
+        flat = list(inputs)
+        for i, value in zip(active, values, strict=True):
+            flat[i] = value
+        return evaluate(graph, flat, Lowering())
+
+    return chosen, [inputs[i] for i in active]
+
+
+def _has_rules(graph: Graph) -> bool:
+    """Whether a custom gradient leads to a result."""
+    live = leading_to(graph, [True] * len(graph.outputs))
+    return any(
+        isinstance(occurrence.node, CustomGradient)
+        for occurrence in graph.walk()
+        if not live.isdisjoint((*occurrence.path, (occurrence.node, ""))[0][0].outputs)
+    )
 
 
 def _strong(aval: Any) -> Any:
@@ -133,10 +211,9 @@ def _strong(aval: Any) -> Any:
 # -------------------------------------------------------------------------------------- writing
 
 
-Serialised = tuple[bytes, tuple[str, ...]]  # and the platforms
-
-
-def _serialised(graph: Graph, platforms: Sequence[str] | None, described: str) -> Serialised:
+def _exported_graph(
+    graph: Graph, platforms: Sequence[str] | None, described: str
+) -> tuple[Any, bytes]:
     def program(*flat: Any) -> list[Any]:
         return evaluate(graph, flat, Lowering())
 
@@ -155,9 +232,10 @@ def _serialised(graph: Graph, platforms: Sequence[str] | None, described: str) -
 
 def _exported(
     fun: Callable[..., Any], avals: Sequence[Any], platforms: Sequence[str] | None
-) -> Serialised:
+) -> tuple[Any, bytes]:
+    """The `jax.export.Exported` of a function, and what is written of it."""
     exported = jax.export.export(jax.jit(fun), platforms=platforms)(*avals)
-    return bytes(exported.serialize(vjp_order=0)), tuple(exported.platforms)
+    return exported, bytes(exported.serialize(vjp_order=0))
 
 
 def _culprit(graph: Graph, platforms: Sequence[str] | None) -> tuple[Occurrence, str] | None:
@@ -179,7 +257,7 @@ def _culprit(graph: Graph, platforms: Sequence[str] | None) -> tuple[Occurrence,
     return None
 
 
-def _refuse_host(graph: Graph, described: str) -> None:
+def refuse_host(graph: Graph, described: str) -> None:
     """Raises for what needs the Python process: callbacks, prints, effects."""
     for occurrence in graph.walk():
         node = occurrence.node

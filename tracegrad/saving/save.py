@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -271,8 +271,6 @@ def _saved(
     traced = _traced(name, fun, specs)
     parameters, arguments, result = _interface(traced, name)
     programs = program.export(traced, order, platforms)
-    contents = [each.contents for each in programs]
-    given = traced.in_avals
     record = FunctionRecord(
         name=name,
         parameters=parameters,
@@ -280,16 +278,23 @@ def _saved(
         result=result,
         reads=variables.places(traced.variables),
         assigns=variables.places(traced.assigned),
-        platforms=programs[0].platforms,
+        platforms=programs.platforms,
         gradient_order=order,
-        constraints=tuple(_jax.symbolic_constraints(given)),
-        programs=tuple(
-            ProgramRecord(_program_member(number, k), each.connected)
-            for k, each in enumerate(programs)
-        ),
+        constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
+        program=_program_record(programs.function, number),
         graph=_graph_member(number),
     )
-    return _Saved(record, _members(number, contents, str(traced)))
+    contents = {_program_member(number, k): each for k, each in enumerate(programs.contents)}
+    return _Saved(record, {**contents, record.graph: str(traced).encode("utf-8")})
+
+
+def _program_record(exported: program.Exported, number: int) -> ProgramRecord:
+    value, gradient = (
+        None if each is None else _program_record(each, number)
+        for each in (exported.value, exported.gradient)
+    )
+    member = _program_member(number, exported.program)
+    return ProgramRecord(member, exported.connected, value, gradient)
 
 
 def _as_loaded(
@@ -312,33 +317,32 @@ def _as_loaded(
             "specs, with which it is traced anew"
         )
     record, contents = fun.written()
-    steps = zip(record.programs, range(len(contents)), strict=True)
-    record = FunctionRecord(
-        **{
-            **vars(record),
-            "name": name,
-            "reads": variables.places(fun.reads),
-            "assigns": variables.places(fun.assigns),
-            "programs": tuple(
-                ProgramRecord(_program_member(number, k), s.connected) for s, k in steps
-            ),
-            "graph": _graph_member(number),
-        }
+    moved = {member: _program_member(number, k) for k, member in enumerate(contents)}
+    record = replace(
+        record,
+        name=name,
+        reads=variables.places(fun.reads),
+        assigns=variables.places(fun.assigns),
+        program=_moved(record.program, moved),
+        graph=_graph_member(number),
     )
-    return _Saved(record, _members(number, contents, fun.graph_text))
+    programs = {moved[member]: each for member, each in contents.items()}
+    return _Saved(record, {**programs, record.graph: fun.graph_text.encode("utf-8")})
 
 
-def _program_member(number: int, order: int) -> str:
-    return f"functions/{number}/program_{order}.jax"
+def _moved(record: ProgramRecord, names: Mapping[str, str]) -> ProgramRecord:
+    value, gradient = (
+        None if each is None else _moved(each, names) for each in (record.value, record.gradient)
+    )
+    return ProgramRecord(names[record.member], record.connected, value, gradient)
+
+
+def _program_member(number: int, place: int) -> str:
+    return f"functions/{number}/program_{place}.jax"
 
 
 def _graph_member(number: int) -> str:
     return f"functions/{number}/graph.txt"
-
-
-def _members(number: int, contents: Sequence[bytes], text: str) -> dict[str, Contents]:
-    programs = {_program_member(number, k): each for k, each in enumerate(contents)}
-    return {**programs, _graph_member(number): text.encode("utf-8")}
 
 
 def _traced(name: str, fun: Function, specs: Any) -> Graph:
