@@ -50,7 +50,7 @@ def data_of(fun, *args):
 
 def named(rows):
     """The fields of the rows that the tests look at: results, label, flow, regions."""
-    kinds = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown"]
+    kinds = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown", "rule"]
     return [(row[0], row[1], kinds[row[7]], row[9]) for row in rows]
 
 
@@ -186,6 +186,29 @@ def test_branches_and_loop_parts_have_titles():
     rows = data_of(f, 1.0)["bodies"][0]["rows"]
     titles = [[title for title, _ in row[9]] for row in rows if row[9]]
     assert titles == [["branches[0]", "branches[1]"], ["cond_jaxpr", "body_jaxpr"]]
+
+
+def test_the_rule_of_a_custom_gradient_can_be_read():
+    @tg.custom_gradient
+    def clip(x):
+        return x * 1.0, lambda dy: jnp.clip(dy, -1, 1)
+
+    bodies = data_of(lambda x: clip(clip(x)), jnp.ones(3))["bodies"]
+    first, second = (row[9] for row in bodies[0]["rows"])
+    assert [[title, *is_rule] for title, _, *is_rule in first] == [[""], ["backward", 1]]
+    assert first[1:] == second[1:]  # written once
+    backward = bodies[first[1][1]]["rows"]
+    assert {kind for _, _, kind, _ in named(backward)} == {"rule"}
+    assert "clip" in " ".join(label for _, label, _, _ in named(backward))
+
+
+def test_a_rule_that_does_not_fit_leaves_the_rest_to_be_shown():
+    @tg.custom_gradient
+    def wrong(x):
+        return x * 1.0, lambda dy: (dy, dy)
+
+    (row,) = data_of(lambda x: wrong(x) > 0, jnp.ones(3))["bodies"][0]["rows"][:1]
+    assert [title for title, *_ in row[9]] == [""]
 
 
 @pytest.mark.parametrize("repetitions", [700])

@@ -17,12 +17,14 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.insight.scopes import scope_parts
-from tracegrad.ir import Graph, Node, Occurrence, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.text import label, operand_text, parameters, types_text
 
 _KINDS = {kind: number for number, kind in enumerate(Flow)}
+_RULE = len(_KINDS)  # what is no part of the program, but of how it is differentiated
 _FALLBACK_LINES = 60
+_MOST_RULES = 200  # each is traced for the page
 
 
 def fragment(graph: Graph, flow: RegionFlow) -> str:
@@ -57,7 +59,8 @@ def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
 
     ``bodies``: the graph, then its regions: heading and ``rows``, one for each node: results,
     label, operands, parameters, types, place, scope, flow, operands without gradient, regions
-    (title and body). ``places`` and ``scopes`` are told by number; a place of -1 is the call's.
+    (title and body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told
+    by number; a place of -1 is the call's.
     """
     writer = _Writer()
     writer.body(flow, ())
@@ -76,34 +79,72 @@ class _Writer:
     places: dict[tuple[str, str, str], int] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], int] = field(default_factory=dict)
     lines: dict[Origin, int] = field(default_factory=dict)
+    rules: dict[CustomGradient, list[list[Any]]] = field(default_factory=dict)
+    rule_texts: dict[str, int] = field(default_factory=dict)
 
     def body(self, flow: RegionFlow, path: Path) -> int:
         """Writes a body, unless it is written already; returns its number."""
         if flow in self.known:
             return self.known[flow]
+        inputs = [
+            _reached(value, reached)
+            for value, reached in zip(flow.graph.inputs, flow.reached, strict=True)
+        ]
         number = self.known[flow] = len(self.bodies)
-        graph = flow.graph
+        self.write(flow.graph, inputs, flow.recomputed, path, flow)
+        return number
+
+    def write(
+        self, graph: Graph, inputs: list[int], again: bool, path: Path, flow: RegionFlow | None
+    ) -> None:
         body: dict[str, Any] = {
             "name": graph.name,
             "inputs": [
-                [value.name, _jax.type_text(value.aval), _reached(value, reached)]
-                for value, reached in zip(graph.inputs, flow.reached, strict=True)
+                [value.name, _jax.type_text(value.aval), reached]
+                for value, reached in zip(graph.inputs, inputs, strict=True)
             ],
             "constants": [[v.name, _jax.type_text(v.aval)] for v in graph.constants],
             "types": ", ".join(map(_jax.type_text, graph.out_avals)),
             "out": [operand_text(value) for value in graph.outputs],
-            "again": int(flow.recomputed),
+            "again": int(again),
         }
         self.bodies.append(body)
         body["rows"] = [self.row(node, flow, path) for node in graph.nodes]
-        return number
 
-    def row(self, node: Node, flow: RegionFlow, path: Path) -> list[Any]:
+    def rule(self, node: CustomGradient, path: Path) -> list[list[Any]]:
+        """Writes how a custom gradient is differentiated; returns title, body and 1, or nothing."""
+        if node not in self.rules and len(self.rules) < _MOST_RULES:
+            self.rules[node] = []
+            name = node.face_names[-1]  # the forward says little more than the primal
+            try:
+                graph = node.face(name)
+            except Exception:  # a rule that does not fit its function: told where it is used
+                return []
+            self.rules[node].append([name, self.rule_body(graph, (*path, (node, name))), 1])
+        return self.rules.get(node, [])
+
+    def rule_body(self, graph: Graph, path: Path) -> int:
+        """Writes part of a rule; one that was traced anew for each is one thing to a reader."""
+        text = str(graph)
+        if text not in self.rule_texts:
+            self.rule_texts[text] = len(self.bodies)
+            self.write(graph, [-1] * len(graph.inputs), False, path, None)
+        return self.rule_texts[text]
+
+    def row(self, node: Node, flow: RegionFlow | None, path: Path) -> list[Any]:
         scope = "" if node.source is None else _jax.name_stack(node.source.info)
-        regions = [
-            [_title(node, name), self.body(inner, (*path, (node, name)))]
-            for name, inner in flow.regions.get(node, {}).items()
-        ]
+        if flow is None:
+            regions = [
+                [_title(node, name), self.rule_body(region, (*path, (node, name))), 1]
+                for name, region in node.regions.items()
+            ]
+        else:
+            regions = [
+                [_title(node, name), self.body(inner, (*path, (node, name)))]
+                for name, inner in flow.regions.get(node, {}).items()
+            ]
+            if isinstance(node, CustomGradient):
+                regions += self.rule(node, path)
         return [
             [value.name for value in node.outputs],
             label(node),
@@ -112,8 +153,8 @@ class _Writer:
             types_text(node.outputs),
             self.place(node, path),
             self.scopes.setdefault(scope_parts(scope), len(self.scopes)),
-            _KINDS[flow.flows[node]],
-            ", ".join(map(operand_text, flow.lost.get(node, ()))),
+            _RULE if flow is None else _KINDS[flow.flows[node]],
+            "" if flow is None else ", ".join(map(operand_text, flow.lost.get(node, ()))),
             regions,
         ]
 
@@ -124,7 +165,7 @@ class _Writer:
             return -1
         if path and path[-1][0].graph is not None:
             call, name = path[-1]
-            shared = call.region(name).is_shared
+            shared = name not in call.regions or call.region(name).is_shared
             if shared and Occurrence(path[:-1], call).origin == origin:
                 return -1
         if origin not in self.lines:

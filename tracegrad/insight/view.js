@@ -3,7 +3,7 @@
 const CSS = "@CSS@";
 const CHUNK = 250;      // rows that are built at once; the rest follow when they come into sight
 const MOST_HITS = 1000;
-const KINDS = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown"];
+const KINDS = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown", "rule"];
 const SAYS = {
   flows: "the gradient passes here",
   changed: "the gradient passes here, as a custom rule says",
@@ -12,6 +12,7 @@ const SAYS = {
   none: "nothing to differentiate: no float input leads here",
   replaced: "a custom rule stands for this when it is differentiated",
   unknown: "differentiated as a whole with the call around it",
+  rule: "part of a custom rule: runs when the function is differentiated",
 };
 const LEGEND = [
   ["flows", "gradient flows"], ["changed", "changed by a custom rule"], ["cut", "ends here"],
@@ -57,7 +58,7 @@ class View {
     this.sight = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) entry.target.grow();
     }, {root: this.scroll, rootMargin: "400px"});
-    this.top = new Body(this, 0, -1, false);
+    this.top = new Body(this, 0, -1);
     this.scroll.append(this.top.element);
     if (this.count(0).nodes <= 40) while (this.unfold());
     this.listen();
@@ -75,13 +76,18 @@ class View {
 
   countRow(body, row) {
     const sum = {nodes: 1};
-    const inside = row[REGIONS].reduce((all, [, region]) => this.add(all, this.count(region)), {nodes: 0});
+    const inside = this.countRegions(row);
     // A cut inside a call is counted where it is.
     const kind = KINDS[row[KIND]];
     if (!(kind === "cut" && inside.cut)) sum[kind] = 1;
     if (signOf(row)) sum[signOf(row)] = 1;
     if (body.again) sum.recomputed = 1;
     return this.add(sum, inside);
+  }
+
+  // The parts of a rule are no part of the program.
+  countRegions(row) {
+    return row[REGIONS].reduce((all, [, region, isRule]) => isRule ? all : this.add(all, this.count(region)), {nodes: 0});
   }
 
   add(sum, other) {
@@ -164,7 +170,7 @@ class View {
     if (!words.every((word) => word.startsWith("is:")
       ? this.text(body, row).split(" ").includes(word) : this.text(body, row).includes(word))) return false;
     // A call in which the gradient ends is not where it ends.
-    return !(words.includes("is:cut") && row[REGIONS].some(([, region]) => this.count(region).cut));
+    return !(words.includes("is:cut") && this.countRegions(row).cut);
   }
 
   collect(index, words, path, place, none) {
@@ -298,7 +304,7 @@ const CSS_escape = (text) => window.CSS.escape(text);
 
 // A graph as one place enters it: heading, nodes, results.
 class Body {
-  constructor(view, index, place, isInner, title) {
+  constructor(view, index, place, title) {
     this.view = view;
     this.data = view.bodies[index];
     this.place = place;  // of the call, for nodes that have no line of their own
@@ -468,8 +474,7 @@ class Item {
     if (row[PARAMETERS]) say.append(make("span", "par", row[PARAMETERS]));
     const parts = [say];
     if (this.kids) {
-      const sum = row[REGIONS].reduce((all, [, region]) => view.add(all, view.count(region)), {nodes: 0});
-      parts.push(this.badges(sum));
+      parts.push(this.badges(view.countRegions(row)));
     }
     const type = make("span", "type", row[TYPES]);
     const place = make("span", "place", this.place < 0 ? "" : view.data.places[this.place][0]);
@@ -491,7 +496,7 @@ class Item {
         this.lists = [new List(this.body, this.group.items)];
         this.inner.append(this.lists[0].element);
       } else {
-        this.bodies = this.row[REGIONS].map(([title, index]) => new Body(this.body.view, index, this.place, true, title));
+        this.bodies = this.row[REGIONS].map(([title, index]) => new Body(this.body.view, index, this.place, title));
         this.inner.append(...this.bodies.map((body) => body.element));
       }
     }
