@@ -19,6 +19,7 @@ FLOORS = [
     {"differentiation"},
     {"tape"},
     {"annotations", "saving", "insight"},
+    {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

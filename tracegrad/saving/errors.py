@@ -29,7 +29,15 @@ class ArtefactError(ValueError):
         self.path = None if path is None else os.fspath(path)
 
     def __str__(self) -> str:
-        text = f"{self.member}: {self.reason}"
-        # A damaged name may hold what a terminal takes for commands.
-        text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-        return text if self.path is None else f"{self.path}: {text}"
+        where = "" if self.path is None else f"{self.path}: "
+        return printable(f"{where}{self.member}: {self.reason}")
+
+
+def printable(text: str) -> str:
+    """A text from a file, without what a terminal would take for commands.
+
+    Example:
+        >>> print(printable("weights" + chr(27) + "[2J"))
+        weights\\x1b[2J
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

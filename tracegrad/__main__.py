@@ -1,0 +1,192 @@
+"""The command line: ``python -m tracegrad inspect FILE``, ``python -m tracegrad verify FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from tracegrad.saving.errors import ArtefactError, printable
+from tracegrad.saving.inspection import Inspection, inspect, type_text
+from tracegrad.saving.verification import verify
+
+try:  # for tables in a terminal, where it is installed
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ImportError:
+    Console = None  # type: ignore[assignment, misc]
+
+SOUND, REFUSED, NOT_READ = 0, 1, 2
+
+Row = Sequence[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: those of the command line, without the program's name. Default: of the process.
+
+    Returns:
+        The exit status: 0, or 1 if a file is no whole artefact, or 2 if one cannot be read at all.
+
+    Raises:
+        SystemExit: the arguments are none that it knows, or ask for help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tracegrad",
+        description="Looks into files that tracegrad.save wrote.",
+        epilog="Exit status: 0; 1 if a file is refused; 2 if one cannot be read, or on wrong use",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    inspects = commands.add_parser(
+        "inspect",
+        help="show what is in a file",
+        description="Shows the functions, Variables and members of files, and the functions' "
+        "graphs. Programs and values are not read.",
+    )
+    inspects.add_argument("--json", action="store_true", help="as JSON, one document for each file")
+    verifies = commands.add_parser(
+        "verify",
+        help="check all of a file",
+        description="Checks every byte of files, and has XLA parse the programs in a process of "
+        "its own: damage and most malice are found without danger.",
+    )
+    for command in (inspects, verifies):
+        command.add_argument("files", metavar="FILE", nargs="+")
+    given = parser.parse_args(arguments)
+    status = SOUND
+    for path in given.files:
+        if given.command == "verify":
+            status = max(status, _report(path, _verify))
+        else:
+            status = max(status, _report(path, _as_json if given.json else _show))
+    return status
+
+
+def _report(path: str, work: Callable[[str], None]) -> int:
+    try:
+        work(path)
+    except ArtefactError as error:
+        sys.stderr.write(f"{error}\n")
+        return REFUSED
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SOUND
+    except OSError as error:
+        sys.stderr.write(f"{printable(path)}: {error.strerror or error}\n")
+        return NOT_READ
+    return SOUND
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _verify(path: str) -> None:
+    manifest = verify(path)
+    programs = sum(len(function.members()) for function in manifest.functions)
+    counts = f"{_count(len(manifest.functions), 'function')} in {_count(programs, 'program')}"
+    _say(f"{printable(path)}: sound: {counts}, {_count(len(manifest.variables), 'Variable')}")
+
+
+def _as_json(path: str) -> None:
+    _say(json.dumps(inspect(path).to_json(), indent=2))
+
+
+def _show(path: str) -> None:
+    found = inspect(path)
+    if Console is not None and sys.stdout.isatty():
+        _show_rich(found)
+    else:
+        _say("\n".join(_plain(found)))
+
+
+# ------------------------------------------------------------------------------ what is shown
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _heading(found: Inspection) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    return (
+        f"{found.path}: {found.size:,} bytes, version {found.format_version} of the format, "
+        f"written by {packages}"
+    )
+
+
+def _functions(found: Inspection) -> list[Row]:
+    rows: list[Row] = [("function", "gradients", "platforms", "reads", "assigns")]
+    for each in found.functions:
+        names = (each.platforms, each.reads, each.assigns)
+        order = f"to order {each.gradient_order}"
+        where = f" where {', '.join(each.constraints)}" if each.constraints else ""
+        rows.append((each.signature + where, order, *(", ".join(x) or "-" for x in names)))
+    return rows
+
+
+def _variables(found: Inspection) -> list[Row]:
+    rows: list[Row] = [("Variable", "type", "trainable", "bytes")]
+    for each in found.variables:
+        name = each.key if each.name == each.key else f"{each.key} ({each.name})"
+        trainable = "yes" if each.trainable else "no"
+        rows.append((name, type_text(each.dtype, each.shape), trainable, f"{each.size:,}"))
+    return rows
+
+
+def _members(found: Inspection) -> list[Row]:
+    rows = [(each.name, f"{each.size:,}", each.sha256) for each in found.members]
+    return [("member", "bytes", "SHA-256"), *rows]
+
+
+def _tables(found: Inspection) -> list[list[Row]]:
+    tables = [_functions(found), _variables(found), _members(found)]
+    return [[[printable(cell) for cell in row] for row in rows] for rows in tables if len(rows) > 1]
+
+
+def _graphs(found: Inspection) -> list[tuple[str, str]]:
+    return [(printable(f"graph of {f.name}"), printable(f.graph.rstrip())) for f in found.functions]
+
+
+def _plain(found: Inspection) -> list[str]:
+    lines = [printable(_heading(found))]
+    for rows in _tables(found):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines.append("")
+        for row in rows:
+            cells = (
+                cell.rjust(width) if rows[0][i] == "bytes" else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join(cells).rstrip())
+    for title, text in _graphs(found):
+        lines += ["", title, text]
+    return lines
+
+
+def _show_rich(found: Inspection) -> None:
+    # As Text everywhere: names from a file are no markup.
+    console = Console()
+    console.print(Text(printable(_heading(found)), "bold"))
+    for rows in _tables(found):
+        table = Table()
+        for title in rows[0]:
+            table.add_column(
+                title, justify="right" if title == "bytes" else "left", overflow="fold"
+            )
+        for row in rows[1:]:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    for title, text in _graphs(found):
+        console.rule(Text(title))
+        console.print(Text(text), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
