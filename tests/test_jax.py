@@ -1,5 +1,6 @@
 """Everything that `tracegrad._jax` takes from JAX without a public promise, probed one by one."""
 
+import os
 import threading
 
 import jax
@@ -36,6 +37,19 @@ def test_every_primitive_that_we_know_by_identity_is_bound_by_its_function():
     assert equation(jax.lax.stop_gradient, one).primitive is _jax.STOP_GRADIENT
     assert equation(vjp, one).primitive is _jax.CUSTOM_VJP
     assert equation(jvp, one).primitive is _jax.CUSTOM_JVP
+
+
+def test_folders_can_be_left_out_of_programs():
+    def exported():
+        return bytes(jax.export.export(jax.jit(lambda x: jnp.sin(x)))(jnp.ones(3)).serialize())
+
+    folder, name = (part.encode() for part in os.path.split(__file__))
+    assert folder in exported()
+    with _jax.without_folders():
+        inside = exported()
+    assert name in inside
+    assert folder not in inside
+    assert folder in exported()
 
 
 def test_the_constraints_on_symbolic_dimensions_can_be_told():

@@ -134,6 +134,24 @@ def struct(shape: Sequence[Any], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def without_folders() -> Iterator[None]:
+    """Leaves the folders of source files out of programs that are lowered inside it: what is
+    written to be given away does not tell where it was made, and is the same wherever that was.
+
+    JAX's setting for that holds for the whole process; a user's own is left as it is.
+    """
+    name = "jax_hlo_source_file_canonicalization_regex"
+    is_free = getattr(jax.config, name) is None
+    if is_free:
+        jax.config.update(name, r".*[/\\]")
+    try:
+        yield
+    finally:
+        if is_free:
+            jax.config.update(name, None)
+
+
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
     """The constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
 

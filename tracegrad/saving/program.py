@@ -234,7 +234,8 @@ def _exported(
     fun: Callable[..., Any], avals: Sequence[Any], platforms: Sequence[str] | None
 ) -> tuple[Any, bytes]:
     """The `jax.export.Exported` of a function, and what is written of it."""
-    exported = jax.export.export(jax.jit(fun), platforms=platforms)(*avals)
+    with _jax.without_folders():
+        exported = jax.export.export(jax.jit(fun), platforms=platforms)(*avals)
     return exported, bytes(exported.serialize(vjp_order=0))
 
 
