@@ -1,0 +1,287 @@
+"""What each selector finds, and in what order."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tracegrad as tg
+from tracegrad import match
+
+X = jnp.ones(3)
+
+
+def ops(found):
+    return [[node.op for node in m.nodes] for m in found]
+
+
+def found(fun, selector, *args):
+    return tg.graph(fun)(*(args or (X,))).find(selector)
+
+
+def line(fun, text):
+    """Where a piece of code stands in this file."""
+    lines, start = inspect.getsourcelines(fun)
+    return start + next(i for i, source in enumerate(lines) if text in source)
+
+
+# ------------------------------------------------------------------------------------------- op
+
+
+def test_op_finds_single_operations_at_any_depth():
+    def f(x):
+        x, _ = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)
+        x = jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)
+        return jax.jit(jnp.sin)(x)
+
+    assert [len(m.path) for m in found(f, match.op("sin"))] == [1, 1, 1]
+    assert sorted(ops(found(f, match.op("sin", "cos")))) == [["cos"], *[["sin"]] * 3]
+    assert sorted(ops(found(f, match.op("s*n")))) == [["scan"], *[["sin"]] * 3]
+
+
+# ----------------------------------------------------------------------------------------- call
+
+
+def test_call_finds_what_jax_keeps_by_name():
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x)
+
+    def f(x):
+        return jax.nn.relu(inner(x)) + inner(x)
+
+    assert [type(m.node) for m in found(f, match.call("inner"))] == [tg.ir.Call] * 2
+    assert [type(m.node) for m in found(f, match.call("relu"))] == [tg.ir.CustomGradient]
+
+
+@pytest.mark.parametrize("function", [jax.nn.softmax, jax.nn.gelu, jax.nn.log_softmax])
+def test_call_finds_an_inlined_function_as_one_match(function):
+    def f(x):
+        return jnp.sin(function(jnp.cos(x)))
+
+    (whole,) = found(f, match.call(function.__name__))
+    everything = [node.op for node in tg.graph(f)(X).nodes]
+    assert ["cos", *(node.op for node in whole.nodes), "sin"] == everything
+
+
+def test_calls_on_one_line_and_in_a_loop_are_told_apart():
+    def on_a_line(x):
+        return jax.nn.softmax(jax.nn.softmax(x))
+
+    def in_a_loop(x):
+        for _ in range(3):
+            x = jax.nn.softmax(x)
+        return x
+
+    def beside_each_other(x):
+        return [jax.nn.softmax(i * x) for i in range(3)]
+
+    (once,) = found(jax.nn.softmax, match.op("exp"))
+    assert once.node.op == "exp"
+    for fun, count in ((on_a_line, 2), (in_a_loop, 3), (beside_each_other, 3)):
+        matches = found(fun, match.call("softmax"))
+        assert len(matches) == count
+        assert all([n.op for n in m.nodes].count("exp") == 1 for m in matches)
+
+
+def test_a_function_with_a_loop_is_one_call():
+    def layers(x):
+        for _ in range(3):
+            x = jnp.sin(x) * 2
+        return x
+
+    def f(x):
+        return jnp.cos(layers(x))
+
+    assert ops(found(f, match.call("layers"))) == [["sin", "mul"] * 3]
+
+
+def test_a_loop_in_a_loop_is_ambiguous():
+    def layers(x):
+        for _ in range(2):
+            x = jnp.sin(x)
+        return x
+
+    def f(x):
+        for _ in range(2):
+            x = layers(x)
+        return x
+
+    with pytest.raises(
+        tg.GraphError, match="a loop and has a loop of its own"
+    ):
+        found(f, match.call("layers"))
+
+    def told_apart(x):
+        for i in range(2):
+            with jax.named_scope(f"round_{i}"):
+                x = layers(x)
+        return x
+
+    assert ops(found(told_apart, match.scope("round_*"))) == [["sin", "sin"]] * 2
+
+
+def test_a_class_and_a_method_are_names_of_calls():
+    class Layer:
+        def __call__(self, x):
+            return jnp.sin(x) * 2
+
+        def scaled(self, x):
+            return jnp.cos(x) * 3
+
+    layer = Layer()
+
+    def f(x):
+        return layer.scaled(layer(x))
+
+    assert ops(found(f, match.call("Layer"))) == [["sin", "mul"]]
+    assert ops(found(f, match.call("Layer.scaled"))) == [["cos", "mul"]]
+    assert ops(found(f, match.call("scal*"))) == [["cos", "mul"]]
+
+
+def test_who_traces_is_no_call_in_the_program():
+    def outermost(x):
+        return found(lambda x: jnp.sin(x), match.call("outermost"), x)
+
+    assert outermost(X) == []
+
+
+# ---------------------------------------------------------------------------------------- scope
+
+
+def scoped(x):
+    for i in range(2):
+        with jax.named_scope(f"block_{i}"):
+            with jax.named_scope("attention"):
+                x = jnp.sin(x) * 2
+            with jax.named_scope("mlp"):
+                x = jnp.cos(x)
+        x = x + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("block_*", [["sin", "mul", "cos"]] * 2),
+        ("block_1", [["sin", "mul", "cos"]]),
+        ("attention", [["sin", "mul"]] * 2),
+        ("block_*/mlp", [["cos"]] * 2),
+        ("/block_0", [["sin", "mul", "cos"]]),
+        ("/mlp", []),
+        ("/**/mlp", [["cos"]] * 2),
+        ("block_0/*", [["sin", "mul"], ["cos"]]),
+        ("block", []),
+    ],
+)
+def test_scope_takes_globs_over_the_components(glob, expected):
+    assert ops(found(scoped, match.scope(glob))) == expected
+
+
+def test_a_scope_is_found_through_transformations_and_regions():
+    assert ops(found(jax.vmap(scoped), match.scope("block_0"))) == [["sin", "mul", "cos"]]
+
+    def in_scan(x):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(lambda c, _: (scoped(c), None), x, None, length=2)[0]
+
+    assert ops(found(in_scan, match.scope("outer"))) == [["scan"]]
+    assert ops(found(in_scan, match.scope("outer/block_1"))) == [["sin", "mul", "cos"]]
+
+
+# --------------------------------------------------------------------------------------- source
+
+
+def test_source_finds_lines_functions_and_files():
+    def g(x):
+        y = jnp.sin(x) * 2  # the line
+        return y + 1
+
+    def f(x):
+        for _ in range(2):
+            x = g(x)
+        return x
+
+    place = f"test_match.py:{line(g, '# the line')}"
+    assert ops(found(f, match.source(place))) == [["sin", "mul"]] * 2
+    assert ops(found(f, match.source("g"))) == [["sin", "mul", "add"]] * 2
+    assert found(f, match.source("other.py")) == []
+    assert sum(map(len, ops(found(f, match.source("test_match.py"))))) == 6
+
+
+# ---------------------------------------------------------------------------- where, composition
+
+
+def test_where_is_given_occurrences():
+    def f(x):
+        return jax.jit(jnp.outer)(jnp.sin(x), x)
+
+    big = match.where(lambda o: o.path and o.node.outputs[0].aval.size == 9)
+    assert ops(found(f, big)) == [["mul"]]
+
+
+def both_ways(x):
+    return jnp.exp(x) * jax.nn.softmax(x)
+
+
+def test_and_or_not():
+    exp, softmax = match.op("exp"), match.call("softmax")
+    ((first,), (second,)) = (found(both_ways, s) for s in (exp & ~softmax, exp & softmax))
+    everything = tg.graph(both_ways)(X)
+    assert first.node.inputs[0].name == everything.inputs[0].name
+    assert second.node.inputs[0].producer is not None
+    either = found(both_ways, exp | softmax)
+    assert [len(m.nodes) > 1 for m in either] == [False, True, False]
+
+
+def test_a_call_in_a_scope_is_still_the_call():
+    def f(x):
+        with jax.named_scope("head"):
+            y = jax.nn.softmax(x)
+        return jax.nn.softmax(y)
+
+    (match_,) = found(f, match.call("softmax") & match.scope("head"))
+    assert len(match_.nodes) > 1
+    assert len(found(f, match.call("softmax") & ~match.scope("head"))) == 1
+
+
+def test_a_selector_works_on_what_a_tape_recorded():
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        with jax.named_scope("head"):
+            jnp.sin(X)
+        jax.nn.relu(X)
+    graph = tape.graph()
+    assert len(graph.find(match.op("sin"))) == len(graph.find(match.scope("head"))) == 1
+    assert len(graph.find(match.call("relu"))) == 1
+
+
+# ---------------------------------------------------------------------------------- what it says
+
+
+def test_matches_print_one_a_line_with_scope_and_source():
+    printed = repr(found(scoped, match.op("cos")))
+    place = f"test_match.py:{line(scoped, 'jnp.cos')}"
+    assert len(printed.splitlines()) == 2
+    for i, text in enumerate(printed.splitlines()):
+        assert place in text
+        assert f"[block_{i}/mlp]" in text
+    assert repr(found(scoped, match.op("tan"))) == "(no matches)"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: match.op(), "nothing"),
+        (lambda: match.call(jnp.sin), "takes names"),
+        (lambda: match.scope(""), "takes names"),
+        (lambda: match.where("sin"), "takes a function"),
+        (lambda: match.op("sin") & "cos", "combined with another one"),
+    ],
+)
+def test_what_is_no_selector_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

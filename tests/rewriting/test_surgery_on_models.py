@@ -1,0 +1,209 @@
+"""Each rule on unmodified models of three libraries against the same models changed by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import LAYERS, LENGTH, MODELS, PLAIN, WIDTH
+
+import tracegrad as tg
+
+X = jax.random.normal(jax.random.key(7), (LENGTH, WIDTH))
+BATCH = jax.random.normal(jax.random.key(8), (2, LENGTH, WIDTH))
+
+each_library = pytest.mark.parametrize("library", MODELS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """What XLA optimises does not matter here, and takes half of the time."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@functools.cache
+def plain(library):
+    return MODELS[library]()
+
+
+@functools.cache
+def plain_gradient(library):
+    """Value and gradient as they are."""
+    return jax.jit(jax.value_and_grad(plain(library).loss))(plain(library).params, X)
+
+
+@functools.cache
+def plain_value(library):
+    return jax.jit(plain(library).loss)(plain(library).params, X)
+
+
+def assert_equal_trees(got, expected, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, expected)
+
+
+def stack(params):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+
+def check(library, rule, by_hand):
+    """`rule` on the plain model's loss, under jit, grad, vmap and in a scan over layers, against
+    the gradients that a loss written by hand has."""
+    model = plain(library)
+    edited = tg.rewrite(model.loss, rule)
+    value, gradients = jax.jit(jax.value_and_grad(edited))(model.params, X)
+    assert value == plain_value(library)  # to the bit
+    expected = jax.jit(jax.grad(by_hand))
+    assert_equal_trees(gradients, expected(model.params, X), rtol=2e-5, atol=1e-6)
+
+    mapped = jax.jit(jax.vmap(jax.grad(edited), (None, 0)))(model.params, BATCH)
+    one_by_one = [expected(model.params, x) for x in BATCH]
+    assert_equal_trees(mapped, stack(one_by_one), rtol=2e-5, atol=1e-6)
+
+    scanned = jax.jit(jax.grad(tg.rewrite(model.loss_by_scan, rule)))(stack(model.params), X)
+    assert_equal_trees(scanned, stack(gradients), rtol=2e-5, atol=1e-6)
+    return gradients
+
+
+@jax.custom_vjp
+def guided_relu(x):
+    return jax.nn.relu(x)
+
+
+guided_relu.defvjp(
+    lambda x: (jax.nn.relu(x), x), lambda x, dy: (jnp.where((x > 0) & (dy > 0), dy, 0),)
+)
+
+
+@jax.custom_vjp
+def peaked_softmax(x):
+    return jax.nn.softmax(x)
+
+
+peaked_softmax.defvjp(lambda x: (jax.nn.softmax(x), jax.nn.softmax(x)), lambda p, dy: (3 * dy * p,))
+
+
+@each_library
+def test_a_guided_relu(library):
+    def guided(op, dy):
+        return jnp.where((op.inputs[0] > 0) & (dy > 0), dy, 0)
+
+    by_hand = MODELS[library]((guided_relu, PLAIN[1])).loss
+    gradients = check(library, tg.rules.override_gradient(tg.match.call("relu"), guided), by_hand)
+    ordinary = plain_gradient(library)[1]
+    differences = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), gradients, ordinary)
+    assert max(map(float, jax.tree.leaves(differences))) > 1e-3  # it does something
+
+
+@each_library
+def test_another_rule_for_softmax_which_jax_inlines(library):
+    def peaked(op, dy):
+        return 3 * dy * op.outputs[0]
+
+    by_hand = MODELS[library]((PLAIN[0], peaked_softmax)).loss
+    check(library, tg.rules.override_gradient(tg.match.call("softmax"), peaked), by_hand)
+
+
+def stopping_operand(position, fun):
+    """The function, with one operand of every product of matrices stopped, by interpretation."""
+
+    def evaluate(program, constants, args):
+        values = dict(zip(program.constvars, constants, strict=True))
+        values.update(zip(program.invars, args, strict=True))
+        for equation in program.eqns:
+            operands = [a.val if hasattr(a, "val") else values[a] for a in equation.invars]
+            name, params = equation.primitive.name, equation.params
+            inner = params.get("jaxpr" if name in ("jit", "pjit") else "call_jaxpr")
+            if inner is not None:
+                inner_open = getattr(inner, "jaxpr", inner)
+                results = evaluate(inner_open, getattr(inner, "consts", ()), operands)
+            else:
+                if name == "dot_general":
+                    operands[position] = jax.lax.stop_gradient(operands[position])
+                out = equation.primitive.bind(*operands, **params)
+                results = out if equation.primitive.multiple_results else [out]
+            values.update(zip(equation.outvars, results, strict=True))
+        return [a.val if hasattr(a, "val") else values[a] for a in program.outvars]
+
+    def stopped(*args):
+        program = jax.make_jaxpr(fun)(*args)
+        flat = jax.tree.leaves(args)
+        (result,) = evaluate(program.jaxpr, program.consts, flat)
+        return result
+
+    return stopped
+
+
+@each_library
+def test_one_operand_of_every_product_stopped(library):
+    rule = tg.rules.stop_gradient(tg.match.op("dot_general"), inputs=1)
+    check(library, rule, stopping_operand(1, plain(library).loss))
+
+
+@each_library
+def test_recompute_by_block(library):
+    model = plain(library)
+
+    def by_hand(params, x):
+        for own in params:
+            x = jax.checkpoint(model.block)(own, x)
+        return jnp.sum(jnp.sin(x))
+
+    rule = tg.rules.recompute(tg.match.scope("block*"))
+    check(library, rule, by_hand)
+    edited = tg.rewrite(model.loss, rule).graph(model.params, X)
+    assert [type(node) for node in edited.nodes[:LAYERS]] == [tg.ir.Recompute] * LAYERS
+
+
+@each_library
+def test_taps_at_the_blocks(library):
+    model = plain(library)
+
+    def perturbed(params, x, noise):
+        for own, n in zip(params, noise, strict=True):
+            x = model.block(own, x) + n
+        return jnp.sum(jnp.sin(x))
+
+    noise = [jnp.zeros((LENGTH, WIDTH))] * LAYERS
+    by_noise = jax.jit(jax.grad(perturbed, 2))
+    expected = by_noise(model.params, X, noise)
+
+    tapped = tg.rewrite(model.loss, tg.rules.tap_gradient(tg.match.scope("block_*"), "h"))
+    both = jax.jit(tg.grad(tapped, wrt=("params", "taps")))
+    gradients, taps = both(model.params, X, taps=tapped.taps(model.params, X))
+    assert_equal_trees(gradients, plain_gradient(library)[1], rtol=1e-6)
+    for i, cotangent in enumerate(expected):
+        np.testing.assert_allclose(taps["h"][f"block_{i}"], cotangent, rtol=1e-5)
+
+    at_blocks = tg.intermediate_gradients(model.loss, tg.match.scope("block_*"))
+    mapped = jax.jit(jax.vmap(at_blocks, (None, 0)))(model.params, BATCH)
+    for n, x in enumerate(BATCH):
+        for i, cotangent in enumerate(by_noise(model.params, x, noise)):
+            np.testing.assert_allclose(mapped[f"block_{i}"][n], cotangent, rtol=1e-5, atol=1e-6)
+
+    stacked = tg.intermediate_gradients(model.loss_by_scan, tg.match.scope("block"))
+    found = jax.jit(stacked)(stack(model.params), X)
+    np.testing.assert_allclose(found["block"], jnp.stack(expected), rtol=1e-5)
+
+
+@each_library
+def test_the_values_at_the_blocks(library):
+    model = plain(library)
+    values = []
+    x = X
+    for own in model.params:
+        x = model.block(own, x)
+        values.append(x)
+    out, found = jax.jit(tg.intermediates(model.loss, tg.match.scope("block_*")))(model.params, X)
+    assert list(found) == [f"block_{i}" for i in range(LAYERS)]
+    for value, expected in zip(found.values(), values, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    assert out == plain_value(library)
+    by_scan = jax.jit(tg.intermediates(model.loss_by_scan, tg.match.scope("block")))
+    _, stacked = by_scan(stack(model.params), X)
+    np.testing.assert_allclose(stacked["block"], jnp.stack(values), rtol=1e-5, atol=1e-6)
