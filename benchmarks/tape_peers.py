@@ -48,15 +48,16 @@ def chain_start() -> tuple[Any, Any]:
     return np.linspace(0.5, 1.5, ELEMENTS, dtype=np.float32), np.full(ELEMENTS, 1.01, np.float32)
 
 
-def time_row(row: Row, calls: int) -> tuple[float, float]:
-    """Seconds a call, one after the other until the last is done; and the last one's number."""
+def time_row(row: Row, calls: int) -> tuple[float, float, float]:
+    """Seconds a call, one after the other until the last is done, and of CPU time in all threads;
+    and the last one's number."""
     call, finish = row
     finish(call())  # whatever ran before in other processes has left the caches cold
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for _ in range(calls):
         result = call()
     number = finish(result)
-    return (time.perf_counter() - start) / calls, number
+    return (time.perf_counter() - start) / calls, (time.process_time() - cpu) / calls, number
 
 
 # ------------------------------------------------------------------------------------- TensorFlow
