@@ -1,0 +1,386 @@
+"""What each rule does to gradients, where it may act, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+X = jnp.array([-1.0, 0.5, 2.0])
+
+
+def weighted_sin(x):
+    return jnp.sum(jnp.sin(x) * jnp.array([1.0, 10.0, 100.0]))
+
+
+SIN = match.op("sin")
+COS = jnp.cos(X)
+ARRIVING = jnp.array([1.0, 10.0, 100.0])
+
+
+# ------------------------------------------------------------------------------------ the rules
+
+
+def test_scaling_also_by_a_traced_factor_and_forwards():
+    edited = tg.rewrite(weighted_sin, rules.scale_gradient(SIN, -0.5))
+    np.testing.assert_allclose(jax.grad(edited)(X), -0.5 * ARRIVING * COS, rtol=1e-6)
+    tangent = jax.jvp(edited, (X,), (jnp.ones(3),))[1]
+    np.testing.assert_allclose(tangent, -0.5 * jnp.sum(ARRIVING * COS), rtol=1e-6)
+
+    @jax.jit
+    def reversed_by(factor, x):
+        return jax.grad(tg.rewrite(weighted_sin, rules.scale_gradient(SIN, factor)))(x)
+
+    np.testing.assert_allclose(reversed_by(3.0, X), 3 * ARRIVING * COS, rtol=1e-6)
+
+
+def test_a_traced_factor_reaches_into_a_scan():
+    def f(x):
+        return jnp.sum(jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0])
+
+    def scaled(factor, x):
+        return jax.grad(tg.rewrite(f, rules.scale_gradient(SIN, factor)))(x)
+
+    expected = 9 * jnp.cos(jnp.sin(X)) * COS
+    np.testing.assert_allclose(jax.jit(scaled)(3.0, X), expected, rtol=1e-6)
+
+
+def test_clipping_by_value_and_by_norm():
+    by_value = tg.rewrite(weighted_sin, rules.clip_gradient(SIN, max_value=5.0))
+    np.testing.assert_allclose(jax.grad(by_value)(X), jnp.array([1.0, 5.0, 5.0]) * COS, rtol=1e-6)
+    by_norm = tg.rewrite(weighted_sin, rules.clip_gradient(SIN, max_norm=1.0))
+    unit = ARRIVING / np.linalg.norm(ARRIVING)
+    np.testing.assert_allclose(jax.grad(by_norm)(X), unit * COS, rtol=1e-5)
+    untouched = tg.rewrite(weighted_sin, rules.clip_gradient(SIN, max_norm=200.0, max_value=200.0))
+    np.testing.assert_array_equal(jax.grad(untouched)(X), jax.grad(weighted_sin)(X))
+
+
+def test_clipping_keeps_nan_dtype_and_second_derivatives():
+    half = tg.rewrite(lambda x: jnp.sum(1e3 * jnp.sin(x)), rules.clip_gradient(SIN, 1.0, 2.0))
+    assert jax.grad(half)(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    poisoned = tg.rewrite(lambda x: jnp.sum(jnp.sin(x) * jnp.nan), rules.clip_gradient(SIN, 1.0))
+    assert jnp.isnan(jax.grad(poisoned)(X)).all()
+    zero = tg.rewrite(lambda x: jnp.sum(0.0 * jnp.sin(x)), rules.clip_gradient(SIN, 1.0, 1.0))
+    np.testing.assert_array_equal(jax.grad(zero)(X), 0)
+    twice = jax.grad(lambda x: jnp.sum(jax.grad(zero)(x)))(X)
+    assert not jnp.isnan(twice).any()
+
+
+def test_complex_gradients_are_clipped_by_their_size():
+    def f(z):
+        return jnp.real(jnp.sum(jnp.sin(z) * (30 + 40j)))
+
+    z = jnp.array([0.1 + 0.2j])
+    clipped = tg.rewrite(f, rules.clip_gradient(SIN, max_value=5.0))
+    np.testing.assert_allclose(jax.grad(clipped)(z), jax.grad(f)(z) / 10, rtol=1e-5)
+
+
+def test_stopping_all_or_some_inputs():
+    def f(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    w = jnp.eye(3)
+    one = jax.grad(tg.rewrite(f, rules.stop_gradient(match.op("dot_general"), 0)), (0, 1))(w, X)
+    np.testing.assert_allclose(one[0], jax.grad(f)(w, X))
+    assert not one[1].any()
+    all_ = jax.grad(tg.rewrite(f, rules.stop_gradient(match.op("dot_general"))), (0, 1))(w, X)
+    assert not any(g.any() for g in all_)
+    square = tg.rewrite(lambda x: jnp.sum(x * x), rules.stop_gradient(match.op("mul"), inputs=0))
+    np.testing.assert_allclose(jax.grad(square)(X), X)  # one of the two uses of x
+    with pytest.raises(IndexError, match="has 2 inputs, no 2"):
+        tg.rewrite(f, rules.stop_gradient(match.op("dot_general"), 2))(w, X)
+
+
+def test_an_inlined_function_is_stopped_by_its_inputs():
+    def attention(q, k):
+        return jax.nn.softmax(q * k)
+
+    def f(q, k):
+        return jnp.sum(attention(q, k) * X)
+
+    for position in (0, 1):
+        rule = rules.stop_gradient(match.call("attention"), position)
+        gradients = jax.grad(tg.rewrite(f, rule), (0, 1))(X, 2 * X)
+        expected = jax.grad(f, 1 - position)(X, 2 * X)
+        assert not gradients[position].any()
+        np.testing.assert_allclose(gradients[1 - position], expected, rtol=1e-6)
+
+
+def test_overriding_gives_operands_outputs_and_parameters():
+    seen = []
+
+    def grad(op, dy):
+        seen.append((op.name, len(op.inputs), op.params["axes"], dy.shape))
+        return jnp.broadcast_to(dy[..., None], op.inputs[0].shape) * op.outputs[0][..., None]
+
+    def f(x):
+        return jnp.sum(jnp.sum(x, axis=1))
+
+    edited = tg.rewrite(f, rules.override_gradient(match.where(is_inner_sum), grad))
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_allclose(jax.grad(edited)(x), [[3.0] * 3, [12.0] * 3])
+    assert seen == [("reduce_sum", 1, (1,), (2,))]
+
+
+def is_inner_sum(occurrence):
+    return occurrence.node.op == "reduce_sum" and occurrence.node.params["axes"] == (1,)
+
+
+def test_the_second_derivative_goes_by_the_override_too():
+    def grad(op, dy):
+        return dy * op.outputs[0]  # as if sin were exp
+
+    edited = tg.rewrite(jnp.sin, rules.override_gradient(SIN, grad))
+    for order in range(1, 4):
+        f = edited
+        for _ in range(order):
+            f = jax.grad(f)
+        np.testing.assert_allclose(f(0.5), jnp.sin(0.5), rtol=1e-6)
+
+
+def test_scalars_in_the_program_are_inputs_of_a_single_operation():
+    def grad(op, dy):
+        assert [jnp.shape(x) for x in op.inputs] == [(3,), ()]
+        return 7 * dy, None
+
+    f = tg.rewrite(lambda x: jnp.sum(x * 2.0), rules.override_gradient(match.op("mul"), grad))
+    np.testing.assert_allclose(jax.grad(f)(X), 7.0)
+
+
+def test_rules_compose_in_order():
+    triple = rules.scale_gradient(SIN, 3.0)
+    clip = rules.clip_gradient(SIN, max_value=5.0)
+    # The gradient meets what was written first last: it stands next to the sine.
+    clipped_first = jax.grad(tg.rewrite(weighted_sin, triple, clip))(X)
+    np.testing.assert_allclose(clipped_first / COS, jnp.minimum(3 * ARRIVING, 5.0), rtol=1e-6)
+    scaled_last = jax.grad(tg.rewrite(weighted_sin, clip, triple))(X)
+    np.testing.assert_allclose(scaled_last / COS, 3 * jnp.minimum(ARRIVING, 5.0), rtol=1e-6)
+
+
+def test_a_rule_of_ones_own():
+    def all_sines_are_straight_through(graph):
+        graph = graph.copy()
+        for found in graph.find(SIN):
+            own = graph.own(found)
+            (value,) = own.node.inputs
+            (new,) = own.graph.insert(
+                lambda v: v + jax.lax.stop_gradient(jnp.sin(v) - v), [value], after=own.node
+            )
+            own.graph.replace_uses(own.node.outputs[0], new)
+            own.graph.erase(own.node)
+        return graph
+
+    edited = tg.rewrite(weighted_sin, all_sines_are_straight_through)
+    np.testing.assert_allclose(edited(X), weighted_sin(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(edited)(X), ARRIVING)
+
+
+def test_a_tap_with_a_callback_is_called_where_a_gradient_arrives():
+    seen = []
+    rule = rules.tap_gradient(SIN, "sin", lambda place, array: seen.append((place, array)))
+    gradient = jax.jit(jax.grad(tg.rewrite(weighted_sin, rule)))(X)
+    jax.block_until_ready(gradient)
+    jax.effects_barrier()
+    ((place, array),) = seen
+    assert place == "sin"
+    np.testing.assert_allclose(array, ARRIVING)
+    np.testing.assert_allclose(gradient, ARRIVING * COS, rtol=1e-6)
+
+
+# --------------------------------------------------------------------- what stays, and where
+
+
+def test_what_is_not_matched_stays_and_calls_stay_shared():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+
+    def f(x):
+        return inner(inner(x)) + jax.jit(jnp.cos)(x)
+
+    graph = tg.graph(f)(X)
+    edited = rules.scale_gradient(SIN, 2.0)(graph)
+    edited.verify()
+    assert graph.is_clean  # a rule gives a copy
+    first, second, untouched = (n for n in edited.nodes if n.op == "jit")
+    assert first.region("jaxpr") is second.region("jaxpr")
+    assert untouched.region("jaxpr") is graph.nodes[-2].region("jaxpr")
+    only_one = rules.scale_gradient(match.where(lambda o: o.node.op == "sin" and is_first(o)), 2.0)
+    first, second, _ = (n for n in only_one(graph).nodes if n.op == "jit")
+    assert second.region("jaxpr") is graph.nodes[0].region("jaxpr") is not first.region("jaxpr")
+
+
+def is_first(occurrence):
+    ((node, _),) = occurrence.path
+    return node.inputs[0].producer is None
+
+
+def test_one_branch_and_a_while_loop_are_edited():
+    def f(x):
+        x = jax.lax.cond(x[0] < 0, jnp.sin, jnp.cos, x)
+        return jnp.sum(x)
+
+    edited = tg.rewrite(f, rules.scale_gradient(SIN, 5.0))
+    np.testing.assert_allclose(jax.grad(edited)(X), 5 * COS, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(edited)(-X), jnp.sin(X), rtol=1e-6)
+
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))
+
+    np.testing.assert_allclose(
+        tg.rewrite(loop, rules.scale_gradient(SIN, 5.0))(X)[1], jnp.sin(jnp.sin(X)), rtol=1e-6
+    )
+
+
+def test_an_edited_function_is_exported_and_mapped():
+    edited = tg.rewrite(weighted_sin, rules.scale_gradient(SIN, 2.0))
+    exported = jax.export.export(jax.jit(jax.grad(edited)))(X)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_allclose(again.call(X), 2 * ARRIVING * COS, rtol=1e-6)
+    mapped = jax.vmap(jax.grad(edited))(jnp.stack([X, 2 * X]))
+    np.testing.assert_allclose(mapped[1], 2 * ARRIVING * jnp.cos(2 * X), rtol=1e-6)
+
+
+def test_variables_are_read_and_assigned_by_an_edited_function():
+    v = tg.Variable(2.0)
+
+    def f(x):
+        v.assign_add(1.0)
+        return jnp.sin(x) * v
+
+    edited = tg.rewrite(f, rules.scale_gradient(SIN, 0.0))
+    np.testing.assert_allclose(edited(1.0), 3 * jnp.sin(1.0), rtol=1e-6)
+    assert float(v.value) == 3.0
+
+
+# --------------------------------------------------------------------------------- bad input
+
+
+def test_a_selector_that_matches_nothing_lists_near_names():
+    with pytest.raises(tg.NoMatchError, match=r"nearest names: 'sin'.*missing_ok=True") as error:
+        tg.rewrite(weighted_sin, rules.stop_gradient(match.op("sine")))(X)
+    assert isinstance(error.value, LookupError)
+    allowed = tg.rewrite(weighted_sin, rules.stop_gradient(match.op("sine"), missing_ok=True))
+    assert allowed(X) == weighted_sin(X)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (lambda dy: (dy, dy), ValueError, r"returned 2 gradients for 1 input"),
+        (lambda dy: dy[:2], ValueError, r"f32\[2\].*f32\[3\]"),
+        (lambda dy: dy.astype("int32"), TypeError, r"i32\[3\].*f32\[3\]"),
+        (lambda dy: "no", TypeError, "'no'"),
+    ],
+)
+def test_a_wrong_gradient_names_the_operation_and_its_line(answer, error, message):
+    edited = tg.rewrite(weighted_sin, rules.override_gradient(SIN, lambda op, dy: answer(dy)))
+    with pytest.raises(error, match=message) as raised:
+        jax.grad(edited)(X)
+    assert "of sin at test_rules.py" in str(raised.value)
+
+
+def test_an_edit_inside_a_custom_gradient_is_refused():
+    @tg.custom_gradient
+    def clipped(x):
+        return jnp.sin(x), lambda dy: jnp.clip(dy, -1, 1)
+
+    with pytest.raises(tg.GraphError, match=r"inside of the custom gradient clipped.*vanish"):
+        tg.rewrite(lambda x: jnp.sum(clipped(x)), rules.scale_gradient(SIN, 2.0))(X)
+    outside = SIN & ~match.call("clipped")
+    f = tg.rewrite(lambda x: jnp.sum(clipped(x) + jnp.sin(x)), rules.scale_gradient(outside, 2.0))
+    np.testing.assert_allclose(jax.grad(f)(X), 1 + 2 * COS, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: rules.stop_gradient("sin"), TypeError, "expected a selector"),
+        (lambda: rules.override_gradient(SIN, None), TypeError, "gradient function"),
+        (lambda: rules.clip_gradient(SIN), ValueError, "max_norm, max_value"),
+        (lambda: rules.clip_gradient(SIN, max_norm=0.0), ValueError, "positive max_norm"),
+        (lambda: rules.scale_gradient(SIN, X), ValueError, "scalar factor"),
+        (lambda: rules.tap_gradient(SIN, ""), ValueError, "name"),
+        (lambda: rules.tap_gradient(SIN, "t", 3), TypeError, "callback"),
+        (lambda: tg.rewrite(3), TypeError, "a function and rules"),
+        (lambda: tg.rewrite(jnp.sin, 3), TypeError, "Graph -> Graph"),
+        (lambda: tg.rewrite(jnp.sin, lambda g: None)(1.0), TypeError, "returned NoneType"),
+        (lambda: tg.rewrite(jnp.sin)(1.0, taps={}), TypeError, "has no taps"),
+    ],
+)
+def test_what_is_no_rule_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_taps_must_be_those_of_the_function():
+    tapped = tg.rewrite(weighted_sin, rules.tap_gradient(SIN, "t"))
+    with pytest.raises(TypeError, match=r"Pass what its \.taps"):
+        tapped(X, taps={"t": {"cos": X}})
+    with pytest.raises(tg.GraphError, match="has a tap 't' already"):
+        tg.rewrite(weighted_sin, rules.tap_gradient(SIN, "t"), rules.tap_gradient(SIN, "t"))(X)
+
+
+# ----------------------------------------------------------------------------- intermediates
+
+
+def test_intermediates_of_branches_loops_and_calls():
+    def f(x):
+        y = jax.lax.cond(x[0] < 0, jnp.sin, lambda v: 2 * jnp.cos(v), x)
+        return jnp.sum(jax.checkpoint(lambda v: jnp.exp(jax.jit(jnp.tanh)(v)))(y))
+
+    out, values = tg.intermediates(f, match.op("sin", "cos", "tanh"))(X)
+    np.testing.assert_allclose(out, f(X), rtol=1e-6)
+    np.testing.assert_allclose(values["sin"], jnp.sin(X), rtol=1e-6)
+    assert not values["cos"].any()  # of the branch that was not taken
+    np.testing.assert_allclose(values["tanh"], jnp.tanh(jnp.sin(X)), rtol=1e-6)
+    np.testing.assert_allclose(tg.intermediates(f, match.op("cos"))(-X)[1]["cos"], COS, rtol=1e-6)
+
+    def after(t):
+        return jnp.sum(jnp.exp(t))
+
+    gradients = tg.intermediate_gradients(f, match.op("tanh", "cos"))(X)
+    np.testing.assert_allclose(gradients["tanh"], jax.grad(after)(values["tanh"]), rtol=1e-6)
+    assert not gradients["cos"].any()
+    other = tg.intermediate_gradients(f, match.op("cos"))(-X)["cos"]
+    expected = jax.grad(lambda c: jnp.sum(jnp.exp(jnp.tanh(2 * c))))(COS)
+    np.testing.assert_allclose(other, expected, rtol=1e-5)
+
+
+def test_intermediates_are_differentiable_and_have_names_of_their_own():
+    def f(x):
+        return jnp.sin(jnp.sin(x))
+
+    def second(x):
+        values = tg.intermediates(f, SIN)(x)[1]
+        assert list(values) == ["sin", "sin_1"]
+        return values["sin_1"]
+
+    np.testing.assert_allclose(jax.grad(second)(0.5), jax.grad(f)(0.5), rtol=1e-6)
+
+
+def test_auxiliary_results_are_handed_on():
+    def f(x):
+        y = jnp.sin(x)
+        return jnp.sum(y), {"doubled": 2 * y}
+
+    gradients, aux = tg.intermediate_gradients(f, SIN, has_aux=True)(X)
+    np.testing.assert_allclose(gradients["sin"], 1.0)
+    np.testing.assert_allclose(aux["doubled"], 2 * jnp.sin(X), rtol=1e-6)
+
+
+def test_what_cannot_be_led_out_is_refused():
+    def loop(x):
+        return jax.lax.while_loop(lambda c: jnp.all(c < 1), lambda c: jnp.sin(c) + 1, x)
+
+    with pytest.raises(tg.GraphError, match="no place for more inputs and outputs"):
+        tg.intermediates(loop, SIN)(X)
+    with pytest.raises(tg.NoMatchError, match="'sin'"):
+        tg.intermediates(jnp.sin, match.op("sinh"))(X)
+    assert tg.intermediates(jnp.sin, match.op("sinh"), missing_ok=True)(X)[1] == {}
+    with pytest.raises(TypeError, match=r"wants a float scalar.*f32\[3\]"):
+        tg.intermediate_gradients(jnp.sin, SIN)(X)
+    with pytest.raises(TypeError, match="expected a selector"):
+        tg.intermediates(jnp.sin, "sin")
