@@ -198,3 +198,15 @@ def test_what_is_written_to_a_ref_flows_on_from_where_it_is_read():
     found = kinds(f, X)
     assert found["sin"] == "flows"
     assert found["reduce_sum"] == "flows"
+
+    def in_a_loop(x):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def body(i, _):
+            ref[...] += jnp.cos(x[i])
+
+        lax.fori_loop(0, 3, body, None)
+        return ref[...]
+
+    assert gradient_flow(tg.graph(in_a_loop)(X[0])).reached == [True]
+    assert jnp.any(jax.grad(in_a_loop)(X[0]))

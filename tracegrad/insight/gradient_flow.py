@@ -142,9 +142,8 @@ class _Flows:
         arrived: set[Value],
     ) -> None:
         ins = [mask_of(value, masks) for value in node.inputs]
-        got = _arrives_at(node, arrived)
-        rows = self._rows(node, ins)
-        passing = joined(row for row, arrives in zip(rows, got, strict=True) if arrives)
+        got = [value in arrived for value in node.outputs]
+        passing = self._passing(node, ins, got, arrived)
         arrived.update(
             v for i, v in enumerate(node.inputs) if isinstance(v, Value) and passing >> i & 1
         )
@@ -169,11 +168,16 @@ class _Flows:
         if node.regions:
             flow.regions[node] = self._inside(node, kind, ins, got, passing, live, flow.recomputed)
 
-    def _rows(self, node: Node, ins: Masks) -> Masks:
-        """For every result, the operands to which a gradient goes on from it."""
+    def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
+        """The operands to which a gradient goes on from the results at which one arrives."""
+        carrying = [1 << i if mask else 0 for i, mask in enumerate(ins)]
+        references = [v for v in node.inputs if isinstance(v, Value) and is_reference(v.aval)]
+        if references:  # what is written there is read elsewhere
+            return joined(carrying) if any(got) or arrived.intersection(references) else 0
         if not any(ins):
-            return [0] * len(node.outputs)
-        return self.walk.rule(node, [1 << i if mask else 0 for i, mask in enumerate(ins)])
+            return 0
+        rows = self.walk.rule(node, carrying)
+        return joined(row for row, arrives in zip(rows, got, strict=True) if arrives)
 
     def _inside(
         self,
@@ -258,11 +262,3 @@ class _Flows:
                         for name, region in node.regions.items()
                     }
         return self.uniform[key]
-
-
-def _arrives_at(node: Node, arrived: set[Value]) -> list[bool]:
-    """For every result, whether a gradient arrives at it, or at a Ref that the node writes to."""
-    is_written = any(
-        isinstance(v, Value) and is_reference(v.aval) and v in arrived for v in node.inputs
-    )
-    return [is_written or value in arrived for value in node.outputs]
