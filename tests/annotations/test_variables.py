@@ -214,3 +214,97 @@ def test_a_recomputed_function_sees_assignments_between_calls():
     v.assign(5.0)
     assert float(f(2.0)) == 10.0
     assert float(jax.grad(f)(2.0)) == 5.0
+
+
+# ---------------------------------------------------- in functions whose programs JAX has kept
+
+
+def kept_by_jit(v):
+    return jax.jit(lambda x: v * x)
+
+
+def kept_by_scan(v):
+    def body(c, _):  # by its identity
+        return v * c, None
+
+    return lambda x: jax.lax.scan(body, x, None, length=1)[0]
+
+
+@pytest.mark.parametrize("kept", [kept_by_jit, kept_by_scan])
+def test_a_variable_read_in_a_function_that_jax_has_kept_has_its_gradient(kept):
+    v = Variable(3.0)
+    inner = kept(v)
+
+    @tg.custom_gradient
+    def f(x):
+        def grad(dy, variables=None):
+            assert variables == [v]
+            return dy * 7, [dy * 11 * inner(1.0)]
+
+        return inner(x), grad
+
+    def by_tape(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = f(x) + v * x
+        return [y, *tape.gradient(y, [x, v])]
+
+    def by_outer_tape(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = tg.trace(lambda x: f(x) + v * x)(x)
+        return [y, *tape.gradient(y, [x, v])]
+
+    def by_gradients(x):
+        y = f(x) + v * x
+        return [y, *tg.gradients(y, [x, v])]
+
+    for value in (3.0, 5.0):
+        v.assign(value)
+        expected = [4 * value, 7 + value, 11 * value + 2]
+        for _ in range(2):  # JAX has it from the second on, and a fresh trace each asks again
+            assert floats(tg.trace(lambda x: by_tape(x))(2.0)) == expected
+            assert floats(tg.trace(lambda x: by_gradients(x))(2.0)) == expected
+            assert floats(by_outer_tape(jnp.float32(2.0))) == expected
+            assert float(tg.trace(lambda x: tg.grad(f)(x))(2.0)) == 7.0
+
+
+def test_a_gradient_function_needs_a_place_for_what_jax_has_kept_too():
+    inner = kept_by_jit(Variable(3.0, name="v"))
+    f = tg.custom_gradient(lambda x: (inner(x), lambda dy: dy))
+    tg.trace(lambda x: inner(x))(2.0)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="reads the trainable Variables 'v'"):
+            tg.trace(lambda x: tg.grad(f)(x))(2.0)
+
+
+def test_a_variable_assigned_before_is_given_as_it_was_then():
+    v = Variable(3.0)
+    inner = kept_by_jit(v)
+    f = tg.custom_gradient(lambda x: (inner(x), lambda dy, variables: (dy * 7, [dy * 11])))
+
+    @tg.trace
+    def step(x):
+        v.assign(x * 2)
+        inner(x)
+        with GradientTape() as tape:
+            y = f(x)
+        return y, tape.gradient(y, v)
+
+    assert floats(step(3.0)) == [18.0, 11.0]
+
+
+@pytest.mark.parametrize("kept", [kept_by_jit, kept_by_scan])
+def test_values_from_around_an_annotated_function_do_not_stay_in_what_jax_keeps(kept):
+    v = Variable(3.0)
+    inner = kept(v)
+    f = tg.custom_gradient(lambda x: (inner(x), lambda dy, variables: (dy, [dy])))
+    g = tg.recompute_grad(lambda x: inner(x))
+    traced = tg.trace(lambda x: (f(x), g(x), inner(x)))
+    for value in (3.0, 5.0):
+        v.assign(value)
+        assert floats(traced(2.0)) == [2 * value] * 3
+        assert floats(tg.trace(lambda x: (f(x), g(x), inner(x)))(2.0)) == [2 * value] * 3
+        for annotated in (f, g):  # as without annotation: the value would be that of this call
+            with pytest.raises(RuntimeError, match="would be kept as a constant"):
+                annotated(2.0)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad.tape import GradientTape
+from tracegrad.tracing import trace
 from tracegrad.tracing.variable import Variable
 
 
@@ -130,3 +131,19 @@ def test_zeros_stand_for_an_unconnected_variable_if_asked():
     gradients = tape.gradient(y, [v, w], unconnected_gradients="zero")
     assert float(gradients[0]) == 4.0
     np.testing.assert_array_equal(gradients[1], np.zeros(3))
+
+
+def test_the_read_of_an_assigned_variable_in_a_function_that_jax_has_kept_is_watched():
+    v = Variable(3.0)
+    inner = jax.jit(lambda x: v * x)
+
+    def step(x):
+        v.assign(x * 2)
+        inner(x)  # JAX keeps it, and does not run it again
+        with GradientTape() as tape:
+            y = inner(x) + jax.jit(inner)(x)
+        return y, tape.gradient(y, v)
+
+    for _ in range(2):
+        y, slope = trace(lambda x: step(x))(3.0)
+        assert (float(y), float(slope)) == (36.0, 6.0)

@@ -42,7 +42,8 @@ from tracegrad.annotations.variables import (
     without_variables,
 )
 from tracegrad.ir.wording import brief, described
-from tracegrad.tracing.variable import listening
+from tracegrad.tracing.capture import variable_of
+from tracegrad.tracing.variable import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,33 +135,46 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _call_listening(
-    reads: ReadsOutside, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    reads: ReadsOutside,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    variables: tuple[Variable, ...] = (),
 ) -> Any:
-    """The call, while `reads` hears which Variables the function reads."""
+    """The call, while `reads` hears which Variables the function reads.
+
+    `variables`: those of which the values are the last inputs.
+    """
     call = _Call(fun, args, kwargs, Arguments.of(args))
     if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
-        with listening(reads):
+        with reads.around():
             y, grad_fn = call.run(*map(jnp.asarray, call.arguments.arrays))
         if reads.trainable:
             require_variables_parameter(fun, grad_fn, reads.trainable)
         return jax.tree.map(jnp.asarray, y)
+
+    def heard(*arrays: Any) -> tuple[Any, Residuals]:
+        with reads.around():
+            return call.forward_or_later(*arrays)
+
     try:
-        with listening(reads):
-            program, shapes = jax.make_jaxpr(call.forward_or_later, return_shape=True)(
-                *map(jax.typeof, call.arguments.arrays)
-            )
+        program, shapes = jax.make_jaxpr(heard, return_shape=True)(
+            *map(jax.typeof, call.arguments.arrays)
+        )
+        reads.note(_jax.constants_of(program))
     except NEEDS_VALUES:
         program = None
     if reads.trainable:
         # Once more, with their values among the inputs.
         values = [variable.value for variable in reads.trainable]
         as_inputs = with_variables(fun, reads.trainable)
-        return _call_listening(ReadsOutside(), as_inputs, (*args, values), kwargs)
+        inputs = (*args, values)
+        return _call_listening(ReadsOutside(), as_inputs, inputs, kwargs, reads.trainable)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.
         return _bind_with_values(call)
-    return _bind_traced(call, program, jax.tree.structure(shapes))
+    return _bind_traced(call, program, jax.tree.structure(shapes), variables)
 
 
 @dataclass(frozen=True)
@@ -243,14 +257,24 @@ def _bind_with_values(call: _Call) -> Any:
         raise
 
 
-def _bind_traced(call: _Call, program: Any, out_tree: Any) -> Any:
+def _bind_traced(
+    call: _Call, program: Any, out_tree: Any, variables: Sequence[Variable] = ()
+) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
     traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
     pullbacks, given = call.pullbacks, len(call.arguments.arrays)
+    # What functions further inside have read of a Variable is the input that stands for it.
+    places: dict[Variable | None, int] = {
+        variable: given - len(variables) + i for i, variable in enumerate(variables)
+    }
+    inputs_read = [places.get(variable_of(value)) for value in values]
+    values = [value for value, place in zip(values, inputs_read) if place is None]
 
     def evaluate(*inputs: Any) -> Any:
-        return jax.tree.unflatten(out_tree, traced(inputs[given:], inputs[:given]))
+        rest = iter(inputs[given:])
+        closed_over = [next(rest) if place is None else inputs[place] for place in inputs_read]
+        return jax.tree.unflatten(out_tree, traced(closed_over, inputs[:given]))
 
     def primal(*inputs: Any) -> Any:
         return evaluate(*inputs)[0]

@@ -34,7 +34,7 @@ from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.tape.recorder import unrecorded
-from tracegrad.tracing.variable import Variable, listening
+from tracegrad.tracing.variable import Variable
 
 
 def numpy_function(
@@ -310,11 +310,13 @@ def _with_gradient(
     if not any(map(_jax.has_gradient, arrays)) or not any(map(_jax.has_gradient, results)):
         return list(results)
     where = calling_line()
+    reads = ReadsOutside()
     given: list[bool] = []  # for each input, whether it has a gradient
 
     def gradients(inputs: Sequence[Any], outputs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         op = GradientOperation(tuple(inputs), tuple(outputs), params, name)
-        with noted(lambda: f"in the gradient function {described(grad)} of {name} at {where}"):
+        note = f"in the gradient function {described(grad)} of {name} at {where}"
+        with noted(lambda: note), reads.around():
             answer = dense_leaves(grad(op, *dys))
         checked = checked_cotangents(answer, op, where, grad)
         given[:] = [gradient is not None for gradient in checked]
@@ -325,11 +327,10 @@ def _with_gradient(
     pullback: Callable[..., list[Any]] | Exception
     captured: list[Any] = []
     try:
-        with listening(ReadsOutside()):
-            types = [[jax.typeof(v).update(weak_type=False) for v in results] for _ in range(2)]
-            traced, captured = Program.of(
-                jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), *types)
-            )
+        types = [jax.typeof(result).update(weak_type=False) for result in results]
+        traced, captured = Program.of(
+            jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), types, types)
+        )
 
         def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
             return traced(captured, [*inputs, *outputs, *dys])

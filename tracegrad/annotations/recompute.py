@@ -17,7 +17,6 @@ from tracegrad.annotations.calls import (
 )
 from tracegrad.annotations.variables import ReadsOutside
 from tracegrad.ir.wording import brief, described
-from tracegrad.tracing.variable import listening
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,7 +91,7 @@ def _call(
     # values that they closed over when it first saw them.
     def run(*arrays: Any) -> Any:
         positional, keywords = arguments.with_arrays(arrays)
-        with listening(variables):
+        with variables.around():
             return fun(*positional, **keywords)
 
     try:

@@ -8,21 +8,45 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir.wording import described
+from tracegrad.tracing.capture import variable_of
 from tracegrad.tracing.variable import Variable, is_variable, listening
 
 
-class ReadsOutside:
+class _InOwnTrace:
+    """Listens to a function in the trace of its own program, which is a new one for every call.
+
+    The programs of functions further inside (the bodies of loops, nested jits) are kept by JAX, and
+    not traced again: a value from around the annotated function must not get into them.
+    """
+
+    _own: Any = None
+
+    @contextmanager
+    def around(self: Any) -> Iterator[None]:
+        """Listens while the function runs."""
+        self._own = _jax.staging_trace()
+        with listening(self):
+            yield
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether a function further inside is being traced now."""
+        return _jax.staging_trace() is not self._own
+
+
+class ReadsOutside(_InOwnTrace):
     """Reads Variables in the trace that the annotated function was called in. (A `Listener`.)
 
-    The rule's own trace is a new one for every call, with what it closes over as operands: no
-    value stays in it for a later call.
+    The rule's own trace has what it closes over as operands: no value stays in it for a later
+    call.
     """
 
     trainable: tuple[Variable, ...] = ()  # those to be made inputs
@@ -30,7 +54,12 @@ class ReadsOutside:
     def __init__(self) -> None:
         self._trace = _jax.current_trace(None)
 
+    def note(self, values: Sequence[Any]) -> None:
+        """Hears of what functions further inside have read, from what the program closes over."""
+
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return outside()
         with _jax.set_current_trace(self._trace):
             return outside()
 
@@ -52,6 +81,11 @@ class Reads(ReadsOutside):
         self._found[variable] = None
         return super().on_read(variable, outside)
 
+    def note(self, values: Sequence[Any]) -> None:
+        """Hears of what functions further inside have read, from what the program closes over."""
+        read = map(variable_of, values)
+        self._found.update(dict.fromkeys(v for v in read if v is not None))
+
     @property
     def trainable(self) -> tuple[Variable, ...]:  # type: ignore[override]
         """The trainable ones, each once, without those given as arguments, sorted by name."""
@@ -62,15 +96,19 @@ class Reads(ReadsOutside):
         _refuse_assignment(self._fun, variable)
 
 
-class Substitute:
-    """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)"""
+class Substitute(_InOwnTrace):
+    """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)
+
+    Functions further inside read outside, as ever; `custom_gradient` puts the values there.
+    """
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
         self._values = values
         self._fun = fun
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        return self._values[variable] if variable in self._values else outside()
+        known = variable in self._values and not self._is_inside
+        return self._values[variable] if known else outside()
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
@@ -131,13 +169,13 @@ def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Ca
     def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         *own, values = args
         given = Substitute(dict(zip(variables, values, strict=True)), fun)
-        with listening(given):
+        with given.around():
             y, grad_fn = fun(*own, **kwargs)
         require_variables_parameter(fun, grad_fn, variables)
 
         @functools.wraps(grad_fn, updated=())
         def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
-            with listening(given):
+            with given.around():
                 result = grad_fn(*dys, variables=list(variables))
             return _flat(fun, grad_fn, result, len(own), variables)
 

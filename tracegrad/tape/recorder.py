@@ -25,7 +25,8 @@ from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, constants_below, lift
 from tracegrad.tape.record import Operation, Record
-from tracegrad.tracing.importer import make_node
+from tracegrad.tracing.capture import tell_of_assigned
+from tracegrad.tracing.importer import make_node, sub_programs
 
 
 class Recorder(jax.core.Trace):
@@ -83,6 +84,8 @@ class Recorder(jax.core.Trace):
         params = _without_donation(params)
         is_jit = primitive is _jax.JIT
         constants = constants_below(params["jaxpr"]) if is_jit else captured_arrays(params)
+        if any(sub_programs(params)):
+            tell_of_assigned((*constants, *args))
         captured = [c for c in constants if self._is_tracked(c)] if constants else []
         watching = [r for r in self.records if r.tracks(args) or (captured and r.tracks(captured))]
         if not watching:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,6 +41,10 @@ class ReadAgain(BaseException):
 class _Active(threading.local):
     captures = 0
     telling = False  # that a function which is not run again has read a Variable
+
+    def __init__(self) -> None:
+        # Assigned values that functions further inside have read, by identity, and whose they are.
+        self.assigned: dict[int, tuple[Any, Variable]] = {}
 
 
 _active = _Active()
@@ -73,6 +77,7 @@ class Capture:
         self._found: dict[int, Variable] = {}
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
         self._current: dict[int, Any] = {}
+        self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[int] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
         self._life = _Life()
@@ -95,12 +100,16 @@ class Capture:
         finally:
             _active.captures -= 1
             self._life.runs = False
+            for identity in self._handed:
+                _active.assigned.pop(identity, None)
 
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         if _active.telling:
-            return stand_in(variable)
+            return (
+                self._current[id(variable)] if id(variable) in self._current else stand_in(variable)
+            )
         where = _jax.staging_trace()
         key = id(variable)
         if where is None:  # jax.ensure_compile_time_eval
@@ -125,7 +134,10 @@ class Capture:
         if key not in self._prepared:
             stand_in(variable)  # that there is one prepares the assignment, in the next run
             raise ReadAgain
-        return self._current[key]
+        value = self._current[key]
+        _active.assigned[id(value)] = value, variable
+        self._handed.append(id(value))
+        return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         if _jax.staging_trace() is not self._trace:
@@ -245,9 +257,23 @@ def _tell(variable: Variable | None) -> None:
 
 
 def variable_of(value: object) -> Variable | None:
-    """The Variable whose value, read in a function that is being traced, this is; else None.
+    """The Variable whose value, read in a function that is being traced, this is; else None. (Of
+    assigned ones those that functions further inside have read.)
 
     A function whose program JAX has kept is not run again, and its read is not heard. What it
     read is among the operands of its call: this tells.
     """
-    return value.stands_for() if isinstance(value, _jax.Placeholder) else None
+    if isinstance(value, _jax.Placeholder):
+        variable: Variable | None = value.stands_for()
+        return variable
+    known = _active.assigned.get(id(value))
+    return None if known is None else known[1]
+
+
+def tell_of_assigned(values: Iterable[Any]) -> None:
+    """Lets those who listen hear that an operation uses the assigned value of a Variable, which a
+    function whose program JAX has kept may have read."""
+    if _active.assigned:
+        for value in values:
+            if id(value) in _active.assigned:
+                _tell(_active.assigned[id(value)][1])
