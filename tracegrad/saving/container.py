@@ -31,7 +31,9 @@ MOST_MANIFEST = 64 << 20  # bytes
 Contents = bytes | memoryview | Iterable[memoryview]
 
 _MEMBERS = {str: {"length": documents.natural, "sha256": documents.sha256}}
-_PIECE = 16 << 20  # bytes hashed at a time: so that an interrupt is heard
+# Bytes at a time: few enough to be in the processor's cache still when they are summed a second
+# time and written. (16 MiB at a time cost nearly twice the CPU time.)
+_PIECE = 1 << 20
 
 
 def write_container(
