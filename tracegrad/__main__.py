@@ -89,7 +89,7 @@ def _say(text: str) -> None:
 
 def _verify(path: str) -> None:
     manifest = verify(path)
-    programs = sum(len(function.members()) for function in manifest.functions)
+    programs = sum(len(function.programs) for function in manifest.functions)
     counts = f"{_count(len(manifest.functions), 'function')} in {_count(programs, 'program')}"
     _say(f"{printable(path)}: sound: {counts}, {_count(len(manifest.variables), 'Variable')}")
 

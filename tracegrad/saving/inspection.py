@@ -133,7 +133,7 @@ def _function(record: FunctionRecord, keys: list[str], graph: bytes) -> Function
         assigns=tuple(keys[i] for i in record.assigns),
         platforms=record.platforms,
         gradient_order=record.gradient_order,
-        programs=record.members(),
+        programs=tuple(program.member for program in record.programs),
         graph=text,
     )
 

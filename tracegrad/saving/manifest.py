@@ -91,10 +91,6 @@ class FunctionRecord:
         found = {record.member: record for record in reversed(list(self.program.all()))}
         return tuple(reversed(found.values()))
 
-    def members(self) -> tuple[str, ...]:
-        """The names of the members with its program and those of its derivatives, each once."""
-        return tuple(dict.fromkeys(each.member for each in self.program.all()))
-
     def signature(self) -> inspect.Signature:
         """What it is called with; without default values."""
         return inspect.Signature(

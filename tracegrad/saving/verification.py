@@ -108,9 +108,9 @@ def parse(path: str) -> None:
         with open_container(path) as container:
             manifest = from_json(container.manifest)
             for record in manifest.functions:
-                for member in record.members():
-                    tell(member)
-                    _parse_program(member, bytes(container.member(member)), manifest)
+                for each in record.programs:
+                    tell(each.member)
+                    _parse_program(each.member, bytes(container.member(each.member)), manifest)
         tell("file")
         functions = load(path)
         for function in (
