@@ -1,0 +1,224 @@
+"""Programs whose gradients are as they should be: nothing is to be reported as a problem."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import tracegrad as tg
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), jnp.float32)
+LABELS = jnp.array([0, 1, 2, 0, 1, 2, 0, 1])
+
+PROGRAMS = {}
+
+
+def healthy(*arguments, wrt=0):
+    def register(fun):
+        PROGRAMS[fun.__name__] = fun, arguments, wrt
+        return fun
+
+    return register
+
+
+@healthy(W, X)
+def linear_regression(w, x):
+    return jnp.mean((x @ w - 1.0) ** 2)
+
+
+@healthy(W, X, LABELS)
+def classification(w, x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+
+@healthy({"first": W, "second": W}, X)
+def rectifiers_some_of_which_are_quiet(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["first"]) @ params["second"]) ** 2)
+
+
+@healthy(jnp.array([3.0, 0.0]))
+def safe_norm(x):
+    square = jnp.sum(x * jnp.array([0.0, 1.0])) ** 2
+    safe = jnp.where(square > 0, square, 1.0)
+    return jnp.where(square > 0, jnp.sqrt(safe), 0.0) + jnp.sum(x)
+
+
+@healthy(jnp.array([0.5, 0.5, 0.0]))
+def entropy_with_a_double_where(p):
+    safe = jnp.where(p > 0, p, 1.0)
+    return -jnp.sum(jnp.where(p > 0, p * jnp.log(safe), 0.0)) + jnp.sum(p)
+
+
+@healthy(jnp.array([0.5, 0.5, 0.0]))
+def entropy_of_the_library(p):
+    return jnp.sum(jax.scipy.special.entr(p[:2])) + jnp.sum(p)
+
+
+@healthy(W, jnp.array([[True, False, True], [True, True, False], [True, True, True]]))
+def attention_with_a_mask_of_infinities(q, mask):
+    scores = jnp.where(mask, q @ q.T, -jnp.inf)
+    return jnp.sum(jax.nn.softmax(scores) @ q)
+
+
+@healthy(X)
+def stable_softplus(x):
+    return jnp.sum(jax.nn.softplus(100.0 * x))
+
+
+@healthy(X)
+def logsumexp(x):
+    return jnp.sum(jax.nn.logsumexp(100.0 * x, axis=1))
+
+
+@healthy(X)
+def layer_norm(x):
+    y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    return jnp.sum(y * X[::-1])
+
+
+@healthy(W, X)
+def recurrence(w, xs):
+    def cell(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    return jnp.mean(jax.lax.scan(cell, jnp.zeros(3), xs)[1])
+
+
+@healthy(W, X)
+def loop_of_fixed_length(w, x):
+    return jnp.sum(jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h @ w), x))
+
+
+@healthy(W, X, jnp.bool_(True))
+def branch_that_is_taken(w, x, flag):
+    return jnp.sum(jax.lax.cond(flag, lambda x: x @ w, lambda x: x, x))
+
+
+@healthy(W, X)
+def recomputed(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)))(x))
+
+
+@healthy(W, X)
+def jitted_inside(w, x):
+    layer = jax.jit(lambda x: jnp.tanh(x @ w))
+    return jnp.sum(layer(layer(x)))
+
+
+@healthy(W, X)
+def batched(w, x):
+    return jnp.mean(jax.vmap(lambda row: jnp.sum(jnp.cos(w @ row)))(x))
+
+
+@healthy(jnp.ones((5, 2)), jnp.array([0, 3, 3]))
+def lookup(table, ids):
+    return jnp.sum(table[ids] ** 2)
+
+
+@healthy(W, X, jax.random.key(0))
+def dropout(w, x, key):
+    keep = jax.random.bernoulli(key, 0.5, (8, 3))
+    return jnp.sum(jnp.where(keep, x @ w / 0.5, 0.0))
+
+
+@healthy(W, X)
+def stopped_target_beside_a_live_value(w, x):
+    target = jax.lax.stop_gradient(x @ w)
+    return jnp.mean((target + 1.0 - x @ w) ** 2)
+
+
+@healthy(W, X)
+def rule_that_is_right(w, x):
+    @tg.custom_gradient
+    def log1pexp(x):
+        e = jnp.exp(x)
+        return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+    return jnp.sum(log1pexp(x @ w))
+
+
+@healthy(W, X)
+def straight_through(w, x):
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x)
+
+    rounded.defvjp(lambda x: (rounded(x), None), lambda _, ct: (ct,))
+    return jnp.sum(rounded(x @ w) ** 2)
+
+
+@healthy(X)
+def maximum_over_time(x):
+    return jnp.sum(jnp.max(x, axis=0))
+
+
+@healthy(X)
+def clipped_in_part(x):
+    return jnp.sum(jnp.clip(x, -1.0, 1.0))
+
+
+@healthy(jnp.diag(jnp.array([1.0, 2.0, 4.0])))
+def eigenvalues(a):
+    values, vectors = jnp.linalg.eigh(a)
+    return jnp.sum(values**2) + jnp.sum(vectors[0] ** 4)
+
+
+@healthy(W)
+def log_determinant(w):
+    return jnp.linalg.slogdet(w @ w.T + jnp.eye(3))[1]
+
+
+@healthy([0.5 * W for _ in range(6)], X)
+def residual_layers(layers, x):
+    for w in layers:
+        x = x + 0.1 * jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
+
+
+@healthy(
+    eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(3)), X, wrt=lambda path, leaf: eqx.is_array(leaf)
+)
+def equinox_network(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.gelu(nn.Dense(8)(x)))
+        return nn.Dense(1)(x)
+
+
+@healthy(Linen().init(jax.random.key(0), X), X)
+def linen_network(params, x):
+    return jnp.mean((Linen().apply(params, x) - 1.0) ** 2)
+
+
+GRAPH, STATE = nnx.split(nnx.Sequential(*[nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(3)]))
+
+
+@healthy(STATE, X)
+def nnx_network(state, x):
+    return jnp.mean(nnx.merge(GRAPH, state)(x) ** 2)
+
+
+@healthy(X.astype(jnp.bfloat16))
+def half_precision(x):
+    return jnp.sum(jnp.tanh(x).astype(jnp.float32))
+
+
+@healthy(jnp.array([1.0 + 2.0j, 3.0 - 1.0j]))
+def complex_numbers(z):
+    return jnp.sum(jnp.abs(z * z))
+
+
+@healthy(X, (X,))
+def flag_that_is_a_python_value(x, rest, training=True):
+    return jnp.sum(x * rest[0]) if training else jnp.float32(0.0)

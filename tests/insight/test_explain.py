@@ -1,0 +1,280 @@
+"""What `explain` says about gradients beyond the bugs of the gallery: numbers, forms, errors."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import healthy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import tracegrad as tg
+from tracegrad.insight import Explanation, explain
+from tracegrad.insight.diagnosis import whose
+
+X = jnp.array([0.3, -1.2, 2.0])
+
+
+LONG = [
+    "linen_network",
+    "residual_layers",
+    "equinox_network",
+    "eigenvalues",
+    "layer_norm",
+    "classification",
+    "safe_norm",
+    "log_determinant",
+    "loop_of_fixed_length",
+    "batched",
+    "half_precision",
+    "entropy_of_the_library",
+    "attention_with_a_mask_of_infinities",
+    "complex_numbers",
+    "maximum_over_time",
+    "jitted_inside",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG), id=n) for n in healthy.PROGRAMS],
+)
+def test_a_healthy_program_has_no_problem(name):
+    fun, arguments, wrt = healthy.PROGRAMS[name]
+    explanation = explain(fun, *arguments, wrt=wrt)
+    assert explanation.problems == ()
+    assert all(source.connected for source in explanation.sources)
+
+
+def test_thirty_programs_are_healthy():
+    assert len(healthy.PROGRAMS) >= 30
+
+
+# ------------------------------------------------------------------------------------ numbers
+
+
+def program_of_everything(params, x):
+    def step(carry, t):
+        carry = jnp.tanh(carry @ params["w"] + t)
+        return carry, jnp.sum(carry)
+
+    carry, sums = jax.lax.scan(step, x[0], x)
+    h = jax.checkpoint(lambda h: jnp.sin(h @ params["w"]))(jax.nn.relu(carry))
+    h = jax.lax.cond(x[0, 0] > 0, lambda h: h * 2.0, lambda h: jnp.exp(h), h)
+    h = jnp.concatenate([h, jax.jit(lambda b: jnp.where(b > 0, b, 0.0))(params["b"])])
+    return jnp.sum(h) + jnp.sum(sums)
+
+
+def test_norms_and_zeros_are_those_of_jax():
+    params = {"w": jnp.asarray(healthy.W), "b": jnp.array([1.0, -2.0, -3.0, 0.5])}
+    explanation = explain(program_of_everything, params, healthy.X)
+    want = jax.grad(program_of_everything)(params, healthy.X)
+    for path, gradient in want.items():
+        report = explanation[f"params/{path}"]
+        np.testing.assert_allclose(report.norm, jnp.linalg.norm(gradient), rtol=1e-5)
+        assert report.zeros == jnp.mean(gradient == 0)
+        assert report.is_finite
+        assert report.size == gradient.size
+
+
+def test_nans_and_infs_are_counted():
+    explanation = explain(lambda x: jnp.sum(jnp.sqrt(x)), jnp.array([0.0, 0.0, 1.0]))
+    (report,) = explanation.sources
+    assert (report.nans, report.infs, report.gradient) == (0, 2, "Inf (2 of 3)")
+    assert explanation.findings[0].operands == (0.0,)
+
+
+def test_a_cotangent_weighs_the_results():
+    def f(x):
+        return x**2, jnp.sqrt(x), x.astype(int)
+
+    explanation = explain(f, jnp.array([1.0, 0.0]), cotangent=(jnp.array([2.0, 0.0]), None, None))
+    assert explanation.problems == ()
+    assert explanation["x"].norm == 4.0
+
+
+def test_an_auxiliary_result_is_left_out():
+    explanation = explain(lambda x: (jnp.sum(x), x > 0), X, has_aux=True)
+    assert explanation.value == "1.1"
+    assert not explanation.problems
+
+
+def test_what_is_zero_by_structure_is_no_nan():
+    """As arrays of zeros, what comes back through `floor` would be NaN at the root."""
+    explanation = explain(lambda x: jnp.floor(jnp.sqrt(x)) + x, jnp.float32(0.0))
+    assert explanation.findings == ()
+    assert explanation["x"].norm == 1
+
+
+def test_a_variable_is_read_as_it_is_now():
+    v = tg.Variable(1.0)
+
+    def f(x):
+        return jnp.sum(jnp.sqrt(x) * v)
+
+    assert explain(f, X**2).problems == ()
+    assert explain(f, X**2)["x"].norm > 0
+    v.assign(float("nan"))
+    assert explain(f, X**2).findings[0].cause == "NaN in an input"
+
+
+def test_what_a_function_closes_over_is_looked_at_anew():
+    scale = [1.0]
+
+    def f(x):
+        return jnp.sum(x * scale[0])
+
+    assert explain(f, X)["x"].zeros == 0
+    scale[0] = 0.0
+    assert explain(f, X)["x"].zeros == 1
+
+
+def test_lines_are_those_of_the_function_that_is_asked_about():
+    """Two functions of one program share what was compiled, not their lines."""
+
+    def first(x):
+        return jnp.round(x)
+
+    def second(x):
+        return jnp.round(x)
+
+    lines = [explain(f, jnp.float32(0.3)).findings[0].origin.line for f in (first, second)]
+    assert lines[1] == lines[0] + 3
+
+
+def test_whose_a_stop_is():
+    def all_of_them(x):
+        stop = jax.lax.stop_gradient
+        return jax.nn.softmax(x), stop(x), tg.stop_gradient(x), jax.tree.map(stop, [x])
+
+    found = tg.graph(all_of_them)(X).find(lambda o: isinstance(o.node, tg.ir.StopGradient))
+    assert [whose(occurrence) for occurrence in found] == ["jax", "yours", "yours", "yours"]
+
+
+def test_a_clip_rule_says_by_how_much():
+    @jax.custom_vjp
+    def clip(x):
+        return x
+
+    clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.5, 0.5),))
+    explanation = explain(lambda x: jnp.sum(clip(x) * 3.0), jnp.ones(4))
+    (finding,) = explanation.findings
+    assert not finding.problem
+    assert finding.cause == "changed by a rule"
+    assert "norm 1;" in finding.what
+    assert "has 6" in finding.what
+    assert "difference 5" in finding.what
+
+
+def test_scopes_are_in_the_order_of_execution_with_the_norm_at_their_end():
+    def f(x):
+        with jax.named_scope("first"):
+            h = jnp.sin(x) * 2.0
+        with jax.named_scope("second"):
+            return jnp.sum(h * 3.0)
+
+    explanation = explain(f, X)
+    assert explanation.scopes == (("first", pytest.approx(3 * 3**0.5)), ("second", 1.0))
+
+
+# -------------------------------------------------------------------------------------- forms
+
+
+@pytest.fixture(scope="module")
+def broken() -> Explanation:
+    def loss(params, x):
+        return jnp.sum(jnp.sqrt(params["w"] * x)) + jnp.round(params["<b>"])
+
+    return explain(loss, {"w": jnp.ones(3), "<b>": jnp.float32(0.2)}, jnp.arange(3.0))
+
+
+def test_text_has_the_worst_first(broken):
+    text = broken.text()
+    assert text.splitlines()[0] == "gradients of loss = 2.414: 2 problems"
+    assert text.index("Inf in the reverse pass") < text.index("rounding")
+    assert re.search(r"rounding at test_explain.py:\d+", text)
+    rows = text.splitlines()[-2:]
+    assert rows[0].startswith("params/w")
+    assert "None" in rows[1]
+    assert "\033" not in text
+    assert "\033[31m" in broken.text(colour=True)
+    assert str(broken) == text == repr(broken)
+
+
+def test_html_is_escaped_and_folds(broken):
+    page = broken._repr_html_()
+    assert page.count("<details") == 3
+    assert "params/&lt;b&gt;" in page
+    assert "<b>rounding" not in page
+
+
+def test_rich_prints_it(broken):
+    out = io.StringIO()
+    Console(file=out, width=120).print(broken)
+    assert "rounding" in out.getvalue()
+
+
+def test_it_plots(broken):
+    axes = broken.plot()
+    assert axes.get_xlabel() == "norm of the gradient"
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["params/w"]
+
+
+def test_an_unknown_source_is_named(broken):
+    with pytest.raises(KeyError, match="they are"):
+        broken["w"]
+
+
+# -------------------------------------------------------------------------------------- errors
+
+
+def test_results_that_are_no_scalar_ask_for_a_cotangent():
+    with pytest.raises(TypeError, match=r"returns f32\[3\].*cotangent="):
+        explain(lambda x: x * 2, X)
+    with pytest.raises(TypeError, match="one float scalar"):
+        explain(lambda x: x.astype(int).sum(), X)
+    with pytest.raises(ValueError, match="cotangent has 1 leaves, the result of <lambda> 2"):
+        explain(lambda x: (x, x), X, cotangent=X)
+    with pytest.raises(ValueError, match=r"shape \(2,\) was given for a result f32\[3\]"):
+        explain(lambda x: x, X, cotangent=X[:2])
+
+
+def test_a_source_is_an_argument():
+    with pytest.raises(TypeError, match="make it an argument"):
+        explain(lambda x: jnp.sum(x), X, wrt=X)
+    with pytest.raises(ValueError, match="did you mean 'weights'"):
+        explain(lambda weights: jnp.sum(weights), X, wrt="weight")
+
+
+def test_a_donated_argument_is_named():
+    w = {"kernel": jnp.ones(3)}
+    jax.jit(lambda w: jax.tree.map(lambda a: a + 1, w), donate_argnums=0)(w)
+    assert w["kernel"].is_deleted()
+    with pytest.raises(ValueError, match="0/kernel has been donated"):
+        explain(lambda w: jnp.sum(w["kernel"]), w)
+
+
+def test_a_function_that_fails_forward_raises_its_own_error():
+    def broken(w, x):
+        return jnp.sum(x @ w)
+
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions") as caught:
+        explain(broken, jnp.ones((2, 3)), jnp.ones((4, 5)))
+    frames = [entry.path for entry in caught.traceback]
+    assert Path(__file__) in [Path(str(frame)) for frame in frames]
+
+
+def test_it_refuses_tracers():
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(lambda x: explain(lambda x: jnp.sum(x), x) and x)(X)
+
+
+def test_branching_on_a_value_says_what_to_write():
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        explain(lambda x: x if x > 0 else -x, jnp.float32(1.0))
+    assert any("jnp.where" in note for note in caught.value.__notes__)

@@ -1,0 +1,127 @@
+"""What is known to help where a derivative or a value is not finite, by the operation that made it.
+
+The ways round are the field's: the double ``where`` (jax.numpy's FAQ, "gradients contain NaN where
+using where"), a norm that is safe at zero, functions that stay finite where their written-out form
+does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_DOUBLE_WHERE = (
+    "choose twice: `safe = jnp.where(ok, x, 1.0)`, compute with `safe`, then "
+    "`jnp.where(ok, result, 0.0)`; the side that `where` does not take has a gradient as well, and "
+    "0 * inf is NaN"
+)
+_SQUARES = frozenset({"reduce_sum", "square", "integer_pow", "dot_general"})
+
+
+def backward_cure(
+    op: str, operands: Sequence[float], given: float, makers: Sequence[str], users: Sequence[str]
+) -> str:
+    """The cure for an operation whose VJP is not finite.
+
+    Args:
+      op: the operation's name.
+      operands: what they were where the first NaN or Inf is (NaN: not known).
+      given: the cotangent that came in there.
+      makers: the operations that made the operands.
+      users: the operations that use the result.
+    """
+    first = operands[0] if operands else float("nan")
+    masked = given == 0
+    if op in ("sqrt", "rsqrt", "cbrt", "pow"):
+        if op == "sqrt" and _SQUARES.intersection(makers[:1]):
+            return (
+                "a safe norm: `jnp.sqrt(jnp.sum(x**2) + eps)`; or choose twice: "
+                "`jnp.where(s > 0, jnp.sqrt(jnp.where(s > 0, s, 1.0)), 0.0)` for the sum s"
+            )
+        if op == "pow":
+            return (
+                "the derivative of x**y at x = 0 (log(0) for y, 0**(y - 1) for x) is not finite: "
+                + _DOUBLE_WHERE
+            )
+        if masked:
+            return _DOUBLE_WHERE
+        return f"eps inside: `{op}(x + eps)`, or " + _DOUBLE_WHERE
+    if op == "log":
+        if "softmax" in makers or "div" in makers[:1]:
+            return "`jax.nn.log_softmax(logits)` in place of the log of a softmax"
+        return "eps inside: `jnp.log(x + eps)`, or " + _DOUBLE_WHERE
+    if op in ("exp", "exp2", "expm1", "cosh", "sinh"):
+        return _overflow(users)
+    if op in ("div", "integer_pow", "reciprocal"):
+        return "the divisor is (close to) zero: " + _DOUBLE_WHERE
+    if op in ("acos", "asin", "acosh", "atanh", "erf_inv"):
+        return (
+            f"the derivative of {op} is infinite at the end of its domain: clip the argument a "
+            "little inside, `jnp.clip(x, -1 + eps, 1 - eps)`"
+        )
+    if op == "atan2":
+        return "atan2(0, 0) has no derivative: " + _DOUBLE_WHERE
+    if op in ("eigh", "eig", "svd", "qr"):
+        return (
+            "equal eigenvalues (singular values) have no derivative of their vectors: use the "
+            "values alone, or add a small distinct diagonal"
+        )
+    if op in ("cholesky", "lu", "triangular_solve", "custom_linear_solve"):
+        return "the matrix is singular: add `eps * jnp.eye(n)`"
+    if op in ("mul", "dot_general"):
+        return (
+            "an operand is not finite (or the product overflows): see what made it; where a "
+            "`where` masks it, " + _DOUBLE_WHERE
+        )
+    return _DOUBLE_WHERE if masked and not np.isfinite(first) else ""
+
+
+def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
+    """The cure for an operation that made a NaN or Inf of finite numbers.
+
+    Args:
+      op: the operation's name.
+      operands: the operations that made its operands.
+      users: the operations that use its result.
+    """
+    if op in ("exp", "exp2", "expm1", "cosh", "sinh"):
+        return _overflow(users)
+    if op == "log":
+        return (
+            "the argument is not positive: `jnp.log1p(x)` for log(1 + x), `jax.nn.log_softmax` for "
+            "the log of a softmax, `jnp.log(x + eps)`, or " + _DOUBLE_WHERE
+        )
+    if op == "log1p":
+        return "the argument is not above -1: clip it, or " + _DOUBLE_WHERE
+    if op in ("sqrt", "rsqrt", "pow"):
+        return "the argument is negative (or zero): `jnp.maximum(x, eps)` inside"
+    if op in ("div", "rem", "integer_pow"):
+        return "the divisor is zero: add eps to it, or " + _DOUBLE_WHERE
+    if op == "sub":
+        return (
+            "inf - inf: in a softmax over a row that is masked as a whole, use a large negative "
+            "number for -inf, or leave such rows out by `where`"
+        )
+    if op in ("mul", "dot_general", "reduce_sum", "add", "cumsum", "cumprod", "reduce_prod"):
+        return (
+            "the numbers overflow (or an Inf meets a zero): normalise, or compute with logarithms"
+        )
+    if op in ("acos", "asin", "atanh", "acosh"):
+        return "the argument is outside of the domain: clip it"
+    if op in ("cholesky", "eigh", "svd", "lu"):
+        return "the matrix is not (positive) definite: add `eps * jnp.eye(n)`"
+    if op == "convert_element_type":
+        return "the number does not fit the smaller dtype: scale it, or use bfloat16 or float32"
+    return ""
+
+
+def _overflow(users: Sequence[str]) -> str:
+    if {"add", "log", "log1p"} & set(users[:1]):
+        return (
+            "exp overflows: `jax.nn.softplus(x)` for log(1 + exp(x)), "
+            "`jax.nn.sigmoid(x)` for 1 / (1 + exp(-x)), `jax.nn.logsumexp` for log(sum(exp(x)))"
+        )
+    if {"reduce_sum", "div"} & set(users[:2]):
+        return "exp overflows: `jax.nn.softmax`, `jax.nn.logsumexp` subtract the maximum first"
+    return "exp overflows: bound its argument, or choose twice: " + _DOUBLE_WHERE

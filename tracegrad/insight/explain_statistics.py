@@ -1,0 +1,116 @@
+"""The few numbers that `explain` takes of an array; each of them a vector f32[n].
+
+Inside a compiled program they are part of it. Of concrete arrays of moderate size NumPy takes them:
+a look at a thousand arrays of all shapes would otherwise compile a program for each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+
+OPERANDS = 4  # of so many an edge tells the value at its first NaN or Inf
+_BY_NUMPY = 1 << 20  # elements
+
+Measure = Callable[..., Any]
+
+
+def _by_place(measure: Measure) -> Measure:
+    """Takes ``(xp, *arrays)`` where ``xp`` is NumPy or JAX's; the result takes the arrays alone."""
+    compiled = jax.jit(functools.partial(measure, jnp))  # traced once for each shape
+
+    @functools.wraps(measure)
+    def run(*arrays: Any) -> Any:
+        leaves = jax.tree.leaves(arrays)
+        if any(_jax.is_tracer(x) or np.size(x) > _BY_NUMPY for x in leaves):
+            return compiled(*arrays)
+        with np.errstate(all="ignore"):
+            return measure(np, *jax.tree.map(_on_host, arrays))
+
+    return run
+
+
+def _on_host(x: Any) -> Any:
+    is_key = jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended)
+    return np.zeros((), bool) if is_key else np.asarray(x)
+
+
+def _real(xp: Any, x: Any) -> Any:
+    x = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
+    return x.astype(xp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _vector(xp: Any, *values: Any) -> Any:
+    return xp.stack([xp.asarray(v).astype(xp.float32) for v in values])
+
+
+@_by_place
+def norms(xp: Any, x: Any) -> Any:
+    """The square of the norm, and the number of zeros."""
+    x = _real(xp, x)
+    return _vector(xp, xp.sum(x * x), xp.sum(x == 0))
+
+
+@_by_place
+def exact(xp: Any, x: Any) -> Any:
+    """The same, the number of NaNs and of Infs, the least and the greatest."""
+    x = _real(xp, x)
+    if x.size == 0:
+        return xp.zeros(6, xp.float32)
+    nan, inf = xp.isnan(x), xp.isinf(x)
+    return _vector(
+        xp,
+        xp.sum(x * x),
+        xp.sum(x == 0),
+        xp.sum(nan),
+        xp.sum(inf),
+        xp.min(xp.where(nan, xp.inf, x)),
+        xp.max(xp.where(nan, -xp.inf, x)),
+    )
+
+
+@_by_place
+def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
+    """How many NaNs and Infs a VJP gave, and what stood where the first one is: its place, itself,
+    the cotangent that came in, and the operands (those of other shapes: NaN)."""
+    flat = _real(xp, result).reshape(-1)
+    if flat.size == 0:
+        return xp.zeros(5 + OPERANDS, xp.float32)
+    place = xp.argmax(~xp.isfinite(flat))
+
+    def there(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.number):
+            return xp.nan
+        if xp.ndim(x) == 0:
+            return _real(xp, x)
+        return _real(xp, x).reshape(-1)[place] if xp.shape(x) == xp.shape(result) else xp.nan
+
+    values = [there(x) for x in operands[:OPERANDS]]
+    values += [xp.nan] * (OPERANDS - len(values))
+    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat))
+    return _vector(xp, *counts, place, flat[place], there(given), *values)
+
+
+@_by_place
+def difference(xp: Any, given: Any, own: Any) -> Any:
+    """The squares of three norms: of what a rule gives, of the derivative, of the difference."""
+    given, own = _real(xp, given), _real(xp, own)
+    return _vector(xp, xp.sum(given**2), xp.sum(own**2), xp.sum((given - own) ** 2))
+
+
+@_by_place
+def units(xp: Any, result: Any, operands: Sequence[Any]) -> Any:
+    """Of what is along the last axis how many are never positive, and how many there are; none if
+    this is a maximum with something else than zero."""
+    active = xp.any(result > 0, axis=tuple(range(result.ndim - 1)))
+    rectifies = xp.asarray(len(operands) == 1)
+    for x in operands if len(operands) > 1 else ():
+        rectifies = rectifies | xp.all(x == 0)
+    return _vector(xp, xp.sum(~active) * rectifies, active.size * rectifies)

@@ -1,0 +1,277 @@
+"""What `explain` answers: findings with a cause, a line and a cure, and one row for each source."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tracegrad.ir import Occurrence, Origin
+
+# The worst first.
+_ORDER = (
+    "NaN in an input",
+    "Inf in an input",
+    "NaN in the forward pass",
+    "Inf in the forward pass",
+    "NaN in the reverse pass",
+    "Inf in the reverse pass",
+    "not finite",
+    "not differentiable",
+)
+_ROWS = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a gradient that its user should know.
+
+    `cause` is its class (``"stop_gradient"``, ``"NaN in the reverse pass"``, ...), `what` says it
+    in words, `sources` are the paths of the leaves that it concerns, `origin` is the user's line,
+    `whose` who wrote what is there (``"yours"`` or a library), `step` that of a scan, `operation`
+    what stands there, `operands` what it was given where a NaN or Inf stands first, `cure` what is
+    known to help. `problem` is False for what may well be meant.
+    """
+
+    cause: str
+    what: str
+    sources: tuple[str, ...]
+    origin: Origin | None = None
+    whose: str = "yours"
+    cure: str = ""
+    step: int | None = None
+    operation: str = ""
+    operands: tuple[float, ...] = ()
+    problem: bool = True
+    occurrence: Occurrence | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sorts the worst first."""
+        known = _ORDER.index(self.cause) if self.cause in _ORDER else len(_ORDER)
+        return not self.problem, known
+
+    @property
+    def short(self) -> str:
+        """The cause and the place: ``rounding at model.py:12``."""
+        return self.cause + (f" at {self.origin.place}" if self.origin else "")
+
+    def for_sources(self, sources: tuple[str, ...]) -> Finding:
+        return dataclasses.replace(self, sources=sources)
+
+    def __str__(self) -> str:
+        where = f" at {self.origin}" if self.origin else ""
+        step = f", in step {self.step} of the scan" if self.step is not None else ""
+        whom = f" [{_some(self.sources)}]" if self.sources else ""
+        return f"{self.cause}{where}{step}{whom}: {self.what}"
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """One source and its gradient.
+
+    `norm` is the 2-norm, `zeros` the share of elements that are zero, `nans` and `infs` their
+    numbers, `size` that of all elements; `reason` says in short why an unconnected one is that.
+    """
+
+    path: str
+    type: str
+    connected: bool
+    norm: float
+    zeros: float
+    nans: int
+    infs: int
+    size: int
+    reason: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        return not (self.nans or self.infs)
+
+    @property
+    def gradient(self) -> str:
+        """In a word: ``None``, ``NaN``, ``0``, or the norm."""
+        if not self.connected:
+            return "None"
+        if self.nans:
+            return f"NaN ({self.nans} of {self.size})"
+        if self.infs:
+            return f"Inf ({self.infs} of {self.size})"
+        if self.zeros >= 1 and self.size:
+            return "0"
+        return f"{self.norm:.3g}" if math.isfinite(self.norm) else "> 1e19"
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, float]:
+        """Sorts the worst first."""
+        return self.is_finite, self.connected, self.zeros < 1, -self.zeros
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why gradients are what they are. `print` it, or leave it as the last line of a notebook's
+    cell; `plot` draws the norms.
+
+    `findings` come with the worst first; `scopes` are named scopes in the order of execution with
+    the norm of the gradient at their end, `sources` the leaves in the order of the arguments.
+    """
+
+    function: str
+    sources: tuple[SourceReport, ...]
+    findings: tuple[Finding, ...]
+    scopes: tuple[tuple[str, float], ...] = ()
+    value: str = ""
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """The findings that want repair."""
+        return tuple(f for f in self.findings if f.problem)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """The findings that may well be meant."""
+        return tuple(f for f in self.findings if not f.problem)
+
+    def __getitem__(self, path: str) -> SourceReport:
+        """The report on one source, by its path. Raises KeyError for another."""
+        for report in self.sources:
+            if report.path == path:
+                return report
+        raise KeyError(f"{path!r} is no source; they are {[r.path for r in self.sources]}")
+
+    # ----------------------------------------------------------------------------------- text
+
+    def __str__(self) -> str:
+        return self.text(colour=sys.stdout.isatty())
+
+    def __repr__(self) -> str:
+        return self.text(colour=False)
+
+    def text(self, colour: bool = False) -> str:
+        """The findings and a table of the sources, the worst first."""
+        lines = [_paint(self._headline(), "bold", colour)]
+        for finding in self.findings:
+            mark, hue = ("✗", "red") if finding.problem else ("·", "yellow")
+            lines.append(f"{_paint(mark, hue, colour)} {_paint(finding.short, hue, colour)}")
+            lines.append(f"    {finding.what}" + _in_step(finding))
+            if finding.sources:
+                lines.append(f"    concerns {_some(finding.sources)}")
+            if finding.cure:
+                lines.append(f"    {_paint('try', 'green', colour)} {finding.cure}")
+        return "\n".join([*lines, "", *self._table(colour)])
+
+    def _headline(self) -> str:
+        value = f" = {self.value}" if self.value else ""
+        count = len(self.problems)
+        state = "nothing found" if not count else f"{count} problem{'s' * (count != 1)}"
+        return f"gradients of {self.function}{value}: {state}"
+
+    def _table(self, colour: bool) -> list[str]:
+        rows = [("source", "type", "gradient", "zeros", "")]
+        ordered = sorted(self.sources, key=lambda r: r.rank)
+        for r in ordered[:_ROWS]:
+            zeros = f"{r.zeros:.0%}" if r.connected else ""
+            rows.append((r.path, r.type, r.gradient, zeros, r.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = []
+        for number, row in enumerate(rows):
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            line = "  ".join([*cells, row[4]]).rstrip()
+            bad = number and not (ordered[number - 1].is_finite and ordered[number - 1].connected)
+            lines.append(_paint(line, "red", colour) if bad else line)
+        if len(ordered) > _ROWS:
+            lines.append(f"... and {len(ordered) - _ROWS} more")
+        return lines
+
+    # -------------------------------------------------------------------------------- notebook
+
+    def _repr_html_(self) -> str:
+        """One foldable section for each finding, and one with the table."""
+        sections = []
+        for finding in self.findings:
+            hue = "#c0392b" if finding.problem else "#b7791f"
+            body = [html.escape(finding.what + _in_step(finding))]
+            if finding.origin:
+                body.append(
+                    f"<code>{html.escape(f'{finding.origin.file}:{finding.origin.line}')}</code>"
+                )
+            if finding.sources:
+                body.append(f"concerns {html.escape(_some(finding.sources))}")
+            if finding.cure:
+                body.append(f"<b>try</b> {html.escape(finding.cure)}")
+            sections.append(
+                f"<details{' open' if finding is self.findings[0] else ''}><summary "
+                f'style="color:{hue};cursor:pointer">{html.escape(finding.short)}</summary>'
+                f'<div style="margin-left:1.5em">{"<br>".join(body)}</div></details>'
+            )
+        rows = "".join(
+            "<tr>"
+            + "".join(
+                f'<td style="text-align:left">{html.escape(cell)}</td>'
+                for cell in (
+                    r.path,
+                    r.type,
+                    r.gradient,
+                    f"{r.zeros:.0%}" if r.connected else "",
+                    r.reason,
+                )
+            )
+            + "</tr>"
+            for r in sorted(self.sources, key=lambda r: r.rank)
+        )
+        head = "".join(
+            f'<th style="text-align:left">{name}</th>'
+            for name in ("source", "type", "gradient", "zeros", "")
+        )
+        return (
+            f"<div><b>{html.escape(self._headline())}</b>{''.join(sections)}"
+            f'<details><summary style="cursor:pointer">{len(self.sources)} sources</summary>'
+            f"<table><tr>{head}</tr>{rows}</table></details></div>"
+        )
+
+    # ------------------------------------------------------------------------------------ plot
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the norms of the gradient along the named scopes (where there are none: of the
+        sources), on a logarithmic axis.
+
+        Args:
+          ax: a matplotlib ``Axes``; default: a new one.
+
+        Returns the ``Axes``. Raises ImportError without matplotlib.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("plotting needs matplotlib: pip install matplotlib")
+        points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
+        if ax is None:
+            pyplot = importlib.import_module("matplotlib.pyplot")
+            _, ax = pyplot.subplots(figsize=(8, max(2.0, 0.25 * len(points) + 1)))
+        norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
+        ax.plot(norms, range(len(points)), "o-")
+        ax.set_yticks(range(len(points)), [name for name, _ in points])
+        ax.invert_yaxis()
+        if any(not math.isnan(norm) for norm in norms):
+            ax.set_xscale("log")
+        ax.set_xlabel("norm of the gradient")
+        ax.set_title(f"gradients of {self.function}")
+        return ax
+
+
+_COLOURS = {"bold": "1", "red": "31", "yellow": "33", "green": "32"}
+
+
+def _paint(text: str, hue: str, colour: bool) -> str:
+    return f"\033[{_COLOURS[hue]}m{text}\033[0m" if colour else text
+
+
+def _in_step(finding: Finding) -> str:
+    return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
