@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -12,9 +13,13 @@ import jax.numpy as jnp
 
 from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
 from tracegrad.differentiation.pull_back import Aggregation, pull_back, running_sum
+from tracegrad.ir import Graph, Literal, Value
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.occurrence import UNDER_RULES
+from tracegrad.lowering import Lowering, evaluate_node
 from tracegrad.tape.record import Block, graph_of
 from tracegrad.tracing.importer import import_program
+from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 
 
 def trace_backward(
@@ -44,6 +49,9 @@ def trace_backward(
     stops = {values[block.slots[id(array)]] for array in stopped if id(array) in block.slots}
     count = len(block.arrays)
 
+    if rules_in_force():
+        return _under_rules(graph, values, wanted, outputs, stops, aggregate, gated)
+
     def backward(*arrays_and_seeds: Any) -> list[Any]:
         cotangents: dict[Any, list[Any]] = {}
         for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
@@ -59,11 +67,67 @@ def trace_backward(
         )
         return [jnp.zeros(()) if ct is None else ct for ct in found]
 
-    types = [jax.typeof(array) for array in (*block.arrays, *targets)]
+    return _traced(backward, values, outputs)
+
+
+def _traced(
+    backward: Callable[..., list[Any]], values: Sequence[Value], outputs: Sequence[Value]
+) -> tuple[Any, tuple[bool, ...]]:
+    types = [value.aval for value in (*values, *outputs)]
     program = jax.make_jaxpr(backward)(*types)
-    seeds = sum(1 << i for i in range(count, len(types)))
+    seeds = sum(1 << i for i in range(len(values), len(types)))
     masks = dependence(import_program(program))
     return program, tuple(bool(mask & seeds) for mask in masks)
+
+
+def _under_rules(
+    graph: Graph,
+    values: Sequence[Value],
+    wanted: Sequence[Value],
+    outputs: Sequence[Value],
+    stops: AbstractSet[Value],
+    aggregate: Aggregation,
+    gated: bool,
+) -> tuple[Any, tuple[bool, ...]]:
+    """The same with the rules in force applied to the block. What they put into it has no recorded
+    values: the block is computed once more from its inputs, which XLA makes one with the first."""
+    slots = {value: slot for slot, value in enumerate(values)}
+    given = [slots[value] for value in graph.inputs]
+    made = [value for value in (*wanted, *outputs, *stops) if value.producer is not None]
+    graph.outputs = list(dict.fromkeys(made))
+    edited = apply_in_force(graph)
+    now = dict(zip(graph.inputs, edited.inputs, strict=True))
+    for old, new in zip(graph.outputs, edited.outputs, strict=True):
+        assert isinstance(old, Value)
+        assert isinstance(new, Value)
+        now[old] = new
+
+    def backward(*arrays_and_seeds: Any) -> list[Any]:
+        with jax.named_scope(UNDER_RULES):
+            known = {
+                value: arrays_and_seeds[slot]
+                for value, slot in zip(edited.inputs, given, strict=True)
+            }
+            known.update(edited.constants)
+            for node in edited.nodes:
+                operands = [v.value if isinstance(v, Literal) else known[v] for v in node.inputs]
+                results = evaluate_node(node, operands, Lowering())
+                known.update(zip(node.outputs, results, strict=True))
+            cotangents: dict[Value, list[Any]] = {}
+            for value, seed in zip(outputs, arrays_and_seeds[len(values) :], strict=True):
+                cotangents.setdefault(now[value], []).append(seed)
+            found = pull_back(
+                edited,
+                known,
+                cotangents,
+                [now[value] for value in wanted],
+                stopped={now[value] for value in stops},
+                aggregate=aggregate,
+                gated=gated,
+            )
+        return [jnp.zeros(()) if ct is None else ct for ct in found]
+
+    return _traced(backward, values, outputs)
 
 
 def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.tracing.variable import Variable, is_variable, start_listening, stop_listening
 
 
@@ -465,7 +466,7 @@ def _program(
     # One that only runs serves every block of the same gradient; one that may be differentiated in
     # its turn (by another tape, or a transformation) only those of the same derivatives.
     runs = isinstance(_jax.current_trace(None), _top_level())
-    key = kind, block.key if runs else block.exact_key
+    key = kind, block.key if runs else block.exact_key, rules_in_force()
     known = _programs.get(key)
     if known is None:
         known = _compile(block, sources, targets, kind)

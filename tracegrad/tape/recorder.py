@@ -27,6 +27,7 @@ from tracegrad.tape.lifting import captured_arrays, constants_below, lift
 from tracegrad.tape.record import Operation, Record
 from tracegrad.tracing.capture import tell_of_assigned
 from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.overriding import OverridingTrace
 
 
 class Recorder(jax.core.Trace):
@@ -37,6 +38,8 @@ class Recorder(jax.core.Trace):
         self.parent_trace = parent
         self.records: list[Record] = []
         self._installed: Any = None
+        # Sees operations before what it stands on does, which may put others in their place.
+        self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
     # ------------------------------------------------------------------------------ life
 
@@ -79,6 +82,13 @@ class Recorder(jax.core.Trace):
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
+        if self._overriding is not None:
+            with _jax.set_current_trace(self.parent_trace):
+                instead = self._overriding.instead(primitive, params, args)
+            if instead is not None:
+                with _jax.set_current_trace(self):
+                    results = instead(*args)
+                return results if primitive.multiple_results else results[0]
         if primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
         params = _without_donation(params)
@@ -192,6 +202,12 @@ class Recorder(jax.core.Trace):
     ) -> list[Any]:
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
         it closes over shows as operands."""
+        if self._overriding is not None:
+            with _jax.set_current_trace(self.parent_trace):
+                instead = self._overriding.rule_instead(primitive, subfuns, params, args)
+            if instead is not None:
+                with _jax.set_current_trace(self):
+                    return instead(*args)
         fun, rule = subfuns[:2]
         key = _own_rule_key(primitive, subfuns, args, params)
         if not self.records:

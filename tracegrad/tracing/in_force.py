@@ -103,6 +103,11 @@ def in_force(force: Force) -> Iterator[None]:
         _in_force.forces = before
 
 
+def rules_in_force() -> tuple[Force, ...]:
+    """What is in force, the innermost first: a part of every key that depends on it."""
+    return _in_force.forces
+
+
 def apply_in_force(program: Graph) -> Graph:
     """A program with the rules in force applied; they may match nothing in it."""
     for force in _in_force.forces:
