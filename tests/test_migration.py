@@ -27,7 +27,8 @@ TENSORFLOW = """
     tf.stack tf.pad tf.einsum tf.ones tf.eye tf.linspace tf.linalg.solve tf.random.normal
     tf.random.shuffle tf.nn.relu tf.nn.elu tf.nn.sigmoid tf.clip_by_value tf.clip_by_norm tf.AddN
     tf.py_func tf.RegisterGradient gradient_override_map tf.saved_model.save tf.saved_model.load
-    tf.saved_model.SaveOptions experimental_custom_gradients tf.Module tf.keras.Sequential tf.keras.layers.Dense BatchNormalization Lambda
+    tf.saved_model.SaveOptions experimental_custom_gradients tf.Module tf.keras.Sequential
+    tf.keras.layers.Dense BatchNormalization Lambda
 """.split()  # noqa: SIM905
 JAX = """
     jax.jit jax.make_jaxpr jax.grad jax.value_and_grad jax.jacobian jax.jacrev jax.jacfwd
