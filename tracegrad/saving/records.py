@@ -179,6 +179,8 @@ def read_directory(view: memoryview) -> list[Entry]:
         ArtefactError: any of this does not hold.
     """
     count, start, size = _read_end(view)
+    if count > MOST_MEMBERS:
+        raise ArtefactError("end record", f"{count} members are declared, {MOST_MEMBERS} at most")
     entries: list[Entry] = []
     names: set[str] = set()
     for entry in _read_records(view[start : start + size], count):
