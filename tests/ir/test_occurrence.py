@@ -136,3 +136,24 @@ def test_the_path_of_an_occurrence_is_its_calls_from_the_outside_in(depth):
     assert len(found.path) == depth
     assert found.path[-1][0].name == "f"
     assert found.graph is found.path[-1][0].regions["jaxpr"]
+
+
+def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
+    def inner(x):
+        return jnp.sin(x)
+
+    @jax.jit
+    def region(x):
+        return inner(x)
+
+    graph = tg.graph(lambda x: region(x) + inner(x))(1.0)
+    functions = {
+        (len(found.path), found.node.op): [line.function.split(".")[-1] for line in found.lines]
+        for found in graph.walk()
+    }
+    assert functions == {
+        (0, "jit"): ["<lambda>"],
+        (1, "sin"): ["region", "inner"],
+        (0, "sin"): ["<lambda>", "inner"],
+        (0, "add"): ["<lambda>"],
+    }

@@ -108,6 +108,18 @@ class Occurrence:
             fallback = fallback or found
         return fallback
 
+    @property
+    def lines(self) -> tuple[Origin, ...]:
+        """The user's lines that led to it, from the function of its region inwards."""
+        if self.node.source is None:
+            return ()
+        stack = _within(_jax.frames(self.node.source.info), self.graph.function_source)
+        return tuple(
+            Origin(frame.file_name, frame.line_num, frame.function_name)
+            for frame in reversed(stack)
+            if is_user_file(frame.file_name)
+        )
+
     def __str__(self) -> str:
         where = " > ".join(node.name for node, _ in self.path)
         place = f" in {where}" if where else ""
