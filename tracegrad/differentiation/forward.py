@@ -10,7 +10,7 @@ import jax
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import apply_in_force
+from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 
 
 def jvp(
@@ -57,6 +57,5 @@ def jvp(
             "primals and tangents are tuples, with one entry per argument; got "
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
-    # Without what lies under rules already: `hvp` comes here with a gradient.
-    program = with_forward_mode(apply_in_force(graph(fun)(*primals)))
-    return jax.jvp(to_callable(program), tuple(primals), tuple(tangents), has_aux=has_aux)
+    run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun)(*primals)))))
+    return jax.jvp(run, tuple(primals), tuple(tangents), has_aux=has_aux)

@@ -135,12 +135,16 @@ def under_rules(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
         arrays.__name__ = arrays.__qualname__ = name
         program = apply_in_force(graph(arrays)(*args))
-        with jax.named_scope(UNDER_RULES):
-            results = iter(program.to_callable()(*args))
+        results = iter(under_rules_already(program.to_callable())(*args))
         structure, leaves = others
         return jax.tree.unflatten(structure, [next(results) if x is None else x for x in leaves])
 
     return edited
+
+
+def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to which the rules in force were applied, and so are not applied again."""
+    return jax.named_call(fun, name=UNDER_RULES) if _in_force.forces else fun
 
 
 def _is_array(leaf: Any) -> bool:

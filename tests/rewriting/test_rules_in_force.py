@@ -1,0 +1,191 @@
+"""Rules given to a traced function act on what is differentiated inside it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+X = jnp.array([-1.0, 0.5, 2.0])
+SIN = match.op("sin")
+TRIPLE = rules.scale_gradient(SIN, 3.0)
+
+
+def loss(x):
+    return jnp.sum(jnp.sin(x) * x)
+
+
+def by_hand(factor):
+    """The same, with the gradient of the sine multiplied."""
+
+    def loss(x):
+        sine = jnp.sin(x)
+        return jnp.sum((jax.lax.stop_gradient((1 - factor) * sine) + factor * sine) * x)
+
+    return loss
+
+
+EXPECTED = jax.grad(by_hand(3.0))(X)
+
+
+def tape_gradient(x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = loss(x)
+    return tape.gradient(y, x)
+
+
+WAYS = {
+    "grad": lambda x: tg.grad(loss)(x),
+    "value_and_grad with aux": lambda x: tg.value_and_grad(
+        lambda x: (loss(x), ("text", x)), has_aux=True
+    )(x)[1],
+    "jacobian": lambda x: tg.jacobian(loss)(x),
+    "unconnected": lambda x: tg.grad(loss, unconnected="raise")(x),
+    "a traced loss": lambda x: tg.grad(tg.trace(loss))(x),
+    "a jitted loss": lambda x: tg.grad(jax.jit(loss))(x),
+    "jvp": lambda x: jax.vmap(lambda v: tg.jvp(loss, (x,), (v,))[1])(jnp.eye(3)),
+    "tape": tape_gradient,
+    "tape over a jitted loss": lambda x: tape_over_jitted(x),
+    "gradients": lambda x: tg.gradients(loss(x), [x])[0],
+    "in a jitted function": lambda x: jax.jit(lambda x: tg.grad(loss)(x))(x),
+    "in a scan": lambda x: jax.lax.scan(lambda c, _: (tg.grad(loss)(x), None), x, None, 1)[0],
+    "in a traced function": lambda x: tg.trace(lambda x: tg.grad(loss)(x))(x),
+}
+
+
+def tape_over_jitted(x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = jax.jit(loss)(x)
+    return tape.gradient(y, x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rule_reaches_every_way_of_differentiating(way):
+    def step(x):
+        return WAYS[way](x)
+
+    np.testing.assert_allclose(tg.trace(step, rules=[TRIPLE])(X), EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(tg.trace(step)(X), jax.grad(loss)(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: tg.hessian(loss)(x),
+        lambda x: jnp.stack([tg.hvp(loss, (x,), v) for v in jnp.eye(3)]),
+        lambda x: tg.jacobian(tg.grad(loss))(x),
+    ],
+    ids=["hessian", "hvp", "jacobian of grad"],
+)
+def test_second_derivatives_go_by_the_rule(way):
+    expected = jax.jacobian(jax.grad(scaled_by_rule))(X)
+    np.testing.assert_allclose(tg.trace(way, rules=[TRIPLE])(X), expected, rtol=1e-5, atol=1e-6)
+
+
+@jax.custom_jvp
+def tripled(x):
+    return x
+
+
+tripled.defjvp(lambda primals, tangents: (tripled(*primals), 3 * tangents[0]))
+
+
+def scaled_by_rule(x):
+    return jnp.sum(tripled(jnp.sin(x)) * x)
+
+
+def test_the_traced_function_itself_is_edited_for_who_differentiates_it():
+    traced = tg.trace(loss, rules=[TRIPLE])
+    np.testing.assert_allclose(jax.grad(traced)(X), EXPECTED, rtol=1e-6)
+    np.testing.assert_array_equal(traced(X), jax.jit(loss)(X))
+
+
+def test_kept_traces_are_those_of_the_rules_in_force():
+    inner = jax.jit(lambda x: tg.grad(loss)(x))
+    plain = inner(X)
+    ninefold = rules.scale_gradient(SIN, 9.0)
+    for rule, factor in ((TRIPLE, 3.0), (ninefold, 9.0), (TRIPLE, 3.0)):
+        step = tg.trace(lambda x: inner(x), rules=[rule])
+        np.testing.assert_allclose(step(X), jax.grad(by_hand(factor))(X), rtol=1e-6)
+    np.testing.assert_array_equal(inner(X), plain)
+    np.testing.assert_array_equal(tg.trace(lambda x: inner(x))(X), plain)
+
+
+def test_a_second_shape_finds_the_rules_again():
+    inner = jax.jit(lambda x: tg.grad(loss)(x))
+    step = tg.trace(lambda x, y: (inner(x), y + 1), rules=[TRIPLE])
+    for y in (jnp.ones(2), jnp.ones(3)):  # `inner` is traced once
+        np.testing.assert_allclose(step(X, y)[0], EXPECTED, rtol=1e-6)
+
+
+def test_rules_of_nested_traces_are_both_in_force():
+    inner = tg.trace(lambda x: tg.grad(loss)(x), rules=[TRIPLE])
+    outer = tg.trace(lambda x: inner(x), rules=[rules.scale_gradient(SIN, 2.0)])
+    np.testing.assert_allclose(outer(X), jax.grad(by_hand(6.0))(X), rtol=1e-6)
+    np.testing.assert_allclose(inner(X), EXPECTED, rtol=1e-6)
+
+
+def test_a_whole_training_step():
+    adam = optax.adam(0.1)
+
+    @tg.trace(rules=[rules.clip_gradient(SIN, max_value=0.1)])
+    def step(x, state):
+        value, gradient = tg.value_and_grad(loss)(x)
+        updates, state = adam.update(gradient, state)
+        return value, optax.apply_updates(x, updates), gradient
+
+    value, moved, gradient = step(X, adam.init(X))
+    np.testing.assert_allclose(
+        gradient, jnp.sin(X) + jnp.clip(X, -0.1, 0.1) * jnp.cos(X), rtol=1e-5
+    )
+    np.testing.assert_allclose(value, loss(X), rtol=1e-6)
+    np.testing.assert_allclose(moved, X - 0.1 * jnp.sign(gradient), rtol=1e-4)
+
+
+def test_sparse_gradients_under_rules():
+    table, ids = jnp.ones((10, 2)), jnp.array([1, 1, 3])
+
+    def looked_up(table):
+        return jnp.sum(jnp.sin(table[ids]))
+
+    step = tg.trace(lambda t: tg.grad(looked_up, sparse=True)(t), rules=[TRIPLE])
+    np.testing.assert_allclose(step(table).to_dense(), 3 * jax.grad(looked_up)(table), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+def test_a_rule_that_matches_nowhere_raises_once_all_was_looked_at():
+    step = tg.trace(lambda x: tg.grad(loss)(x), rules=[rules.scale_gradient(match.op("sinn"), 2.0)])
+    with pytest.raises(tg.NoMatchError, match=r"matches nothing in loss.*'sin'"):
+        step(X)
+
+
+def test_a_match_that_jax_has_differentiated_raises_and_says_where():
+    def step(x):
+        return jax.grad(loss)(x)  # here
+
+    with pytest.raises(tg.GraphError, match=r"differentiated already \(by jax\.grad at ") as error:
+        tg.trace(step, rules=[TRIPLE])(X)
+    line = step.__code__.co_firstlineno + 1
+    assert f"test_rules_in_force.py:{line} (" in str(error.value)
+    assert "jax.grad(tracegrad.rewrite(loss, rule))" in str(error.value)
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        tg.rewrite(step, TRIPLE)(X)
+
+    both = tg.trace(lambda x: step(x) + tg.grad(loss)(x), rules=[TRIPLE])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        both(X)
+
+
+def test_a_tap_without_a_callback_has_no_way_out_of_a_trace():
+    for fun in (loss, lambda x: tg.grad(loss)(x)):
+        with pytest.raises(tg.GraphError, match="give it a callback"):
+            tg.trace(fun, rules=[rules.tap_gradient(SIN, "t")])(X)
