@@ -52,6 +52,17 @@ def test_folders_can_be_left_out_of_programs():
     assert folder in exported()
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_devices_are_taken_out_of_a_type_that_does_not_say_how_values_are_split(kind):
+    axes = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((4,), ("i",), axis_types=axes)
+    spread = jax.device_put(np.arange(8.0), jax.NamedSharding(mesh, jax.P("i")))
+    taken = _jax.without_devices(jax.typeof(spread))
+    exported = jax.export.export(jax.jit(lambda x: x * 2))(taken)
+    assert exported.nr_devices == {"Auto": 1, "Explicit": 4}[kind]
+    assert jax.make_jaxpr(lambda x: x)(_jax.without_devices(jax.typeof(2.0))).in_avals[0].weak_type
+
+
 def test_the_constraints_on_symbolic_dimensions_can_be_told():
     free, tied = (
         jax.export.symbolic_shape("b, 2*b"),

@@ -129,9 +129,23 @@ def type_text(aval: Any) -> str:
     return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
 
 
-def struct(shape: Sequence[Any], dtype: Any) -> Any:
+def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
     """A `jax.ShapeDtypeStruct`, which has no types of its own in the versions that we know."""
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
+
+
+def without_devices(aval: Any) -> Any:
+    """A type without the devices that its values happen to lie on; with them, where the type says
+    how values are split (explicit shardings), so that programs depend on it.
+
+    The type of an array on several devices names their mesh in either case, and what is exported
+    for it runs on as many devices only.
+    """
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    kinds = getattr(mesh, "axis_types", None) or ()
+    if any(kind != jax.sharding.AxisType.Auto for kind in kinds):
+        return aval
+    return struct(aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
 @contextmanager
@@ -144,12 +158,12 @@ def without_folders() -> Iterator[None]:
     name = "jax_hlo_source_file_canonicalization_regex"
     is_free = getattr(jax.config, name) is None
     if is_free:
-        jax.config.update(name, r".*[/\\]")
+        jax.config.update(name, r".*[/\\]")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if is_free:
-            jax.config.update(name, None)
+            jax.config.update(name, None)  # type: ignore[no-untyped-call]
 
 
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:

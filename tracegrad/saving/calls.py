@@ -42,7 +42,7 @@ def differentiable(
       step: the program, and those by which it is differentiated.
       assigned: how many of its last results are new values of Variables.
       beyond: makes the error for a derivative of an order that was not saved.
-      order: of which derivative the program is.
+      order: how many derivatives are behind it.
 
     It can be differentiated as often as there are further programs, batched (one element after
     the other), and compiled.
@@ -55,7 +55,7 @@ def differentiable(
     if step.gradient is not None:
         gradient = differentiable(step.gradient, 0, beyond, order + 1)
     if step.value is not None:
-        value = differentiable(step.value, assigned, beyond, order)
+        value = differentiable(step.value, assigned, beyond, order + 1)
 
     @jax.custom_vjp
     def call(*inputs: Any) -> list[Any]:

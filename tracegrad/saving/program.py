@@ -112,7 +112,7 @@ class _Writer:
         return Exported(
             program,
             connected,
-            None if value is None else self.write(value, assigned, order, left - 1),
+            None if value is None else self.write(value, assigned, order + 1, left - 1),
             self.write(gradient, 0, order + 1, left - 1),
         )
 
@@ -234,6 +234,7 @@ def _exported(
     fun: Callable[..., Any], avals: Sequence[Any], platforms: Sequence[str] | None
 ) -> tuple[Any, bytes]:
     """The `jax.export.Exported` of a function, and what is written of it."""
+    avals = [_jax.without_devices(aval) for aval in avals]
     with _jax.without_folders():
         exported = jax.export.export(jax.jit(fun), platforms=platforms)(*avals)
     return exported, bytes(exported.serialize(vjp_order=0))

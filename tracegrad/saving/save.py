@@ -397,12 +397,13 @@ def _checked_specs(
         signature = None
     if signature is not None:
         try:
-            signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
                 f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
             ) from None
+        args, kwargs = bound.args, bound.kwargs  # given by name, and to be called without
     fixed = static.within(args)
     return (
         tuple(s if i in fixed else _spec(s, f"the spec {i}") for i, s in enumerate(args)),

@@ -1,0 +1,347 @@
+"""What is saved is what is loaded: Variables, trees, sizes, several functions; and again."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.saving import LoadedFunction, load, save
+from tracegrad.saving.container import open_container
+
+X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
+ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), "float32")
+
+
+class State(NamedTuple):
+    mean: Any
+    rest: Any
+
+
+@tg.custom_gradient
+def wrong(x):  # on purpose
+    return x * x, lambda dy: dy * (3.0 * x + 1.0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "saved.tracegrad"
+
+
+def saved(path, fun, specs, **options):
+    save(fun, path, specs, **options)
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two functions that share a Variable, loaded; with the path."""
+    w = tg.Variable(np.array([0.5, -2.0, 1.5], np.float32), name="w")
+    steps = tg.Variable(0, name="steps", trainable=False)
+
+    def predict(x):
+        return jnp.sum(wrong(x * w.value), axis=-1)
+
+    def update(x, *, rate):
+        w.assign_sub(rate * jnp.mean(x, axis=0))
+        steps.assign_add(1)
+        return {"steps": steps.value, "w": w.value}
+
+    file = tmp_path_factory.mktemp("model") / "model.tracegrad"
+    by_name = {"x": ROWS, "rate": np.float32(0.5)}
+    save({"predict": (predict, [ROWS]), "update": (update, by_name)}, file, gradient_order=2)
+    return load(file), file
+
+
+# ------------------------------------------------------------------------- Variables, again and on
+
+
+def test_several_functions_share_their_variables(model, path):
+    loaded, _ = model
+    assert list(loaded) == ["predict", "update"]
+    assert loaded.predict is loaded["predict"]
+    assert set(loaded.variables) == {"w", "steps"}
+    assert loaded.predict.variables["w"] is loaded.update.variables["w"]
+    assert "steps" not in loaded.predict.variables
+    w = loaded.variables["w"]
+    assert isinstance(w, tg.Variable)
+    assert (w.name, w.trainable, loaded.variables["steps"].trainable) == ("w", True, False)
+    w.assign([0.5, -2.0, 1.5])
+    result = loaded.update(X, rate=0.5)
+    expected = np.array([0.5, -2.0, 1.5]) - 0.5 * X.mean(axis=0)
+    np.testing.assert_allclose(result["w"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(w.numpy(), result["w"])
+    np.testing.assert_allclose(loaded.predict(X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
+    with pytest.raises(AttributeError, match="no function 'nothing' was saved; there are predict"):
+        loaded.nothing
+    # Saved again, they are the same programs with the present values.
+    save(loaded, path)
+    again = load(path)
+    np.testing.assert_array_equal(again.variables["w"].numpy(), w.numpy())
+    assert again.predict.gradient_order == 2
+    np.testing.assert_array_equal(again.predict(X), loaded.predict(X))
+    save(loaded.predict, path)
+    alone = load(path)
+    assert isinstance(alone, LoadedFunction)
+    assert set(alone.variables) == {"w"}
+    with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* gradient_order=3"):
+        save(loaded.predict, path, gradient_order=3)
+
+
+def test_what_a_loaded_function_says_of_itself(model):
+    loaded, _ = model
+    assert str(loaded.predict.signature) == "predict(x: f32[rows,3]) -> f32[rows]"
+    assert str(loaded.update.signature).startswith("update(x: f32[rows,3], rate: f32[]) -> {'st")
+    assert str(inspect.signature(loaded.predict)) == "(x)"
+    assert str(inspect.signature(loaded.update)) == "(x, *, rate)"
+    assert "wrong = ◆ custom_gradient[vjp] wrong(mul)" in loaded.predict.graph_text
+    assert repr(loaded).splitlines()[1] == "  predict(x: f32[rows,3]) -> f32[rows]"
+    assert loaded.predict.platforms == ("cpu",)
+
+
+def test_a_tape_finds_the_gradients_of_variables(model):
+    loaded, _ = model
+    w = loaded.variables["w"]
+    w.assign([0.5, -2.0, 1.5])
+    with tg.GradientTape() as tape:
+        y = jnp.sum(loaded.predict(X))
+    expected = ((3 * X * w.numpy() + 1) * X).sum(axis=0)
+    np.testing.assert_allclose(tape.gradient(y, w), expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_it_runs_under_every_transformation(model):
+    loaded, _ = model
+    w = loaded.variables["w"]
+    w.assign([0.5, -2.0, 1.5])
+    expected = ((X * w.numpy()) ** 2).sum(-1)
+
+    def slope(fun):
+        return lambda x: jax.grad(lambda x: jnp.sum(fun(x)))(x)
+
+    rule = (3 * X * w.numpy() + 1) * w.numpy()
+    traced = tg.trace(loaded.predict)
+    stacked = jnp.stack([X, X + 1, X])
+    np.testing.assert_allclose(traced(X), expected, rtol=1e-6)
+    np.testing.assert_allclose(tg.trace(slope(loaded.predict))(X), rule, rtol=1e-6)
+    np.testing.assert_allclose(tg.grad(lambda x: jnp.sum(traced(x)))(jnp.asarray(X)), rule, 1e-6)
+    for batched in (jax.vmap(loaded.predict), tg.trace(jax.vmap(traced))):
+        np.testing.assert_allclose(batched(stacked)[2], expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(slope(loaded.predict))(stacked)[0], rule, rtol=1e-6)
+    of_batch = slope(jax.vmap(jax.vmap(loaded.predict)))(stacked[None])
+    np.testing.assert_allclose(of_batch[0, 2], rule, rtol=1e-6)
+    w.assign(w * 2)  # what was traced reads the present value
+    np.testing.assert_allclose(traced(X), 4 * expected, rtol=1e-6)
+    with pytest.raises(RuntimeError, match=r"Compile the function with `tracegrad.trace`"):
+        jax.jit(loaded.predict)(X)
+
+
+def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
+    loaded, _ = model
+    loaded.variables["w"].assign([0.5, -2.0, 1.5])
+    cubes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, rows, 3"), "float32")
+    outer = saved(path, lambda xs: jnp.sum(jax.vmap(loaded.predict)(xs)), [cubes])
+    stacked = jnp.stack([X, X + 1])
+    w = np.array([0.5, -2.0, 1.5], np.float32)
+    np.testing.assert_allclose(outer(stacked), ((stacked * w) ** 2).sum(), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(outer)(stacked)[0], (3 * X * w + 1) * w, rtol=1e-5)
+    assert set(outer.variables) == {"w"}
+    with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* order 3"):
+        save(lambda x: loaded.predict(x), path, [ROWS], gradient_order=3)
+
+
+def test_variables_of_one_name_are_told_apart(path):
+    first, second, none = tg.Variable(1.0), tg.Variable(2.0), tg.Variable(3.0, name="")
+    loaded = saved(path, lambda x: x * first.value + second.value - none.value, [1.0])
+    assert set(loaded.variables) == {"Variable", "Variable_1", "Variable_2"}
+    assert [v.name for v in loaded.variables.values()] == ["Variable", "Variable", ""]
+    assert float(loaded(10.0)) == 9.0
+
+
+DTYPES = """
+bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 complex64
+float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+float8_e3m4 float8_e4m3 float4_e2m1fn
+"""
+
+
+@pytest.mark.parametrize("dtype", DTYPES.split())
+def test_variables_of_every_dtype_are_kept_bit_by_bit(dtype, path):
+    rng = np.random.default_rng(0)
+    whole = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    values = rng.integers(0, 2, (2, 3)) if dtype == "bool" else rng.normal(0, 3, (2, 3))
+    with np.errstate(all="ignore"):
+        array = np.abs(values).astype(whole) if "u" in dtype else values.astype(whole)
+    v = tg.Variable(array, name="v")
+    loaded = saved(path, lambda: v.value, [], gradient_order=0)
+    assert loaded.variables["v"].dtype == whole
+    assert loaded.variables["v"].numpy().tobytes() == v.numpy().tobytes()
+    assert np.asarray(loaded()).tobytes() == v.numpy().tobytes()
+
+
+def test_a_sharded_variable_is_saved_whole(path):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(np.arange(8.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("i")))
+    v = tg.Variable(spread, name="v")
+    loaded = saved(path, lambda x: x * v.value, [np.float32(2)])
+    np.testing.assert_array_equal(loaded(np.float32(2)), 2 * np.arange(8))
+
+
+def test_random_keys_are_saved_by_the_name_of_their_generator(path):
+    keys = tg.Variable(jax.random.key(3, impl="rbg"), name="keys")
+
+    def draw(key):
+        return jax.random.bits(key), jax.random.bits(keys.value)
+
+    key = jax.random.key(1)
+    loaded = saved(path, draw, [key])
+    assert loaded.variables["keys"].dtype == keys.dtype
+    np.testing.assert_array_equal(loaded(key), draw(key))
+
+
+# ------------------------------------------------------------------------------ trees and sizes
+
+
+def test_trees_of_containers_come_back(path):
+    def f(state, pair, *, scale):
+        mean, rest = state
+        return State(mean * scale, [rest["b"][0], (), {3: pair[1], 1: None}]), None
+
+    arguments = (State(X, {"a": None, "b": (X + 1,)}), [X, 2.0])
+    loaded = saved(path, lambda state, pair: f(state, pair, scale=2.0), arguments)
+    found, expected = loaded(*arguments), f(*arguments, scale=2.0)
+    np.testing.assert_array_equal(found[0].mean, expected[0].mean)
+    assert type(found[0]).__name__ == "State"
+    assert found[0]._fields == ("mean", "rest")
+    assert list(found[0].rest[2]) == [1, 3]
+    assert [*found[0].rest[1:2], found[1]] == [(), None]
+    # By name, with Variables for arrays, and a named tuple of another class.
+    other = jax.tree.map(tg.Variable, arguments[0])
+    np.testing.assert_array_equal(loaded(pair=[X, 2.0], state=other)[0].mean, 2 * X)
+    text = "s(state: State(mean=f32[2,3], rest={'a': None, 'b': (f32[2,3],)}), pair: [f32[2,3], f32"
+    assert str(loaded.signature).replace("<lambda>", "s").startswith(text)
+
+
+def test_arguments_that_do_not_fit_are_named(path):
+    loaded = saved(path, lambda a, b: a["k"] * b, [{"k": ROWS}, np.float32(1)])
+    for args, message in [
+        (({"k": X},), "missing a required argument: 'b'"),
+        (({"j": X}, 1.0), r"a should be a dictionary with the keys \['k'\] and is a dictionary"),
+        (({"k": [X]}, 1.0), r"a\['k'\] should be an array and is a list of 1"),
+        (({"k": "x"}, 1.0), r"a\['k'\] should be an array and is of type str"),
+        (({"k": X[0]}, 1.0), r"a\['k'\] of shape \[rows,3\], of rank 2; it was called with \[3\]"),
+        (({"k": X.T}, 1.0), r"it was called with \[3,2\]: axis 1 should be 3"),
+        (({"k": X.astype(int)}, 1.0), r"a\['k'\] should be of dtype float32 and is int32"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            loaded(*args)
+    np.testing.assert_array_equal(loaded({"k": X}, 2), 2 * X)  # numbers are converted
+
+
+def test_sizes_and_constraints_between_them_are_kept(path):
+    b, c = jax.export.symbolic_shape("b, c", constraints=["b >= 3", "c <= 2*b"])
+    specs = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(b, c), (c,), (b * 2,)]]
+    loaded = saved(path, lambda x, y, z: (x @ y, x[:3], z[: 2 * x.shape[0]]), specs)
+    ones = jnp.ones
+    results = loaded(ones((4, 5)), ones(5), ones(8))
+    assert [r.shape for r in results] == [(4,), (3, 5), (8,)]
+    for shapes, message in [
+        ([(4, 5), (6,), (8,)], r"y of shape \[c\], where c = 5 by x; .*: axis 0 should be 5"),
+        ([(4, 5), (5,), (9,)], r"z of shape \[2\*b\], where b = 4 by x; .*: axis 0 should be 8"),
+        ([(2, 4), (4,), (4,)], r"saved for sizes with b ?>= ?3; .* b = 2, c = 4"),
+        ([(3, 7), (7,), (6,)], r"saved for sizes with c ?<= ?2\*b; .* b = 3, c = 7"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            loaded(*map(ones, shapes))
+    save(loaded, path)  # and by the next one too
+    with pytest.raises(TypeError, match=r"b ?>= ?3"):
+        load(path)(ones((2, 4)), ones(4), ones(4))
+
+
+def test_static_arguments_and_what_a_method_is_bound_to_are_parts_of_the_program(path):
+    class Model:
+        def __init__(self):
+            self.w = tg.Variable(3.0, name="w")
+
+        @tg.trace(static_argnums=(0, 2))
+        def call(self, x, power):
+            return self.w.value * x**power
+
+    model = Model()
+    loaded = saved(path, model.call, [np.float32(1), 2])
+    assert str(loaded.signature) == "call(x: f32[]) -> f32[]"
+    model.w.assign(5.0)
+    assert float(loaded(2.0)) == 12.0
+    power = tg.trace(lambda x, n: x**n, static_argnames="n")
+    assert float(saved(path, power, {"x": np.float32(1), "n": 3})(x=2.0)) == 8.0
+
+
+def test_what_a_trace_rewrites_is_saved(path):
+    def doubled(graph):
+        for occurrence in graph.find(lambda o: o.node.op == "sin"):
+            graph.replace_uses(occurrence.node.outputs[0], occurrence.node.inputs[0])
+        return graph
+
+    fun = tg.trace(lambda x: jnp.sin(x) * 2, rules=[doubled])
+    np.testing.assert_array_equal(saved(path, fun, [X])(X), 2 * X)
+
+
+def test_programs_for_other_platforms_are_written_here(path):
+    loaded = saved(path, lambda x: jnp.tanh(x) @ x.T, [ROWS], platforms=("cpu", "cuda", "tpu"))
+    assert loaded.platforms == ("cpu", "cuda", "tpu")
+    assert loaded(X).shape == (2, 2)
+    elsewhere = saved(path, jnp.sin, [X], platforms=["tpu"])
+    with pytest.raises(ValueError, match=r"tpu.*cpu"):
+        elsewhere(X)
+
+
+# ------------------------------------------------------------------------------ what is connected
+
+
+def test_what_gets_no_gradient_gets_none_after_loading(path):
+    def f(x, y):
+        return tg.stop_gradient(x) + y, x * 3.0, jnp.round(x)
+
+    for fun in (f, saved(path, f, [1.0, 1.0])):
+        with tg.GradientTape(persistent=True) as tape:
+            x, y = jnp.array(2.0), jnp.array(5.0)
+            tape.watch([x, y])
+            results = fun(x, y)
+        found = [tape.gradient(result, [x, y]) for result in results]
+        found = [[None if g is None else float(g) for g in pair] for pair in found]
+        assert found == [[None, 1.0], [3.0, None], [None, None]]
+
+
+def test_many_results_that_depend_on_different_arguments_have_right_gradients(path):
+    def f(*xs):  # more patterns than are kept apart
+        return [xs[i] * xs[(i + 1) % 6] for i in range(6)]
+
+    args = [float(i + 1) for i in range(6)]
+    loaded = saved(path, f, args)
+    weights = np.arange(1.0, 7.0)
+    found = jax.grad(lambda xs: sum(w * y for w, y in zip(weights, loaded(*xs), strict=True)))(args)
+    at = np.array(args)
+    expected = weights * np.roll(at, -1) + np.roll(weights * at, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_the_same_program_is_written_once(path):
+    def count(fun):
+        save(fun, path, [X], gradient_order=1)
+        with open_container(path) as container:
+            return sum("program" in name for name in container)
+
+    assert count(jnp.tanh) == 2
+    assert count(jax.nn.relu) == 2  # its rule computes the same value
+    other = jax.custom_vjp(lambda x: x * 2)
+    other.defvjp(lambda x: (x * 3, None), lambda _, ct: (ct * 5,))
+    assert count(other) == 3
+    value, pullback = jax.vjp(load(path), jnp.asarray(X))
+    np.testing.assert_array_equal(value, 3 * X)  # as JAX has it of the original
+    np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 5 * np.ones((2, 3)))
