@@ -1,0 +1,177 @@
+"""Gradients registered by name, and the blocks in which they take the place of others."""
+
+from __future__ import annotations
+
+import uuid
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+X = jnp.array([-1.0, 0.5, 2.0])
+
+
+@tg.register_gradient("test_registry: hundredfold", replace=True)
+def hundredfold(op, dy):
+    return 100 * dy
+
+
+@tg.register_gradient("test_registry: guided", replace=True)
+def guided(op, dy):
+    return jnp.where((op.inputs[0] > 0) & (dy > 0), dy, 0)
+
+
+HUNDREDFOLD = {"sin": "test_registry: hundredfold"}
+
+
+def f(x):
+    return jnp.sum(jnp.sin(x) * x)
+
+
+# The sine's own derivative is replaced by 100.
+EXPECTED = 100 * X + jnp.sin(X)
+
+
+def within(fun):
+    def run(*args):
+        with tg.gradient_override_map(HUNDREDFOLD):
+            return fun(*args)
+
+    return run
+
+
+def watched(x, fun):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = fun(x)
+    return tape.gradient(y, x)
+
+
+def graph_gradients(x):
+    return tg.trace(lambda x: tg.gradients(f(x), [x])[0])(x)
+
+
+def tape_left_behind(x):
+    with tg.gradient_override_map(HUNDREDFOLD), tg.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x)
+
+
+INSIDE = {
+    "tg.grad": within(lambda x: tg.grad(f)(x)),
+    "a traced function": within(lambda x: tg.grad(tg.trace(f))(x)),
+    "a traced gradient": within(lambda x: tg.trace(lambda x: tg.grad(f)(x))(x)),
+    "tape": within(lambda x: watched(x, f)),
+    "tape over jit": within(lambda x: watched(x, jax.jit(f))),
+    "tape over a traced function": within(lambda x: watched(x, tg.trace(f))),
+    "gradients()": within(graph_gradients),
+    "tape, gradient outside": tape_left_behind,
+}
+AROUND = {
+    "jax.grad": jax.grad(within(f)),
+    "jax.jit": jax.jit(jax.grad(within(f))),
+    "jax.jit inside": jax.grad(within(jax.jit(f))),
+    "tg.grad around": tg.grad(within(f)),
+    "trace": jax.grad(tg.trace(within(f))),
+    "tape around": lambda x: watched(x, within(f)),
+    "gradients() of it": tg.trace(lambda x: tg.gradients(within(f)(x), [x])[0]),
+    "vmap": lambda x: jax.vmap(jax.grad(within(f)))(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("way", [*INSIDE, *AROUND])
+def test_an_override_acts_on(way):
+    run = {**INSIDE, **AROUND}[way]
+    np.testing.assert_allclose(run(X), EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+
+
+def test_values_stay_and_loops_and_branches_are_reached():
+    def g(x):
+        x, _ = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)
+        return jnp.sum(jax.lax.cond(x[0] < 5, jnp.sin, jnp.cos, x))
+
+    value, gradient = jax.value_and_grad(within(g))(X)
+    np.testing.assert_array_equal(value, g(X))
+    np.testing.assert_allclose(gradient, 100.0**3, rtol=1e-6)
+
+
+def test_custom_rules_and_jitted_functions_go_by_their_names():
+    @jax.jit
+    def block(x):
+        return jnp.tanh(x) * 2
+
+    overrides = {"relu": "test_registry: guided", "block": "test_registry: hundredfold"}
+
+    def g(x):
+        with tg.gradient_override_map(overrides):
+            return jnp.sum(block(jax.nn.relu(x) * jnp.array([1.0, -1.0, 1.0])))
+
+    # relu's gradient is the cotangent where both are positive; block's a hundred times it.
+    np.testing.assert_allclose(jax.grad(g)(X), [0.0, 0.0, 100.0])
+
+
+def test_only_what_is_created_in_the_block_and_the_innermost_wins():
+    tenfold = f"test_registry: {uuid.uuid4()}"
+    tg.register_gradient(tenfold)(lambda op, dy: 10 * dy)
+
+    def g(x):
+        with tg.gradient_override_map(HUNDREDFOLD):
+            first = jnp.sin(x)
+            with tg.gradient_override_map({"sin": tenfold}):
+                second = jnp.sin(first)
+        return jnp.sin(second)
+
+    outside = jnp.cos(jnp.sin(jnp.sin(0.5)))
+    np.testing.assert_allclose(jax.grad(g)(0.5), 1000 * outside, rtol=1e-6)
+    np.testing.assert_allclose(watched(jnp.asarray(0.5), g), 1000 * outside, rtol=1e-6)
+
+
+def test_kept_programs_are_those_of_the_block():
+    traced = tg.trace(lambda x: tg.grad(f)(x))
+    plain = traced(X)
+    for _ in range(2):
+        np.testing.assert_allclose(within(traced)(X), EXPECTED, rtol=1e-5)
+        np.testing.assert_array_equal(traced(X), plain)
+
+
+def test_jax_differentiating_inside_a_block_is_refused():
+    with pytest.raises(tg.GraphError, match=r"JAX does not see the override: use tracegrad\.grad"):
+        within(jax.grad(f))(X)
+    with pytest.raises(tg.GraphError, match="differentiated"):
+        within(lambda x: jax.jit(jax.grad(f))(x))(X)
+
+
+def test_names():
+    name = f"test_registry: {uuid.uuid4()}"
+
+    def g(x):
+        with tg.gradient_override_map({"sin": name}):
+            return jnp.sin(x)
+
+    np.testing.assert_allclose(g(0.5), jnp.sin(0.5))  # no gradient is asked for
+    with pytest.raises(LookupError, match="no gradient is registered under"):
+        jax.grad(g)(0.5)
+    misspelled = tg.gradient_override_map({"sin": "test_registry: hundretfold"})
+    with misspelled, pytest.raises(LookupError, match="did you mean 'test_registry: hundredfold'"):
+        watched(X, f)
+    register = tg.register_gradient(name)
+    assert register(guided) is guided
+    with pytest.raises(KeyError, match=r"is registered already, as 'guided'.*replace=True"):
+        register(hundredfold)
+    with pytest.raises(TypeError, match="gradient function"):
+        tg.register_gradient(f"{name} again")(3)
+    with pytest.raises(TypeError, match="wants a name"):
+        tg.register_gradient(guided)
+    with pytest.raises(TypeError, match="from names of operations to names"):
+        tg.gradient_override_map({"sin": guided}).__enter__()
+
+
+def test_an_error_leaves_the_block():
+    with pytest.raises(ZeroDivisionError), tg.gradient_override_map(HUNDREDFOLD):
+        raise ZeroDivisionError
+    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
