@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tracegrad.tracing import trace
 from tracegrad.tracing.variable import (
     Variable,
     assign_values,
@@ -156,6 +157,35 @@ def test_assignment_returns_the_variable_and_chains():
     assert v.assign([3.0, 4.0]).assign_add(1.0).assign_sub([1.0, 2.0]) is v
     np.testing.assert_array_equal(v.numpy(), [3.0, 3.0])
     assert v.read_value() is v.value
+
+
+def test_what_was_read_stays_when_something_is_added():
+    class Kept:
+        """Adds by handing out an array of its own."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __radd__(self, other):
+            return self.array
+
+    v = Variable([1.0, 2.0])
+    before = v.value
+    v.assign_add(0.0).assign_sub(np.zeros(2, np.float32))
+    assert v.value is not before
+    kept = Kept(jnp.array([5.0, 6.0]))
+    v.assign_add(kept)
+    assert v.value is not kept.array
+
+    @trace
+    def step():  # may write over an array that is the Variable's own
+        v.assign_add(1.0)
+
+    last = v.value
+    step()
+    np.testing.assert_array_equal(
+        [before, kept.array, last, v.value], [[1, 2], [5, 6], [5, 6], [6, 7]]
+    )
 
 
 def test_another_shape_is_refused_with_both():

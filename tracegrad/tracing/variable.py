@@ -206,11 +206,13 @@ class Variable:
 
     def assign_add(self, delta: Any) -> Variable:
         """Adds to the value; as `assign` of ``value + delta``."""
-        return self.assign(self.value + _delta(delta))
+        delta = _delta(delta)
+        return self._assign_sum(self.value + delta, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtracts from the value; as `assign` of ``value - delta``."""
-        return self.assign(self.value - _delta(delta))
+        delta = _delta(delta)
+        return self._assign_sum(self.value - delta, delta)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The current value as a NumPy array."""
@@ -241,6 +243,19 @@ class Variable:
         if weak or given.dtype != self._aval.dtype:
             value = jax.lax.convert_element_type(value, self.dtype)
         return value
+
+    def _assign_sum(self, value: Any, delta: Any) -> Variable:
+        """Assigns what was computed of its value and of `delta`."""
+        known = isinstance(delta, jax.Array | np.ndarray | np.generic | int | float | complex)
+        at_top = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
+        if _listeners.stack or not known or not at_top or _jax.is_tracer(value):
+            return self.assign(value)
+        # An array that nobody else has: it needs no alias.
+        value = self._checked(value)
+        with _lock:
+            self._value = value
+            self._is_ours = False
+        return self
 
     def _stored(self) -> Any:
         """What is read where nobody listens."""
