@@ -123,6 +123,8 @@ def save(
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
+    if _jax.staging_trace() is not None:
+        raise RuntimeError("save is called inside a function that is being traced")
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
             f"path should be a string or a path and is {path!r}: save(fun, path, specs)"
@@ -142,8 +144,6 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
         if name not in PLATFORMS:
             hint = ': write "cuda" or "rocm"' if name == "gpu" else ""
             raise ValueError(f"platforms should be among {PLATFORMS}, and {name!r} is not{hint}")
-    if _jax.staging_trace() is not None:
-        raise RuntimeError("save is called inside a function that is being traced")
 
 
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:

@@ -1,0 +1,215 @@
+"""What cannot be saved is refused in words that help, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.saving import ArtefactError, load, save
+
+X = np.ones((2, 3), np.float32)
+
+
+def calls_back(x):
+    return jax.pure_callback(np.sin, x, x) * 2  # the line of the callback
+
+
+def prints(x):
+    jax.debug.print("{}", x)  # the line of the print
+    return x
+
+
+def calls_out(x):
+    one = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ffi.ffi_call("of_this_process", one)(x)  # the line of the call
+
+
+@jax.custom_vjp
+def with_rule(x):
+    return x
+
+
+def backward(_, ct):
+    return (jax.pure_callback(np.sin, ct, ct),)
+
+
+with_rule.defvjp(lambda x: (x, None), backward)
+compiled = jax.jit(lambda x: x * 2).lower(X).compile()
+
+
+def calls_compiled(x):
+    return compiled(x) + 1  # the line of the compiled one
+
+
+def line_of(words):
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i + 1 for i, line in enumerate(lines) if line.endswith(f"# {words}"))
+    return number
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where to save; afterwards what was there is there, and nothing else."""
+    file = tmp_path / "saved.tracegrad"
+    file.write_bytes(b"what was there")
+    yield file
+    assert file.read_bytes() == b"what was there"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("fun", "words", "message"),
+    [
+        (calls_back, "the line of the callback", "pure_callback.* calls back into Python"),
+        (prints, "the line of the print", "debug_.* and the process that loads"),
+        (jax.vmap(jax.jit(prints)), "the line of the print", "debug_"),
+        (calls_out, "the line of the call", "ffi_call.*no compatibility guarantees"),
+        (
+            lambda x: with_rule(x) * 2,  # the line that uses the rule
+            "the line that uses the rule",
+            "the derivative of order 1 of <lambda> cannot be saved, because of .*pure_callback",
+        ),
+    ],
+)
+def test_an_operation_of_this_process_is_named_with_its_line(fun, words, message, path):
+    with pytest.raises(ValueError, match=message) as refused:
+        save(fun, path, [X])
+    assert f"{Path(__file__).name}:{line_of(words)}" in str(refused.value)
+
+
+def test_a_compiled_function_is_named_with_its_line(path):
+    with pytest.raises(TypeError, match="lowered and compiled") as refused:
+        save(calls_compiled, path, [X])
+    (note,) = [note for note in refused.value.__notes__ if "to be saved" in note]
+    assert f"{__file__}:{line_of('the line of the compiled one')}" in note
+
+
+def test_a_callback_in_a_rule_does_not_matter_where_no_gradient_is_saved(tmp_path):
+    save(lambda x: with_rule(x) * 2, tmp_path / "f", [X], gradient_order=0)
+    np.testing.assert_array_equal(load(tmp_path / "f")(X), 2 * X)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Model:
+    w: Any
+
+
+class Spec:
+    """As that of another library."""
+
+    def __init__(self, shape):
+        self.shape, self.dtype = shape, np.float32
+
+
+@pytest.mark.parametrize(
+    ("fun", "specs", "message"),
+    [
+        (lambda x, y: x, [X], r"do not fit <lambda>\(x, y\): missing a required argument: 'y'"),
+        (lambda x: x, [X, X], r"do not fit <lambda>\(x\): too many positional arguments"),
+        (lambda x: x, {"y": X}, r"do not fit <lambda>\(x\): missing a required argument: 'x'"),
+        (lambda x, y: x @ y, [X, X], "contracting dimensions"),
+        (lambda x: x, X, r"of type ndarray: write \[spec\] for one argument"),
+        (lambda x: x, None, "specs are missing"),
+        (lambda x: x, [{"a": "text"}], "the spec 0 should be an array"),
+        (lambda x: x, [Spec(None)], "the spec 0 has no fixed rank: a program of XLA is made for"),
+        (lambda x: x, [Spec((None, 3))], r"the spec 0 has the shape \(None, 3\): name the sizes"),
+        (lambda m: m.w, [Model(X)], "the argument m is of type Model, which is rebuilt by"),
+        (lambda x: {"a": Model(x)}, [X], r"the result of <lambda>\['a'\] is of type Model"),
+        (lambda d: d["w"], [OrderedDict(w=X)], "the argument d is a OrderedDict"),
+        (lambda d: d[1.5], [{1.5: X}], "the argument d is a dictionary with the key 1.5"),
+        (3, [X], "expected a function to save, or a dictionary"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(fun, specs, message, path):
+    with pytest.raises(TypeError, match=message):
+        save(fun, path, specs)
+
+
+@pytest.mark.parametrize(
+    ("requests", "specs", "error", "message"),
+    [
+        ({}, None, ValueError, "the dictionary is empty"),
+        ({"f": jnp.sin}, None, TypeError, r"save\(\{name: \(fun, specs\)\}, path\); for 'f'"),
+        ({"f": (jnp.sin, [X])}, [X], TypeError, "several functions are saved by"),
+        ({3: (jnp.sin, [X])}, None, TypeError, "should be a string and is 3"),
+        # Nothing is written where a later one cannot be saved.
+        ({"f": (jnp.sin, [X]), "g": (prints, [X])}, None, ValueError, "prints cannot be|g cannot"),
+    ],
+)
+def test_requests_for_several_functions_are_checked(requests, specs, error, message, path):
+    with pytest.raises(error, match=message):
+        save(requests, path, specs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_order": -1}, "gradient_order should be an integer, 0 or greater"),
+        ({"gradient_order": 1.0}, "gradient_order should be an integer"),
+        ({"platforms": ["gpu"]}, r"'gpu' is not: write \"cuda\" or \"rocm\""),
+        ({"platforms": "cpu"}, "platforms should be a list of names and is 'cpu'"),
+        ({"platforms": []}, r"platforms should be a list of names and is \[\]"),
+    ],
+)
+def test_options_are_checked(options, message, path):
+    with pytest.raises(ValueError, match=message):
+        save(jnp.sin, path, [X], **options)
+
+
+def test_the_path_is_checked(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        save(jnp.sin, tmp_path, [X])
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        save(jnp.sin, tmp_path / "missing" / "file", [X])
+    with pytest.raises(TypeError, match="path should be a string or a path"):
+        save("file", jnp.sin, [X])
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "missing")
+    with pytest.raises(ArtefactError, match="it is a folder"):
+        load(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_not_saved_while_it_is_traced(path):
+    def f(x):
+        save(jnp.sin, path, [X])
+        return x
+
+    with pytest.raises(RuntimeError, match="inside a function that is being traced"):
+        tg.trace(f)(X)
+
+
+def test_large_arrays_that_are_closed_over_are_warned_of(tmp_path):
+    weights = jnp.zeros((5, 1 << 20))
+    with pytest.warns(UserWarning, match=r"<lambda> closes over arrays of 20 MiB, .* 2 times"):
+        save(lambda x: x @ weights, tmp_path / "f", [np.ones(5, np.float32)])
+
+
+def test_64_bits_are_asked_for_where_they_are_needed(tmp_path):
+    path = tmp_path / "wide"
+    with jax.enable_x64(True):
+        v = tg.Variable(np.array([1 / 3, 1e300]), name="v")
+        c = tg.Variable(np.array([1e300 + 2j]), name="c")
+        save(lambda x: (x * v.value, c.value), path, [v], gradient_order=0)
+        loaded = load(path)
+        assert loaded.variables["v"].numpy().tobytes() == v.numpy().tobytes()
+        assert loaded(v)[1] == c.numpy()
+    with pytest.raises(ValueError, match=r"complex128, float64, .*jax_enable_x64"):
+        load(path)
+
+
+def test_a_missing_package_is_named_with_what_to_install(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(ImportError, match=r"pip install 'tracegrad\[save\]'"):
+        save(jnp.sin, path, [X])
