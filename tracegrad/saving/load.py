@@ -132,7 +132,7 @@ def _function(
         read = {member: _read(member, each, manifest) for member, each in contents.items()}
         step = _step(record.program, read)
         _check_function(record, step, variables)
-        _check_program(record, record.program, step, len(record.assigns))
+        _check_program(record, record.program, step, len(record.assigns), record.gradient_order)
         for constraint in record.constraints:
             dimensions.check_constraint(constraint, MANIFEST)
         try:
@@ -187,9 +187,9 @@ def _check_function(record: FunctionRecord, step: Step, variables: Sequence[Vari
 
 
 def _check_program(
-    function: FunctionRecord, record: ProgramRecord, step: Step, assigned: int
+    function: FunctionRecord, record: ProgramRecord, step: Step, assigned: int, left: int
 ) -> None:
-    """Those below a program take and return what it makes them."""
+    """Those below a program, of `left` orders, are there; they take and return what fits it."""
     exported = step.exported
     ins, outs = exported.in_avals, exported.out_avals
     if len(step.connected) != len(outs) or any(i >= len(ins) for r in step.connected for i in r):
@@ -201,18 +201,26 @@ def _check_program(
             record.member,
             f"it is for {list(exported.platforms)}, and not {list(function.platforms)}",
         )
+    flowing, active = program.has_cotangent(outs, assigned), program.gets_gradient(ins)
+    if (record.gradient is None) == bool(left and flowing and active):
+        fault = "has no gradient" if record.gradient is None else "has a gradient too many"
+        raise ArtefactError(
+            MANIFEST,
+            f"{record.member} {fault}, where {function.name} can be differentiated "
+            f"{function.gradient_order} times",
+        )
     if record.value is not None and step.value is not None:
         same, member = step.value.exported, record.value.member
         _compare(member, "operand", list(map(_type, ins)), same.in_avals)
         _compare(member, "result", list(map(_type, outs)), same.out_avals)
-        _check_program(function, record.value, step.value, assigned)
+        _check_program(function, record.value, step.value, assigned, left - 1)
     if record.gradient is not None and step.gradient is not None:
-        given = [*ins, *(outs[j] for j in program.has_cotangent(outs, assigned))]
-        wanted = [ins[i] for i in program.gets_gradient(ins)]
+        given = [*ins, *(outs[j] for j in flowing)]
+        wanted = [ins[i] for i in active]
         following, member = step.gradient.exported, record.gradient.member
         _compare(member, "operand", list(map(_type, given)), following.in_avals)
         _compare(member, "result", list(map(_type, wanted)), following.out_avals)
-        _check_program(function, record.gradient, step.gradient, 0)
+        _check_program(function, record.gradient, step.gradient, 0, left - 1)
 
 
 def _type(aval: Any) -> dict[str, Any]:

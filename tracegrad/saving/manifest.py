@@ -194,6 +194,10 @@ def from_json(document: dict[str, Any]) -> Manifest:
         raise ArtefactError(MANIFEST, f"functions has {len(functions)} entries, single is {single}")
     if variables and VARIABLES not in document["members"]:
         raise ArtefactError(VARIABLES, "the manifest lists Variables, and no such member")
+    used = {name for f in functions for name in (f.graph, *(p.member for p in f.programs))}
+    unused = sorted(set(document["members"]) - used - ({VARIABLES} if variables else set()))
+    if unused:
+        raise ArtefactError(unused[0], "nothing in the manifest refers to it")
     return Manifest(document["versions"], single, tuple(variables), tuple(functions))
 
 
