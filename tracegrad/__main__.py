@@ -79,6 +79,9 @@ def _report(path: str, work: Callable[[str], None]) -> int:
     except OSError as error:
         sys.stderr.write(f"{printable(path)}: {error.strerror or error}\n")
         return NOT_READ
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+        return NOT_READ
     return SOUND
 
 

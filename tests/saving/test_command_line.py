@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pty
+import random
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from artefacts import write_example
-from damage import changed, take_apart, with_members
+from damage import changed, damaged, take_apart, with_members
 
 from tracegrad.__main__ import main
 
@@ -104,6 +105,18 @@ def test_inspect_compares_what_it_shows_with_its_checksum(flipped: Path, capsys)
     assert shown == ""
     assert errors.startswith(f"{flipped}: functions/0/graph.txt: its contents were changed")
     assert errors.count("\n") == 1
+
+
+def test_inspect_never_fails_otherwise(example: Path, tmp_path: Path, capsys):
+    artefact = take_apart(example)
+    path = tmp_path / "bad"
+    for seed in range(100):
+        _, (data, _) = damaged(random.Random(seed), artefact)
+        path.write_bytes(data)
+        status = main(["inspect", str(path)])
+        errors = capsys.readouterr().err
+        # What it does not read may be damaged.
+        assert (status, errors.count("\n")) in {(0, 0), (1, 1)}, (seed, errors)
 
 
 def test_names_send_no_commands_to_the_terminal(example: Path, tmp_path: Path, capsys):

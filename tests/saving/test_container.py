@@ -160,6 +160,8 @@ def test_names_that_could_lead_elsewhere_are_not_written(path: Path, name: str):
         ({}, {"format_version": 2}),
         ({}, {"x": float("nan")}),
         ({}, {"x": "\ud800"}),
+        ({}, {"x": {1: "a", "1": "b"}}),
+        ({}, {"x": [{}] * 100_000}),
     ],
 )
 def test_what_could_not_be_read_back_is_not_written(path: Path, members: dict, manifest: dict):

@@ -90,6 +90,8 @@ def test_each_array_begins_at_a_multiple_of_its_elements():
 def test_what_cannot_be_written_is_refused_before_anything_is():
     with pytest.raises(ValueError, match="'x' has dtype"):
         tensor_pieces({"x": np.array(["text"])})
+    with pytest.raises(ValueError, match="reading it could take"):
+        tensor_pieces({f"x{i}": np.ones((), np.int8) for i in range(40_000)})
     with pytest.raises(ValueError, match="__metadata__"):
         tensor_pieces({"__metadata__": np.ones(1)})
 

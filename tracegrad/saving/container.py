@@ -53,7 +53,7 @@ def write_container(
 
     Raises:
         ValueError: a name that a member may not have, too many members, a manifest that is no
-            JSON; before anything is written.
+            JSON, or one that is too large for so small a file to be read. Nothing is left behind.
         OSError: the file cannot be written. Its ``filename`` is `path`, and nothing is left behind.
 
     Example:
@@ -74,6 +74,8 @@ def write_container(
             listed[name] = {"length": entries[-1].length, "sha256": digest.hexdigest()}
         text = documents.write({"format_version": FORMAT_VERSION, **manifest, "members": listed})
         sealed = file.tell()
+        # What is written can be read: it is not too large, and no keys became equal.
+        documents.read(memoryview(text), MANIFEST, most=2 * sealed)
         entries.append(_write_member(file, MANIFEST, text, hashlib.sha256()))
         start = file.tell()
         directory = b"".join(map(records.directory_record, entries))
@@ -230,8 +232,7 @@ def _check_before_writing(members: Mapping[str, Contents], manifest: Mapping[str
         raise ValueError(f"{len(members)} members; at most {records.MOST_MEMBERS - 1} fit")
     if "members" in manifest or manifest.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError("`members` and `format_version` of the manifest are not the caller's")
-    text = documents.write(dict(manifest))
-    documents.read(memoryview(text), MANIFEST)  # what is written can be read
+    documents.write(dict(manifest))
 
 
 def _write_member(

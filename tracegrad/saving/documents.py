@@ -69,12 +69,7 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
         return number if math.isfinite(number) else refuse(word)
 
     raw = text.tobytes()
-    cost = 4 * len(raw) + _OBJECT * raw.count(b"{") + _ARRAY * raw.count(b"[")
-    cost += _ITEM * raw.count(b",")
-    if cost > max(most, _ALLOWANCE):
-        raise ArtefactError(
-            member, f"reading it could take {cost} bytes, which the size of the file does not allow"
-        )
+    check_cost(raw, member, most)
     try:
         found = json.loads(
             raw.decode("utf-8"),
@@ -94,6 +89,21 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
     if not isinstance(found, dict):
         raise ArtefactError(member, f"it should be a JSON object and is {show(found)}")
     return found
+
+
+def check_cost(text: bytes, member: str, most: int) -> None:
+    """Raises ArtefactError if reading a JSON text could take more than `most` bytes and 16 MiB.
+
+    Whoever writes asks too: what is written has to be readable.
+    """
+    cost = 4 * len(text) + _OBJECT * text.count(b"{") + _ARRAY * text.count(b"[")
+    cost += _ITEM * text.count(b",")
+    if cost > max(most, _ALLOWANCE):
+        raise ArtefactError(
+            member,
+            f"reading it could take {cost} bytes; for a file of its size at most "
+            f"{max(most, _ALLOWANCE)} are allowed",
+        )
 
 
 def check(value: Any, schema: Schema, member: str, where: str = "") -> None:

@@ -79,7 +79,8 @@ def tensor_pieces(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Iterator[memory
             each begins at a multiple of the size of its elements.
 
     Raises:
-        ValueError: a dtype that JAX has not, or the name ``__metadata__``; before any piece.
+        ValueError: a dtype that JAX has not, the name ``__metadata__``, or tens of thousands of
+            arrays of next to nothing, which `read_header` would not read; before any piece.
 
     Example:
         >>> data = b"".join(tensor_pieces({"x": np.arange(3, dtype=np.float32)}))
@@ -102,6 +103,7 @@ def tensor_pieces(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Iterator[memory
     if unnamed:
         header = {_METADATA: unnamed, **header}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    documents.check_cost(text, "the header of the arrays", 2 * position)
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return _pieces(_LENGTH.pack(len(text)) + text, [arrays[name] for name in order])
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tracegrad import _jax
 from tracegrad.saving import program
 from tracegrad.saving.container import open_container
 from tracegrad.saving.errors import ArtefactError
@@ -38,7 +39,9 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         ArtefactError: a checksum is wrong, SHA-256 or CRC-32; the manifest or the header of the
             Variables is; a program cannot be parsed, or is another than the manifest says.
         OSError: the file is not there, or may not be read.
+        ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
     """
+    program.check_installed()
     with open_container(path) as container:
         container.check_crc()
         manifest = from_json(container.manifest)
@@ -129,5 +132,7 @@ def _parse_program(member: str, contents: bytes, manifest: Manifest) -> None:
     except Exception as error:  # whatever XLA and flatbuffers raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ArtefactError(
-            member, f"it was written by {manifest.written_by}, and is no program: {reason}"
+            member,
+            f"it was written by {manifest.written_by}, and JAX {_jax.versions()['jax']} cannot "
+            f"parse it: {reason}",
         ) from None
