@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
-from tracegrad.insight.scopes import scope_parts
+from tracegrad.insight.parts import parts_of
 from tracegrad.ir import Literal, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import label
@@ -101,9 +101,9 @@ class _Pen:
         """Draws the constants and nodes of a graph; `ends` has its inputs, and gets the rest."""
         for value in flow.graph.constants:
             ends[value] = self.box(value.name, frame, [value]), 0
-        for node in flow.graph.nodes:
-            stack = "" if node.source is None else _jax.name_stack(node.source.info)
-            inside = (*frame, *scope_parts(stack))
+        parts, _ = parts_of(flow.graph)
+        for node, part in zip(flow.graph.nodes, parts, strict=True):
+            inside = (*frame, *part)
             regions = flow.regions.get(node, {})
             last = self.node(node, flow, path, inside, regions, ends)
             ends.update((value, (last, k)) for k, value in enumerate(node.outputs))

@@ -16,7 +16,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
-from tracegrad.insight.scopes import scope_parts
+from tracegrad.insight.parts import parts_of
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.text import label, operand_text, parameters, types_text
@@ -57,10 +57,11 @@ def page(graph: Graph, flow: RegionFlow) -> str:
 def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
     """What the page knows of a graph, ready for JSON.
 
-    ``bodies``: the graph, then its regions: heading and ``rows``, one for each node: results,
-    label, operands, parameters, types, place, scope, flow, operands without gradient, regions
-    (title and body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told
-    by number; a place of -1 is the call's.
+    ``bodies``: the graph, then its regions: heading, ``calls`` (whether its scopes are functions
+    that were called, since nobody named any), and ``rows``, one for each node: results, label,
+    operands, parameters, types, place, scope, flow, operands without gradient, regions (title and
+    body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told by number;
+    a place of -1 is the call's.
     """
     writer = _Writer()
     writer.body(flow, ())
@@ -109,7 +110,12 @@ class _Writer:
             "again": int(again),
         }
         self.bodies.append(body)
-        body["rows"] = [self.row(node, flow, path) for node in graph.nodes]
+        frames, are_named = parts_of(graph)
+        body["calls"] = int(not are_named)
+        body["rows"] = [
+            self.row(node, frame, flow, path)
+            for node, frame in zip(graph.nodes, frames, strict=True)
+        ]
 
     def rule(self, node: CustomGradient, path: Path) -> list[list[Any]]:
         """Writes how a custom gradient is differentiated; returns title, body and 1, or nothing."""
@@ -131,8 +137,9 @@ class _Writer:
             self.write(graph, [-1] * len(graph.inputs), False, path, None)
         return self.rule_texts[text]
 
-    def row(self, node: Node, flow: RegionFlow | None, path: Path) -> list[Any]:
-        scope = "" if node.source is None else _jax.name_stack(node.source.info)
+    def row(
+        self, node: Node, frame: tuple[str, ...], flow: RegionFlow | None, path: Path
+    ) -> list[Any]:
         if flow is None:
             regions = [
                 [_title(node, name), self.rule_body(region, (*path, (node, name))), 1]
@@ -152,7 +159,7 @@ class _Writer:
             parameters(node),
             types_text(node.outputs),
             self.place(node, path),
-            self.scopes.setdefault(scope_parts(scope), len(self.scopes)),
+            self.scopes.setdefault(frame, len(self.scopes)),
             _RULE if flow is None else _KINDS[flow.flows[node]],
             "" if flow is None else ", ".join(map(operand_text, flow.lost.get(node, ()))),
             regions,

@@ -285,7 +285,7 @@ class View {
       else this.tell.append(make("br"));
     }
     const scope = this.data.scopes[row[SCOPE]];
-    if (scope.length) this.tell.append(make("div", "faint", `scope ${scope.join("/")}`));
+    if (scope.length && !body.data.calls) this.tell.append(make("div", "faint", `scope ${scope.join("/")}`));
     if (row[TYPES].length > 16) this.tell.append(make("div", "faint", row[TYPES]));
     this.tell.append(make("div", kind, SAYS[kind]));
     if (row[LOST]) this.tell.append(make("div", "cut", `but none goes on to ${row[LOST]}`));
@@ -341,7 +341,7 @@ class Body {
     return head;
   }
 
-  // Neighbours with a scope in common stand under it.
+  // Neighbours with a scope in common, or a function that was called, stand under it.
   grouped(rows) {
     const top = [];
     let path = [], stack = [top];
@@ -358,7 +358,17 @@ class Body {
       }
       stack[depth].push({index: i, first: i});
     });
-    return top;
+    return this.data.calls ? this.worthwhile(top) : top;
+  }
+
+  // A call that comes to one operation, or is all there is, needs no line of its own.
+  worthwhile(items) {
+    return items.map((item) => {
+      if (!item.items) return item;
+      const inside = this.worthwhile(item.items);
+      if (inside.length > 1) return {...item, items: inside};
+      return inside[0];
+    });
   }
 
   revealRow(i) {
@@ -458,9 +468,10 @@ class Item {
     const visit = (items) => items.forEach((item) => item.items ? visit(item.items)
       : view.add(sum, view.countRow(data, data.rows[item.index])));
     visit(this.group.items);
+    const [, name, place] = this.body.data.calls ? this.group.scope.match(/^(.*?)( \(.*)$/) : ["", this.group.scope, ""];
     const kind = sum.changed ? "changed" : sum.flows ? "flows" : sum.cut ? "cut" : sum.unreached ? "unreached" : "none";
     return this.line(`scope is-${sum.changed && sum.flows ? "flows" : kind}`,
-      make("span", "say", make("span", "faint", "# "), make("span", "name", this.group.scope)), this.badges(sum));
+      make("span", "say", make("span", "faint", this.body.data.calls ? "ƒ " : "# "), make("span", "name", name), make("span", "faint", place)), this.badges(sum));
   }
 
   rowLine() {

@@ -110,14 +110,15 @@ class Occurrence:
 
     @property
     def lines(self) -> tuple[Origin, ...]:
-        """The user's lines that led to it, from the function of its region inwards."""
+        """The lines of the user and of libraries, but for JAX's own, that led to it: from the
+        function of its region inwards."""
         if self.node.source is None:
             return ()
         stack = _within(_jax.frames(self.node.source.info), self.graph.function_source)
         return tuple(
             Origin(frame.file_name, frame.line_num, frame.function_name)
             for frame in reversed(stack)
-            if is_user_file(frame.file_name)
+            if not is_own_file(frame.file_name)
         )
 
     def __str__(self) -> str:
