@@ -17,7 +17,7 @@ from jax._src.interpreters import partial_eval as pe
 import tracegrad as tg
 from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
 from tracegrad.differentiation import UnconnectedError, grad, jacobian
-from tracegrad.differentiation.connectivity import connections
+from tracegrad.differentiation.connectivity import connections, cuts, explain_unconnected
 from tracegrad.ir.dependence import dependence
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -523,3 +523,37 @@ def test_what_was_learnt_of_an_operation_is_remembered_within_bounds():
     before = info.misses
     connected(lambda x: x**3, 2.0)
     assert _remembered_rows.cache_info().misses == before
+
+
+# ----------------------------------------------------------- functions called by functions called
+
+
+def doubled(depth):
+    """A function that is called 2**depth times, by functions that are called half as often."""
+
+    @jax.jit
+    def inner(x, y):
+        return jnp.sin(x) + jnp.round(y), y
+
+    for _ in range(depth):
+        inner = jax.jit(lambda x, y, inner=inner: inner(*inner(x, y)))
+    return inner
+
+
+def test_regions_shared_by_shared_regions_are_looked_at_once():
+    program = tg.graph(doubled(40))(1.0, 2.0)
+    assert dependence(program) == [0b11, 0b10]
+    assert connections(program) == [frozenset({0}), frozenset({1})]
+    assert len(program.regions_below) < 50
+    assert repr(program).startswith("<Graph")
+    with pytest.raises(tg.GraphError, match="nodes, each counted with every path of calls"):
+        program.walk()
+
+
+def test_every_cut_is_found_in_a_function_called_several_times():
+    few = tg.graph(doubled(3))(1.0, 2.0)
+    found = cuts(few, 1, 0)
+    assert len({cut.occurrence.path for cut in found}) == 8
+    assert len(few.find(lambda o: o.node.op == "round")) == 8
+    many = tg.graph(doubled(12))(1.0, 2.0)
+    assert "round at test_connectivity.py" in explain_unconnected(many, 1, 0)

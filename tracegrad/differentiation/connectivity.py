@@ -11,6 +11,7 @@ nothing, or zeros, for an input.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ from tracegrad.ir.occurrence import Path
 from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.rewriting.forward_mode import place_of
 from tracegrad.tracing.importer import import_program
+
+# How often a region is looked through for cuts: once for each path of calls that leads to it.
+_VISITS = 64
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
 _REMEMBERED = 4096
@@ -87,7 +91,8 @@ def cuts(graph: Graph, source: int, target: int) -> list[Cut]:
     """Where the gradient of one output is cut off from one input, on every path between them.
 
     Empty if nothing that leads to the output uses the input (or if they are connected). A cut
-    inside of a call, loop, branch or recomputed region is that of the innermost node.
+    inside of a call, loop, branch or recomputed region is that of the innermost node. Of a function
+    that is called in more than some hundred places the cuts of the first of them are given.
     """
     wanted = [i == target for i in range(len(graph.outputs))]
     found = Walk().cuts(graph, _sources(graph), wanted, 1 << source, ())
@@ -124,6 +129,8 @@ class Walk:
 
     regions: dict[tuple[Graph, tuple[int, ...]], Masks] = field(default_factory=dict)
     rules: dict[tuple[Node, tuple[bool, ...]], tuple[int, ...] | None] = field(default_factory=dict)
+    flows: dict[Node, Masks] = field(default_factory=dict)
+    visits: Counter[Any] = field(default_factory=Counter)
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         """Masks of the inputs connected to each result, given those connected to each operand."""
@@ -179,6 +186,11 @@ class Walk:
         self, graph: Graph, ins: Masks, wanted: Sequence[bool], bit: int, path: Path
     ) -> list[Cut]:
         """The cuts between the inputs that carry `bit` and the wanted outputs."""
+        # The paths to a region that is shared by regions that are shared are too many for all.
+        visit = graph, tuple(ins), tuple(wanted)
+        self.visits[visit] += 1
+        if self.visits[visit] > _VISITS:
+            return []
         masks: dict[Value, int] = {}
         spread(graph, ins, self.rule, masks)
         live = leading_to(graph, wanted)
@@ -188,7 +200,7 @@ class Walk:
             carrying = joined(1 << i for i, mask in enumerate(operands) if mask & bit)
             if not carrying:
                 continue
-            flow = node_dependence(node)
+            flow = self._flow(node)
             lost = [
                 value in live and not masks[value] & bit and bool(flow[k] & carrying)
                 for k, value in enumerate(node.outputs)
@@ -201,6 +213,11 @@ class Walk:
                     )
                 ]
         return found
+
+    def _flow(self, node: Node) -> Masks:
+        if node not in self.flows:
+            self.flows[node] = node_dependence(node)
+        return self.flows[node]
 
     def _inside(
         self, node: Node, ins: Masks, lost: Sequence[bool], bit: int, path: Path

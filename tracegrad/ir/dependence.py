@@ -35,17 +35,34 @@ def dependence(graph: Graph) -> Masks:
     branches (and the predicate). Where JAX alone knows what a region means, every result depends
     on every operand.
     """
-    return spread(graph, [1 << i for i in range(len(graph.inputs))], data_flow)
+    return spread(graph, [1 << i for i in range(len(graph.inputs))], _data_flow())
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
     """The rule of plain data flow."""
-    if not any(ins):
-        return [0] * len(node.outputs)
-    if node.op in _ELEMENTWISE_TUPLES:
-        return ins
-    entered = enter(node, ins, lambda region, masks: spread(region, masks, data_flow))
-    return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+    if node.regions:
+        return _data_flow()(node, ins)
+    return ins if node.op in _ELEMENTWISE_TUPLES else [joined(ins)] * len(node.outputs)
+
+
+def _data_flow() -> Rule:
+    """That rule; it remembers what it found about the regions that it has entered, so that regions
+    shared by regions that are shared take no more time than others."""
+    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
+
+    def run(region: Graph, ins: Masks) -> Masks:
+        key = region, tuple(ins)
+        if key not in known:
+            known[key] = spread(region, ins, rule)
+        return known[key]
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        if not node.regions or not any(ins):
+            return data_flow(node, ins) if any(ins) else [0] * len(node.outputs)
+        entered = enter(node, ins, run)
+        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+
+    return rule
 
 
 def node_dependence(node: Node) -> Masks:

@@ -46,6 +46,10 @@ class Tap:
     aval: Any
 
 
+# Of the nodes of one graph, each with every path of calls to it: a walk over as many takes minutes.
+_MOST = 20_000_000
+
+
 class Graph:
     """A program over JAX's primitives.
 
@@ -150,10 +154,14 @@ class Graph:
     @property
     def recomputes(self) -> bool:
         """Whether it or a region below it has a `Recompute`."""
-        return any(isinstance(node, Recompute) for graph in self._below({}) for node in graph.nodes)
+        return any(isinstance(node, Recompute) for g in self.regions_below for node in g.nodes)
+
+    @property
+    def regions_below(self) -> list[Graph]:
+        """This graph and the regions at any depth, each once."""
+        return list(self._below({}))
 
     def _below(self, seen: dict[Graph, None]) -> Iterable[Graph]:
-        """This graph and all regions below it, each once."""
         if self not in seen:
             seen[self] = None
             for node in self.nodes:
@@ -196,9 +204,25 @@ class Graph:
     def walk(self) -> Iterator[Occurrence]:
         """Every node at any depth with the calls that lead to it, in the order of execution.
 
-        A region that is entered from several places comes once for each.
+        A region that is entered from several places comes once for each. Where such regions are
+        nested in one another that number grows exponentially: raises GraphError for more nodes
+        than anybody could look at. `graph.regions_below` has each region once.
         """
-        yield from self._walk(())
+        total = self._total({})
+        if total > _MOST:
+            raise GraphError(
+                f"{self.name} has {total:.1e} nodes, each counted with every path of calls to it: "
+                "functions that are called several times call others several times, and so on. "
+                "Look at one of its regions by itself: node.regions, or graph.regions_below"
+            )
+        return self._walk(())
+
+    def _total(self, known: dict[Graph, int]) -> int:
+        """The number of nodes that `walk` gives."""
+        if self not in known:
+            below = (region for node in self.nodes for region in node.regions.values())
+            known[self] = len(self.nodes) + sum(region._total(known) for region in below)
+        return known[self]
 
     def _walk(self, path: Path) -> Iterator[Occurrence]:
         for node in self.nodes:
@@ -244,7 +268,7 @@ class Graph:
         return text.format_graph(self)
 
     def __repr__(self) -> str:
-        total = sum(1 for _ in self.walk())
+        total = self._total({})
         types = ", ".join(map(_jax.type_text, self.in_avals))
         results = ", ".join(map(_jax.type_text, self.out_avals))
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
