@@ -22,8 +22,9 @@ from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
     """Shows the graph of a function, and what becomes of the gradient at each of its operations.
 
-    In a notebook it can be folded by named scope and by region, and searched; an operation's line
-    of code appears when the mouse rests on it. In a terminal it is the text of the graph, in colour
+    In a notebook it folds by region and by named scope (where nobody named one, by the functions
+    and layers that are called), and can be searched; an operation's line of code appears when the
+    mouse rests on it. In a terminal it is the text of the graph, in colour
     (`NO_COLOR <https://no-color.org>`_ in the environment leaves it plain). Nothing is computed.
 
     Operations that the gradient passes on its way from the float outputs to the float inputs are
@@ -32,8 +33,8 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
     that no float input leads to. That is decided on the program, not on values.
 
     Args:
-      fun: a function of arrays and pytrees of arrays; a traced function, shown after its rules; or
-        a graph.
+      fun: a function of arrays and pytrees of arrays; a traced function, shown after its rules (so
+        ``show(tg.trace(fun, static_argnames="n"), x, n=3)`` takes static arguments); or a graph.
       *args, **kwargs: the arguments of `fun`, or `jax.ShapeDtypeStruct`s in their place. None for a
         graph.
 
