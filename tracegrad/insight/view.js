@@ -60,7 +60,7 @@ class View {
     }, {root: this.scroll, rootMargin: "400px"});
     this.top = new Body(this, 0, -1);
     this.scroll.append(this.top.element);
-    if (this.count(0).nodes <= 40) while (this.unfold());
+    if (this.count(0).nodes <= 40) while (this.unfold((item) => !item.row || signOf(item.row) !== "custom"));
     this.listen();
   }
 
@@ -87,7 +87,8 @@ class View {
 
   // The parts of a rule are no part of the program.
   countRegions(row) {
-    return row[REGIONS].reduce((all, [, region, isRule]) => isRule ? all : this.add(all, this.count(region)), {nodes: 0});
+    const isInRule = KINDS[row[KIND]] === "rule";
+    return row[REGIONS].reduce((all, [, region, isRule]) => isRule && !isInRule ? all : this.add(all, this.count(region)), {nodes: 0});
   }
 
   add(sum, other) {
@@ -135,8 +136,8 @@ class View {
   }
 
   // Opens one level more of all that is in sight; says whether there was something to open.
-  unfold() {
-    const closed = this.top.closed();
+  unfold(which = () => true) {
+    const closed = this.top.closed().filter(which);
     closed.forEach((item) => item.open());
     return closed.length > 0;
   }
@@ -493,7 +494,7 @@ class Item {
   }
 
   badges(sum) {
-    const badges = make("span", "badges", sum.nodes.toLocaleString("en"));
+    const badges = make("span", "badges", sum.nodes ? sum.nodes.toLocaleString("en") : "");
     for (const [key, sign] of [["custom", "◆"], ["stop", "■"], ["recompute", "↻"], ["cut", "✕"]])
       if (sum[key]) badges.append(make("span", CLASS[key] || key, `${sign}${sum[key]}`));
     badges.title = `${sum.nodes} operations inside`;
