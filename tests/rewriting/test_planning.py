@@ -1,0 +1,372 @@
+"""The planner against plans that were all tried, and its model against what JAX and XLA say."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad
+from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
+from tracegrad.rewriting.planning import cuts as cuts_module
+from tracegrad.rewriting.planning.budget import budget_bytes
+from tracegrad.rewriting.planning.cuts import Network
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.flops import node_flops
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.planner import Planner, flops_bound, lowest_peak_bound
+from tracegrad.rewriting.planning.residuals import NodeResiduals
+from tracegrad.rewriting.planning.simulation import Segment, keep_all, simulate
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# -------------------------------------------------------------------------------- random programs
+
+
+def random_model(seed: int, count: int) -> MemoryModel:
+    """Each operation reads one or two of the four before it; its backward step some of those."""
+    rng = np.random.default_rng(seed)
+    args, needs = [], []
+    for i in range(count):
+        near = range(max(0, i - 4), i)
+        chosen = rng.choice(near, size=min(len(near), rng.integers(1, 3)), replace=False)
+        args.append(tuple(sorted(int(v) for v in chosen)))
+        needs.append(tuple(v for v in (*args[i], i) if rng.random() < 0.7))
+    return MemoryModel(
+        sizes=[int(s) for s in rng.integers(1, 9, count)],
+        flops=[int(f) for f in rng.integers(1, 20, count)],
+        args=args,
+        needs=needs,
+        cotangents=[int(s) for s in rng.integers(1, 4, count)],
+        extra=[int(e) for e in rng.integers(0, 4, count) * (rng.random(count) < 0.2)],
+    )
+
+
+def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
+    """The peak and the extra FLOPs of a plan, from the rules alone: at each moment all that is
+    alive is counted anew."""
+    count = len(m)
+    segment_of = {i: k for k, s in enumerate(plan) for i in range(s.start, s.stop)}
+
+    def readers(v: int) -> list[int]:
+        return [i for i in range(count) if v in m.args[i] or v in m.needs[i]]
+
+    again: list[set[int]] = []  # what each segment runs again
+    for s in plan:
+        run: set[int] = set()
+        if s.recompute:
+            inside = range(s.start, s.stop)
+            wanted = {v for i in inside for v in m.needs[i] if v in inside and v not in s.saved}
+            wanted |= {i for i in inside if m.extra[i]}
+            while wanted - run:
+                run |= wanted
+                wanted |= {v for i in run for v in m.args[i] if v in inside and v not in s.saved}
+        again.append(run)
+
+    def stored(v: int) -> bool:
+        """Kept by its own segment for its own backward pass."""
+        k = segment_of[v]
+        own = range(plan[k].start, plan[k].stop)
+        read = any(v in m.needs[i] for i in own) or any(v in m.args[i] for i in again[k])
+        return read and v not in again[k]
+
+    def outside(v: int) -> list[int]:
+        return [segment_of[u] for u in readers(v) if segment_of[u] != segment_of[v]]
+
+    peak = 0
+    for now in range(count):  # forward
+        alive = [v for v in range(now + 1) if stored(v) or outside(v)]
+        alive += [
+            v
+            for v in range(plan[segment_of[now]].start, now + 1)
+            if v not in alive
+            and (v == now or any(v in m.args[i] and i >= now for i in range(count)))
+        ]
+        extra = sum(m.extra[i] for i in range(now + 1) if not plan[segment_of[i]].recompute)
+        peak = max(peak, sum(m.sizes[v] for v in alive) + extra)
+    for k, s in reversed(list(enumerate(plan))):  # backward
+        from_before = {v for v in range(s.start) if stored(v) or any(u <= k for u in outside(v))}
+        base = sum(m.sizes[v] for v in from_before)
+        base += sum(m.extra[i] for i in range(s.start) if not plan[segment_of[i]].recompute)
+        inside = range(s.start, s.stop)
+        runs = sorted(again[k])
+        kept = {v for v in inside if stored(v)}
+        moments: list[tuple[list[int], int]] = []  # (the runs that are left, the step)
+        moments += [(runs[j:], s.stop - 1) for j in range(len(runs))]
+        moments += [([], step) for step in reversed(inside)]
+        for left, step in moments:
+            done = [i for i in runs if i not in left] + left[:1]
+
+            def read_later(
+                v: int, left: Any = left, step: int = step, inside: Any = inside
+            ) -> bool:
+                return any(v in m.args[i] for i in left) or any(
+                    v in m.needs[i] for i in inside if i <= step
+                )
+
+            alive = {v for v in (*kept, *done) if read_later(v) or v in left[:1]}
+            size = base + sum(m.sizes[v] for v in alive) + m.cotangents[step]
+            made = done if s.recompute else list(inside)
+            size += sum(m.extra[i] for i in made if i <= step)
+            peak = max(peak, size)
+    return peak, sum(m.flops[i] for run in again for i in run)
+
+
+def all_plans(count: int) -> Iterator[list[Segment]]:
+    """Every way to cut so many operations, with every save set in every segment."""
+    for ends in itertools.product([False, True], repeat=count - 1):
+        edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
+        choices = []
+        for start, stop in itertools.pairwise(edges):
+            saves = itertools.product([False, True], repeat=stop - start)
+            segments = [
+                Segment(start, stop, True, frozenset(start + k for k, s in enumerate(save) if s))
+                for save in saves
+            ]
+            choices.append([Segment(start, stop), *segments])
+        yield from map(list, itertools.product(*choices))
+
+
+# ------------------------------------------------------------------------------------- simulation
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int):
+    rng = np.random.default_rng(seed)
+    m = random_model(seed, 9)
+    edges = [0, *sorted(rng.choice(range(1, 9), size=3, replace=False).tolist()), 9]
+    plan = [
+        Segment(
+            a, b, bool(rng.random() < 0.7), frozenset(v for v in range(a, b) if rng.random() < 0.4)
+        )
+        for a, b in itertools.pairwise(edges)
+    ]
+    found = simulate(m, plan)
+    assert (found.peak, found.flops) == replay(m, plan)
+    assert max((*found.forward, *found.backward)) == found.peak
+
+
+# ---------------------------------------------------------------------------------------- planner
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_of_small_programs_are_the_best_of_all(seed: int):
+    m = random_model(seed, 5)
+    tried = [replay(m, plan) for plan in all_plans(5)]
+    lowest, whole = min(peak for peak, _ in tried), keep_all(m).peak
+    planner = Planner(m)
+    for budget in range(lowest, whole + 1):
+        best = min(flops for peak, flops in tried if peak <= budget)
+        plan, simulation = planner.plan(budget)
+        assert replay(m, plan) == (simulation.peak, best)
+        assert simulation.peak <= budget
+        assert flops_bound(m, budget) <= best
+    assert planner.lowest_peak() == lowest
+    assert lowest_peak_bound(m) <= lowest
+    with pytest.raises(BudgetTooSmall) as error:
+        planner.plan(lowest - 1)
+    assert error.value.lowest == lowest
+    assert error.value.bound == lowest_peak_bound(m)
+
+
+def test_large_programs_keep_the_budget_between_bound_and_everything():
+    m = random_model(3, 40)
+    planner, again = Planner(m), Planner(m)
+    whole = keep_all(m).peak
+    for share in (0.9, 0.7, 0.5):
+        budget = int(share * whole)
+        plan, simulation = planner.plan(budget)
+        assert simulation.peak <= budget
+        assert flops_bound(m, budget) <= simulation.flops <= m.total_flops
+        assert again.plan(budget)[0] == plan  # the same every time
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_minimum_cuts_are_the_cheapest_save_sets(seed: int):
+    m = random_model(seed, 8)
+    needed = sorted({v for found in m.needs for v in found})
+
+    def cost(saved: frozenset[int]) -> tuple[int, int]:
+        run, pending = set(), [v for v in needed if v not in saved]
+        while pending:
+            i = pending.pop()
+            run.add(i)
+            pending += [v for v in m.args[i] if v not in saved and v not in run]
+        return sum(m.sizes[v] for v in saved), sum(m.flops[v] for v in run)
+
+    sets = [frozenset(s) for k in range(9) for s in itertools.combinations(range(8), k)]
+    for price in (0.1, 0.5, 1.5, 6.0):
+        least = min(flops + price * size for size, flops in map(cost, sets))
+        cut = Network(m, needed).cut(price)
+        size, flops = cost(cut.saved)
+        assert (size, flops) == (cut.bytes, cut.flops)
+        assert flops + price * size == pytest.approx(least)
+        assert cut.value <= least * (1 + 1e-12)
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+def nodes_of(fun: Any, *args: Any) -> list[Any]:
+    return list(flatten(tracegrad.graph(fun)(*args)).nodes)
+
+
+def xla_flops(fun: Any, *args: Any) -> float:
+    return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (lambda a, b: a @ b, [f32(32, 48), f32(48, 64)]),
+        (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), [f32(3, 16, 24), f32(3, 8, 24)]),
+        (
+            lambda x, w: jax.lax.conv_general_dilated(
+                x,
+                w,
+                (1, 1),
+                "VALID",
+                feature_group_count=2,
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            ),
+            [f32(2, 12, 12, 8), f32(3, 3, 4, 16)],
+        ),
+    ],
+    ids=["matrices", "batches", "grouped convolution"],
+)
+def test_flops_of_products_are_those_that_xla_counts(fun: Any, shapes: Any):
+    total = sum(node_flops(node, {}) for node in nodes_of(fun, *shapes))
+    assert total == pytest.approx(xla_flops(fun, *shapes), rel=0.01)
+
+
+def test_a_scan_takes_its_length_times_its_body():
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=7)[0]
+
+    (scan,) = nodes_of(fun, f32(16, 16))
+    assert node_flops(scan, {}) == 7 * 2 * 16**3
+
+
+@pytest.mark.parametrize(
+    ("fun", "operands", "results"),
+    [
+        (jnp.tanh, (), (0,)),
+        (jnp.exp, (), (0,)),
+        (jnp.sin, (0,), ()),
+        (lambda x: -x, (), ()),
+        (lambda x: jax.lax.cumsum(x), (), ()),
+        (lambda x: x @ jnp.ones((4, 4)), (1,), ()),
+    ],
+)
+def test_a_backward_pass_reads_what_jax_says(fun: Any, operands: Any, results: Any):
+    node = nodes_of(fun, f32(4, 4))[-1]
+    active = [i for i, v in enumerate(node.inputs) if getattr(v, "name", "") == "x" or i == 0]
+    found = NodeResiduals().of(node, active[:1])
+    assert (found.operands, found.results, found.extra) == (operands, results, 0)
+
+
+def test_a_scan_keeps_the_residuals_of_every_iteration():
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(jnp.sin(c)), None), x, None, length=10)[0]
+
+    (node,) = nodes_of(fun, f32(8))
+    residuals = jax.eval_shape(lambda x: jax.vjp(fun, x)[1], f32(8))
+    expected = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+    assert NodeResiduals().of(node, [0]).extra == expected
+
+
+def test_calls_are_written_out_at_every_depth_and_compute_the_same():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+    outer = jax.jit(lambda x: inner(x) + inner(x + 1))
+
+    def fun(x: jax.Array) -> jax.Array:
+        return outer(x) * outer(inner(x))
+
+    flat = flatten(tracegrad.graph(fun)(0.5))
+    flat.verify()
+    assert not [node for node in flat.nodes if node.regions]
+    assert float(flat.to_callable()(0.5)) == pytest.approx(float(fun(jnp.float32(0.5))))
+
+
+# ----------------------------------------------------------------------------------------- budgets
+
+
+def test_budgets_are_bytes_units_or_shares():
+    sizes = [
+        budget_bytes(b, 1000) for b in (7, np.int64(7), "7", "2 GiB", "1.5kB", "0.5KiB", "1e3")
+    ]
+    assert sizes == [7, 7, 7, 2 * 2**30, 1500, 512, 1000]
+    assert [budget_bytes(b, 1000) for b in (0.3, 1.0, "30%", "100 %")] == [300, 1000, 300, 1000]
+
+
+@pytest.mark.parametrize("bad", [0, -5, "0", "-2GiB", 0.0, -0.5, float("nan"), "0%"])
+def test_budgets_not_above_zero_are_refused(bad: Any):
+    with pytest.raises(ValueError, match="not above zero"):
+        plan_recompute(jnp.sin, bad)
+
+
+@pytest.mark.parametrize("bad", ["", "two GiB", "2GiBB", "2 G iB", "120%", 2.5e9, float("inf")])
+def test_budgets_that_cannot_be_read_are_refused(bad: Any):
+    with pytest.raises(ValueError, match="a memory budget is bytes"):
+        plan_recompute(jnp.sin, bad)
+
+
+@pytest.mark.parametrize("bad", [None, True, [1], 2j])
+def test_budgets_of_other_types_are_refused(bad: Any):
+    with pytest.raises(TypeError, match="a memory budget is bytes"):
+        plan_recompute(jnp.sin, bad)
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+def deep(x: jax.Array) -> jax.Array:
+    for _ in range(20):
+        x = jnp.tanh(jnp.sin(x))
+    return jnp.sum(x)
+
+
+def test_a_program_without_gradient_cannot_be_planned():
+    with pytest.raises(ValueError, match="no result of <lambda> is a float"):
+        plan_recompute(lambda x: jnp.argmax(x), 100)(f32(8))
+    with pytest.raises(ValueError, match="no result of <lambda> is a float"):
+        plan_recompute(lambda x: jax.lax.stop_gradient(x) * 1.0, 100)(f32(8))
+
+
+def test_an_operation_without_reverse_derivative_is_named_with_its_line():
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)
+
+    with pytest.raises(ValueError, match=r"while.*test_planning\.py.*no reverse-mode derivative"):
+        plan_recompute(fun, 100)(f32(8))
+
+
+def test_a_budget_below_what_is_possible_says_what_is_possible():
+    with pytest.raises(BudgetTooSmall, match="too small: the lowest peak") as error:
+        plan_recompute(deep, 100)(f32(1024))
+    assert 100 < error.value.bound <= error.value.lowest
+    plan = plan_recompute(deep, error.value.lowest)(f32(1024))
+    assert plan.peak <= error.value.lowest
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ortools.graph.python.max_flow", None)
+    cuts_module._max_flow.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install 'tracegrad\[plan\]'"):
+        plan_recompute(deep, "50%")(f32(1024))
+    plan = plan_recompute(deep, "100%")(f32(1024))  # nothing to plan
+    assert not plan.is_needed
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="expected a function to plan for"):
+        plan_recompute(3, 100)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""Minimum cuts: which values to save so that the rest is recomputed at the least price.
+
+Every value that the backward pass reads must be saved, at a price for each byte, or run again, for
+its FLOPs, and then what it is computed from must be there in its turn. A value that is there but
+not run pays for its bytes, one that is run pays for its FLOPs: both are arcs of a network, and the
+cheapest choice is its minimum cut (the project selection problem; for tensors, as in PyTorch's
+min-cut partitioner of functorch). The save sets of all prices are the lower convex hull of (bytes,
+FLOPs) over all save sets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+# Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
+_SCALE = 1 << 44
+_INFINITE = 2 * _SCALE
+
+
+@cache
+def _max_flow() -> Any:
+    """OR-tools' module for maximum flows (64-bit capacities, which SciPy's has not)."""
+    try:
+        return importlib.import_module("ortools.graph.python.max_flow")
+    except ImportError as error:
+        raise ImportError(
+            "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The cheapest choice for a price: `saved`, its bytes that cost something, the FLOPs of what is
+    run again; `value` is a lower bound of ``flops + price * bytes`` over all choices."""
+
+    saved: frozenset[int]
+    bytes: int
+    flops: int
+    value: float
+
+
+class Operations(Protocol):
+    """What a network is made of: a whole program, or a piece of one."""
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+    @property
+    def flops(self) -> Sequence[int]: ...
+    @property
+    def args(self) -> Sequence[Sequence[int]]: ...
+
+
+class Network:
+    """The choice for a program, or a piece of it."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        needed: Iterable[int],
+        must_run: Iterable[int] = (),
+        free: Collection[int] = (),
+    ):
+        """`needed`: what the backward pass reads; `must_run`: what is run again in any case;
+        `free`: what costs nothing to save, since it is alive anyway."""
+        self.operations, self.free = operations, frozenset(free)
+        needed, must_run = sorted(set(needed)), sorted(set(must_run))
+        number: dict[int, int] = {}
+        pending = [*needed, *must_run]
+        inner_arcs = []
+        while pending:
+            v = pending.pop()
+            if v in number:
+                continue
+            number[v] = len(number)
+            for u in operations.args[v]:
+                inner_arcs.append((v, u))
+                pending.append(u)
+        self.values = list(number)
+        self.flops = sum(operations.flops[v] for v in self.values)
+        there = {v: 2 + 2 * k for v, k in number.items()}
+        run = {v: 3 + 2 * k for v, k in number.items()}
+        source, sink = 0, 1
+        arcs = [(there[v], run[v]) for v in self.values]
+        arcs += [(run[v], sink) for v in self.values]
+        arcs += [(run[v], there[u]) for v, u in inner_arcs]
+        arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
+        self._tails = np.array([a for a, _ in arcs], np.int32)
+        self._heads = np.array([b for _, b in arcs], np.int32)
+        self._sizes = np.array(
+            [0 if v in self.free else operations.sizes[v] for v in self.values], float
+        )
+        self._flops = np.array([operations.flops[v] for v in self.values], float)
+        self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
+
+    def cut(self, price: float) -> Cut:
+        """The cheapest choice; `price` is FLOPs for a byte."""
+        if not self.values:
+            return Cut(frozenset(), 0, 0, 0.0)
+        flow = _max_flow().SimpleMaxFlow()
+        # Saving a value never pays if it costs more than running everything.
+        scale = _SCALE / max(1.0, 2.0 * self.flops)
+        saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
+        running = np.floor(self._flops * scale)
+        capacities = np.concatenate(
+            [saving.astype(np.int64), running.astype(np.int64), self._endless]
+        )
+        flow.add_arcs_with_capacity(self._tails, self._heads, capacities)
+        status = flow.solve(0, 1)
+        assert status == flow.OPTIMAL, status
+        # Of several cuts of one price, that which runs least: the values on the sink's side do not.
+        beyond = set(flow.get_sink_side_min_cut())
+        saved, size, flops = [], 0, 0
+        for k, v in enumerate(self.values):
+            is_there, is_run = 2 + 2 * k not in beyond, 3 + 2 * k not in beyond
+            if is_run:
+                flops += self.operations.flops[v]
+            elif is_there:
+                saved.append(v)
+                size += 0 if v in self.free else self.operations.sizes[v]
+        return Cut(frozenset(saved), size, flops, flow.optimal_flow() / scale)
+
+    def hull(self, most: int) -> list[Cut]:
+        """Save sets from the cheapest to compute to the smallest, on the convex hull of both.
+
+        At most `most` of them: the widest gaps are looked into first.
+        """
+        first, last = self.cut(0.0), self.cut(1e30)
+        cuts = [first]
+        if (last.bytes, last.flops) != (first.bytes, first.flops):
+            cuts.append(last)
+        closed: set[tuple[Cut, Cut]] = set()
+        while len(cuts) < most:
+            gaps = [
+                (a, b)
+                for a, b in itertools.pairwise(cuts)
+                if (a, b) not in closed and a.bytes > b.bytes and a.flops < b.flops
+            ]
+            if not gaps:
+                break
+            a, b = max(gaps, key=lambda gap: _area(*gap))
+            price = (b.flops - a.flops) / (a.bytes - b.bytes)
+            found = self.cut(price)
+            here = found.flops + price * found.bytes
+            both = a.flops + price * a.bytes
+            if here >= both * (1 - 1e-9) or found.bytes in (a.bytes, b.bytes):
+                closed.add((a, b))
+            else:
+                cuts.insert(cuts.index(b), found)
+        return cuts
+
+
+def _area(a: Cut, b: Cut) -> float:
+    return float(a.bytes - b.bytes) * float(b.flops - a.flops)

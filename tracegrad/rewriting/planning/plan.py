@@ -1,0 +1,460 @@
+"""`plan_recompute`: what to keep and what to recompute so that a program fits its memory budget."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, Value
+from tracegrad.lowering import to_callable
+from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.model import MemoryModel, model
+from tracegrad.rewriting.planning.planner import (
+    BudgetTooSmall,
+    Planner,
+    flops_bound,
+    lowest_peak_bound,
+)
+from tracegrad.rewriting.planning.regions import nodes_of, with_regions
+from tracegrad.rewriting.planning.scans import Variant, variants
+from tracegrad.rewriting.planning.simulation import Segment, Simulation, keep_all, simulate
+from tracegrad.tracing.graphs import Rule
+from tracegrad.tracing.graphs import graph as trace_graph
+
+_FORMAT = "tracegrad recompute plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """What a program keeps, what it computes again, and what that costs; from `plan_recompute`.
+
+    Sizes are bytes of activations, cotangents and gradients in the making that are alive at once
+    (not arguments and results), as the planner's model of XLA counts them.
+
+    Attributes:
+      graph: the program that was planned, its jitted calls written out.
+      budget: bytes.
+      peak, peak_without: the highest point, with the plan and with nothing recomputed.
+      residual, residual_without: what is kept from the forward to the backward pass.
+      flops: extra FLOPs. `forward_flops`: those of the forward pass.
+      flops_bound: no plan within the budget needs fewer extra FLOPs, in this model.
+      peak_bound: no plan has a lower peak, in this model.
+      scans: what was done to the bodies of scans; "" for nothing.
+      segments: the parts of the program, in order, each kept or recomputed but for a save set.
+    """
+
+    graph: Graph = field(compare=False)
+    budget: int
+    peak: int
+    peak_without: int
+    residual: int
+    residual_without: int
+    flops: int
+    forward_flops: int
+    flops_bound: int
+    peak_bound: int
+    scans: str
+    segments: tuple[Segment, ...]
+    _model: MemoryModel = field(repr=False, compare=False)
+    _whole: MemoryModel = field(repr=False, compare=False)
+    _variant: int = field(repr=False, compare=False)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything is recomputed at all."""
+        return self._variant > 0 or any(segment.recompute for segment in self.segments)
+
+    def rewritten(self) -> Graph:
+        """The program with a `Recompute` for every segment that is recomputed."""
+        return with_regions(self._model, self.segments)
+
+    def apply(self) -> Callable[..., Any]:
+        """The planned function: of the same arguments and results as the original.
+
+        Differentiate it and compile that with `tracegrad.trace`, which sees to it that XLA
+        recomputes, or with `jax.jit`. It takes arguments of the types that were planned for;
+        with others it raises TypeError.
+        """
+        return to_callable(self.rewritten())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, to be reviewed and kept with the model; see `load_plan`."""
+        Path(path).write_text(json.dumps(self._as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _as_json(self) -> dict[str, Any]:
+        simulation = simulate(self._model, self.segments)
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "program": fingerprint(self.graph),
+            "name": self.graph.name,
+            "budget": self.budget,
+            "peak": self.peak,
+            "peak_without": self.peak_without,
+            "residual": self.residual,
+            "extra_flops": self.flops,
+            "forward_flops": self.forward_flops,
+            "flops_bound": self.flops_bound,
+            "scan_variant": self._variant,
+            "segments": [
+                {
+                    "start": segment.start,
+                    "stop": segment.stop,
+                    "recompute": segment.recompute,
+                    "saved": sorted(segment.saved),
+                    "peak": peak,
+                    "extra_flops": local.flops,
+                }
+                for segment, peak, local in zip(
+                    self.segments, simulation.peaks, simulation.locals, strict=True
+                )
+            ],
+        }
+
+    def __str__(self) -> str:
+        simulation = simulate(self._model, self.segments)
+        share = self.flops / max(1, self.forward_flops)
+        bound = self.flops_bound / max(1, self.forward_flops)
+        lines = [
+            f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}",
+            f"  peak         {in_units(self.peak)} of {in_units(self.peak_without)} "
+            f"({_percent(self.peak, self.peak_without)}); none below {in_units(self.peak_bound)} "
+            "is possible",
+            f"  residuals    {in_units(self.residual)} of {in_units(self.residual_without)} "
+            f"({_percent(self.residual, self.residual_without)})",
+            f"  extra FLOPs  {self.flops:.4g}, {share:.1%} of the forward pass; "
+            f"within this budget at least {bound:.1%}",
+        ]
+        if self.scans:
+            lines.append(f"  scans        {self.scans}")
+        rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
+        for k, (segment, local, peak) in enumerate(
+            zip(self.segments, simulation.locals, simulation.peaks, strict=True)
+        ):
+            nodes = nodes_of(self._model, segment)
+            rows.append(
+                (
+                    str(k),
+                    str(len(nodes)),
+                    "recompute" if segment.recompute else "keep",
+                    str(len(local.stored)),
+                    in_units(peak),
+                    _percent(local.flops, self.forward_flops),
+                    nodes[0].name if nodes else "",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += [
+            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def curve(self, points: int = 10) -> list[tuple[int, int]]:
+        """The trade for other budgets: pairs of peak bytes and extra FLOPs, from the largest peak
+        to the lowest that can be planned. Each point is a plan of its own, and takes as long."""
+        planner = Planner(self._model)
+        lowest = planner.lowest_peak()
+        found = [(self.peak_without, 0)]
+        for k in range(1, points + 1):
+            budget = self.peak_without + (lowest - self.peak_without) * k // points
+            _, simulation = planner.plan(budget)
+            found.append((simulation.peak, simulation.flops + self._scan_flops()))
+        return found
+
+    def _scan_flops(self) -> int:
+        return self.flops - simulate(self._model, self.segments).flops
+
+    def plot(self) -> Any:
+        """Two pictures as a matplotlib Figure: bytes alive over the forward and the backward pass
+        with and without the plan, and extra FLOPs against the peak for other budgets.
+
+        Raises ImportError without matplotlib.
+        """
+        figures = _optional("matplotlib.figure", "drawing a plan needs matplotlib")
+        figure = figures.Figure(figsize=(11, 4), layout="constrained")
+        memory, trade = figure.subplots(1, 2)
+        mib = 2**20
+        before, after = keep_all(self._whole), simulate(self._model, self.segments)
+        for label, run in (("everything kept", before), ("planned", after)):
+            sizes = [size / mib for size in (*run.forward, *run.backward)]
+            memory.plot([i / max(1, len(sizes) - 1) for i in range(len(sizes))], sizes, label=label)
+        memory.axhline(self.budget / mib, linestyle=":", color="grey", label="budget")
+        memory.set(xlabel="operations, forward then backward (share)", ylabel="MiB alive")
+        memory.legend()
+        points = self.curve()
+        forward = max(1, self.forward_flops)
+        trade.plot([p / mib for p, _ in points], [100 * f / forward for _, f in points], marker="o")
+        trade.plot([self.peak / mib], [100 * self.flops / forward], "s", label="this plan")
+        trade.set(xlabel="peak, MiB", ylabel="extra FLOPs, % of the forward pass")
+        trade.legend()
+        return figure
+
+
+def plan_recompute(
+    fun: Callable[..., Any], memory_budget: MemoryBudget
+) -> Callable[..., RecomputePlan]:
+    """Plans what the backward pass of a function computes again, so that memory stays in a budget.
+
+    Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
+    the least extra FLOPs so that the highest point of memory in the forward and the backward pass
+    is within the budget. Counted is what is alive beside arguments and results: activations,
+    cotangents and gradients in the making, as XLA holds them after fusion.
+
+    Args:
+      fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
+        arguments. What it recomputes already stays as it is.
+      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of the peak without
+        recompute as a float (``0.3``) or a string (``"30%"``).
+
+    Returns:
+      A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
+      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans.
+
+    Raises:
+      TypeError, ValueError: for a budget that is none (when called: at once), for a program
+        without a gradient, and `BudgetTooSmall`, with the lowest peak that was found and a bound
+        that no plan can be below, where there is no plan within the budget.
+      ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(weights, x):
+    ...     for w in weights:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.sum(x**2)
+    >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
+    >>> plan = plan_recompute(loss, "50%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
+    >>> plan.peak <= plan.budget, 0 < plan.flops_bound <= plan.flops < plan.forward_flops
+    (True, True)
+    >>> planned = jax.grad(plan.apply())
+
+    The idea of cutting at the cheapest save sets is that of PyTorch's min-cut partitioner; that of
+    segments goes back to Chen et al. 2016 (arXiv:1604.06174).
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function to plan for, got {fun!r} of type {type(fun).__name__}"
+        )
+    budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
+
+    @functools.wraps(fun, updated=())
+    def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
+        return plan_graph(trace_graph(fun)(*args, **kwargs), memory_budget)
+
+    return plan
+
+
+def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
+    """`plan_recompute` of a graph."""
+    flat = flatten(graph)
+    whole = model(flat)
+    without = keep_all(whole)
+    budget = budget_bytes(memory_budget, without.peak)
+    best: RecomputePlan | None = None
+    smallest: BudgetTooSmall | None = None
+    bar = _Progress()
+    for k, variant in enumerate(variants(whole)):
+        if best is not None and variant.flops >= best.flops:
+            continue
+        planned = model(variant.graph) if k else whole
+        try:
+            segments, simulation = _segments(planned, budget, bar)
+        except BudgetTooSmall as error:
+            if smallest is None or error.lowest < smallest.lowest:
+                smallest = error
+            continue
+        if best is None or simulation.flops + variant.flops < best.flops:
+            best = _plan(flat, whole, planned, variant, k, budget, segments, simulation)
+    bar.close()
+    if best is None:
+        assert smallest is not None
+        raise smallest
+    return best
+
+
+def _segments(
+    planned: MemoryModel, budget: int, progress: Callable[[float], None]
+) -> tuple[list[Segment], Simulation]:
+    nothing = [Segment(0, len(planned))]
+    kept = simulate(planned, nothing)
+    if kept.peak <= budget:  # then there is nothing to plan, and no library is needed
+        return nothing, kept
+    return Planner(planned, progress).plan(budget)
+
+
+def _plan(
+    flat: Graph,
+    whole: MemoryModel,
+    planned: MemoryModel,
+    variant: Variant,
+    number: int,
+    budget: int,
+    segments: list[Segment],
+    simulation: Simulation,
+) -> RecomputePlan:
+    without = keep_all(whole)
+    flops = simulation.flops + variant.flops
+    # The insides of scans are not in the network of which the bound comes.
+    bounded = flops and not any(whole.extra)
+    return RecomputePlan(
+        graph=flat,
+        budget=budget,
+        peak=simulation.peak,
+        peak_without=without.peak,
+        residual=simulation.residual,
+        residual_without=without.residual,
+        flops=flops,
+        forward_flops=whole.total_flops,
+        flops_bound=min(flops, flops_bound(whole, budget)) if bounded else 0,
+        peak_bound=lowest_peak_bound(planned),
+        scans=variant.name,
+        segments=tuple(segments),
+        _model=planned,
+        _whole=whole,
+        _variant=number,
+    )
+
+
+def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
+    """The rule that makes a graph recompute what it must to stay within a memory budget.
+
+    Args:
+      memory_budget: as for `plan_recompute`.
+
+    Returns:
+      A function ``Graph -> Graph``. A graph that fits is returned as it is.
+    """
+    budget_bytes(memory_budget, 1 << 40)
+
+    def rule(graph: Graph) -> Graph:
+        plan = plan_graph(graph, memory_budget)
+        return plan.rewritten() if plan.is_needed else graph
+
+    return rule
+
+
+def load_plan(
+    path: str | os.PathLike[str], fun: Callable[..., Any]
+) -> Callable[..., RecomputePlan]:
+    """A plan that `RecomputePlan.save` wrote, for the function that it was made for.
+
+    Args:
+      path: the JSON file.
+      fun: the function; it is traced, and nothing is planned anew.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns the plan.
+
+    Raises:
+      ValueError: the file is no plan, or of another program (when called with arguments).
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a recompute plan: {error}") from error
+    if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a recompute plan (no {_FORMAT!r} in it)")
+    if data.get("version") != _VERSION:
+        raise ValueError(
+            f"{path} is a recompute plan of version {data.get('version')!r}; this "
+            f"package reads version {_VERSION}"
+        )
+
+    @functools.wraps(fun, updated=())
+    def load(*args: Any, **kwargs: Any) -> RecomputePlan:
+        flat = flatten(trace_graph(fun)(*args, **kwargs))
+        if fingerprint(flat) != data["program"]:
+            raise ValueError(
+                f"{path} was planned for another program: {data.get('name')} with other code, "
+                "argument shapes or another JAX. Plan again"
+            )
+        whole = model(flat)
+        number = data["scan_variant"]
+        found = [v for k, v in enumerate(variants(whole)) if k == number]
+        segments = [_segment(entry) for entry in data["segments"]]
+        if not found:
+            raise ValueError(f"{path} has no variant {number!r} of the program's scans")
+        planned = model(found[0].graph) if number else whole
+        ends = [0, *(segment.stop for segment in segments)]
+        if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
+            raise ValueError(f"{path}: the segments do not cover the program's operations in order")
+        simulation = simulate(planned, segments)
+        return _plan(
+            flat, whole, planned, found[0], number, int(data["budget"]), segments, simulation
+        )
+
+    return load
+
+
+def _segment(entry: Mapping[str, Any]) -> Segment:
+    start, stop = int(entry["start"]), int(entry["stop"])
+    saved = frozenset(int(v) for v in entry["saved"])
+    if stop <= start or any(not start <= v < stop for v in saved):
+        raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")
+    return Segment(start, stop, bool(entry["recompute"]), saved)
+
+
+def fingerprint(graph: Graph) -> str:
+    """Equal for programs of the same operations on the same types in the same order."""
+    number: dict[Value, int] = {}
+    digest = hashlib.sha256()
+
+    def define(values: Any) -> None:
+        for value in values:
+            number[value] = len(number)
+            digest.update(f"{number[value]}:{_jax.type_text(value.aval)};".encode())
+
+    define((*graph.inputs, *graph.constants))
+    for node in graph.nodes:
+        reads = ",".join(str(number[v]) if isinstance(v, Value) else repr(v) for v in node.inputs)
+        digest.update(f"{node.op}({reads})".encode())
+        define(node.outputs)
+    return digest.hexdigest()
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "0%"
+
+
+def _optional(module: str, why: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.split(".")[0]
+        raise ImportError(f"{why}: pip install {name}") from error
+
+
+class _Progress:
+    """A bar, if tqdm is there, once planning has taken more than a second."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.bar: Any = None
+
+    def __call__(self, share: float) -> None:
+        if self.bar is None:
+            if time.monotonic() - self.began < 1:
+                return
+            try:
+                tqdm = importlib.import_module("tqdm.auto").tqdm
+            except ImportError:
+                return
+            self.bar = tqdm(total=100, desc="planning what to recompute", unit="%", leave=False)
+        self.bar.update(round(100 * share) - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()

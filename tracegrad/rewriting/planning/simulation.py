@@ -1,0 +1,261 @@
+"""How many bytes a plan keeps alive at each moment, and what it computes again.
+
+A plan cuts a program into segments. What a segment's own backward pass reads is either kept, or
+computed again when the backward pass arrives at the segment, from what the plan saves inside it and
+from what came into it. A value that leaves a segment is kept until the backward pass
+of the first later segment that reads it is over. Within a segment memory is freed as soon as
+nothing in it reads it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tracegrad.rewriting.planning.model import MemoryModel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The operations from `start` up to `stop`.
+
+    `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
+    of that is kept.
+    """
+
+    start: int
+    stop: int
+    recompute: bool = False
+    saved: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a segment does by itself.
+
+    Attributes:
+      flops: extra FLOPs.
+      recomputed: the operations that are run again, in that order.
+      stored: what is kept from its forward to its backward pass.
+      extra: bytes kept beside buffers.
+      forward: bytes of its own buffers alive at each operation.
+      backward: bytes of its own buffers and of cotangents alive at each step, the last one first,
+        and of what it adds to the gradients of arguments that wait.
+    """
+
+    flops: int
+    recomputed: tuple[int, ...]
+    stored: frozenset[int]
+    extra: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    def shifted(self, start: int) -> Local:
+        """The same for a segment that begins at `start` instead of 0."""
+        return replace(
+            self,
+            recomputed=tuple([i + start for i in self.recomputed]),
+            stored=frozenset([v + start for v in self.stored]),
+        )
+
+    @cached_property
+    def forward_peak(self) -> int:
+        return max(self.forward)
+
+    @cached_property
+    def backward_peak(self) -> int:
+        return max(self.backward)
+
+
+class Piece:
+    """The operations of a segment, numbered from its start; what came into it is left out."""
+
+    def __init__(self, model: MemoryModel, start: int, stop: int):
+        within = range(start, stop)
+        last = model.gathered[stop - 1]
+        self.start = start
+        self.sizes = model.sizes[start:stop]
+        self.flops = model.flops[start:stop]
+        self.extra = model.extra[start:stop]
+        self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
+        self.needs = [[v - start for v in model.needs[i] if v >= start] for i in within]
+        self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
+        self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
+        self.needed = sorted({v for found in self.needs for v in found})
+
+    def run(self, recompute: bool, saved: AbstractSet[int]) -> Local:
+        """Simulates it; positions in `saved` and in the result count from its start."""
+        again = self._recomputed(saved) if recompute else set()
+        read = set(self.needed)
+        for i in again:
+            read.update(self.args[i])
+        stored = frozenset(read - again)
+        order: list[int] = []
+        return Local(
+            flops=sum([self.flops[i] for i in again]),
+            stored=stored,
+            extra=0 if recompute else sum(self.extra),
+            forward=self._forward(stored, recompute),
+            backward=self._backward(again, stored, recompute, order),
+            recomputed=tuple(order),
+        )
+
+    def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
+        """The operations that must run again so that everything is there that is not saved."""
+        again: set[int] = set()
+        pending = [v for v in self.needed if v not in saved]
+        pending += [i for i, size in enumerate(self.extra) if size]
+        while pending:
+            i = pending.pop()
+            if i not in again:
+                again.add(i)
+                pending += [v for v in self.args[i] if v not in saved]
+        return again
+
+    def _backward(
+        self, again: set[int], stored: AbstractSet[int], recompute: bool, order: list[int]
+    ) -> tuple[int, ...]:
+        sizes, args, needs = self.sizes, self.args, self.needs
+        reads = [0] * len(sizes)
+        live = 0 if recompute else sum(self.extra)
+        for found in needs:
+            for v in found:
+                reads[v] += 1
+        for i in again:
+            for v in args[i]:
+                reads[v] += 1
+        for v in stored:
+            live += sizes[v]
+        # All of it runs when the cotangents arrive: it has a barrier in common with them, and XLA
+        # does not put off what it could compute.
+        order += sorted(again)
+        peak = live
+        for i in order:
+            live += sizes[i] + self.extra[i]
+            if live > peak:
+                peak = live
+            for v in args[i]:
+                reads[v] -= 1
+                if reads[v] == 0:
+                    live -= sizes[v]
+            if reads[i] == 0:  # run for its extra bytes alone
+                live -= sizes[i]
+        peaks = []
+        for step in range(len(sizes) - 1, -1, -1):
+            if live > peak:
+                peak = live
+            peaks.append(peak + self.cotangents[step])
+            peak = 0
+            for v in needs[step]:
+                reads[v] -= 1
+                if reads[v] == 0:
+                    live -= sizes[v]
+            live -= self.extra[step]
+        return tuple(peaks)
+
+    def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
+        sizes = self.sizes
+        last = list(range(len(sizes)))
+        for i, found in enumerate(self.args):
+            for v in found:
+                last[v] = i
+        freed = [0] * len(sizes)
+        for v, at in enumerate(last):
+            if v not in stored and not self.leaves[v]:
+                freed[at] += sizes[v]
+        live, peaks = 0, []
+        for i, size in enumerate(sizes):
+            live += size if recompute else size + self.extra[i]
+            peaks.append(live)
+            live -= freed[i]
+        return tuple(peaks)
+
+
+def run_segment(model: MemoryModel, segment: Segment) -> Local:
+    """Simulates one segment."""
+    start = segment.start
+    piece = Piece(model, start, segment.stop)
+    local = piece.run(segment.recompute, {v - start for v in segment.saved})
+    return local.shifted(start)
+
+
+# ------------------------------------------------------------------------------------ whole plans
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Bytes that a segment leaves behind: those that stay until its own backward pass, and for
+    others the first operation behind it that reads them, after whose segment they go."""
+
+    staying: int
+    until_read: tuple[tuple[int, int], ...]  # (that operation, bytes)
+
+
+def leaving(model: MemoryModel, segment: Segment, local: Local) -> Leaving:
+    """What is kept of a segment while later ones run, forward and backward."""
+    staying = local.extra + sum(model.sizes[v] for v in local.stored)
+    until_read = []
+    for v in range(segment.start, segment.stop):
+        uses = model.uses[v]
+        if uses and uses[-1] >= segment.stop and v not in local.stored and model.sizes[v]:
+            first = next(u for u in uses if u >= segment.stop)
+            until_read.append((first, model.sizes[v]))
+    return Leaving(staying, tuple(until_read))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a plan costs. `forward` and `backward` are bytes alive, in the order of execution."""
+
+    peak: int
+    residual: int
+    flops: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    locals: tuple[Local, ...]
+    peaks: tuple[int, ...]  # of each segment
+
+
+def simulate(
+    model: MemoryModel, plan: Sequence[Segment], known: dict[Segment, Local] | None = None
+) -> Simulation:
+    """Runs a plan: its segments are in order and cover the program.
+
+    `known` remembers what segments do by themselves.
+    """
+    known = {} if known is None else known
+    kept = 0  # bytes of all that earlier segments leave behind, for the forward pass
+    staying = 0  # and of that what is there in a segment's backward pass
+    waiting: list[tuple[int, int]] = []
+    forward: list[int] = []
+    backward: list[list[int]] = []
+    found, peaks = [], []
+    for segment in plan:
+        local = known.get(segment) or known.setdefault(segment, run_segment(model, segment))
+        staying += sum(size for first, size in waiting if first < segment.stop)
+        waiting = [(first, size) for first, size in waiting if first >= segment.stop]
+        held = staying + model.gathered[segment.stop - 1]
+        forward += [kept + size for size in local.forward]
+        backward.append([held + size for size in local.backward])
+        peaks.append(max(kept + local.forward_peak, held + local.backward_peak))
+        left = leaving(model, segment, local)
+        staying += left.staying
+        waiting += left.until_read
+        kept += left.staying + sum(size for _, size in left.until_read)
+        found.append(local)
+    return Simulation(
+        peak=max(peaks, default=0),
+        residual=kept,
+        flops=sum(local.flops for local in found),
+        forward=tuple(forward),
+        backward=tuple(size for steps in reversed(backward) for size in steps),
+        locals=tuple(found),
+        peaks=tuple(peaks),
+    )
+
+
+def keep_all(model: MemoryModel) -> Simulation:
+    """The program with nothing recomputed."""
+    return simulate(model, [Segment(0, len(model))])
