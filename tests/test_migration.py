@@ -34,7 +34,7 @@ JAX = """
     jax.jit jax.make_jaxpr jax.grad jax.value_and_grad jax.jacobian jax.jacrev jax.jacfwd
     jax.hessian jax.jvp jax.vjp jax.vmap jax.lax.scan jax.lax.cond jax.lax.stop_gradient
     jax.custom_vjp jax.custom_jvp jax.checkpoint jax.remat jax.pure_callback nondiff_argnums
-    jax_debug_nans check_grads
+    jax_debug_nans check_grads check_numerics
 """.split()  # noqa: SIM905
 
 
