@@ -1,5 +1,9 @@
 """What becomes of the gradient, for people: views of a graph, and what explains them."""
 
+from tracegrad.insight.check_grads import Checked as Checked
+from tracegrad.insight.check_grads import GradCheck as GradCheck
+from tracegrad.insight.check_grads import GradientError as GradientError
+from tracegrad.insight.check_grads import check_grads as check_grads
 from tracegrad.insight.explain import explain as explain
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding

@@ -1,0 +1,127 @@
+"""What `explain` costs on a 12-layer transformer, beside one compiled backward pass.
+
+Both alternate in one process after a warm-up; the number is the ratio of the medians. ``--bugs``
+runs the gallery of seeded bugs instead: what `explain` and ``jax_debug_nans`` tell of each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from report import print_table
+from transformer import block, init, loss_with
+
+from tracegrad.insight import explain
+
+GALLERY = Path(__file__).parents[1] / "tests" / "insight" / "gallery"
+ROUNDS = 7
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measured(width: int, batch: int, length: int) -> list[str]:
+    params = init(12, width, 1000)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 1000, (batch, length + 1)))
+    loss = loss_with(block)
+    backward = jax.jit(jax.value_and_grad(loss))
+
+    def compiled() -> None:
+        jax.block_until_ready(backward(params, tokens))
+
+    def explained() -> None:
+        explain(loss, params, tokens)
+
+    first = [seconds(compiled), seconds(explained)]
+    times = [(seconds(compiled), seconds(explained)) for _ in range(ROUNDS)]
+    one, other = (statistics.median(column) for column in zip(*times, strict=True))
+    return [
+        f"12 layers of {width}, {batch} x {length} tokens",
+        f"{1000 * one:.0f} ms",
+        f"{1000 * other:.0f} ms",
+        f"{other / one:.1f}",
+        f"{first[0]:.1f} s",
+        f"{first[1]:.1f} s",
+    ]
+
+
+def cost() -> None:
+    rows = [measured(*sizes) for sizes in ((128, 2, 64), (256, 4, 128))]
+    header = ["transformer", "backward", "explain", "ratio", "first backward", "first explain"]
+    print_table("One call of explain beside one compiled backward pass", header, rows)
+
+
+# ---------------------------------------------------------------------------------------- the bugs
+
+
+def load(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"gallery_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def line_of(file: Path) -> int | None:
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if "# cause:" in line:
+            return None if line.endswith("on no line") else number
+    return None
+
+
+def debug_nans(bug: Any, file: Path, line: int | None) -> str:
+    """What ``jax_debug_nans`` says of the gradient."""
+    tree, definition = jax.tree.flatten(bug.ARGUMENTS[0])
+    chosen = [
+        i for i, leaf in enumerate(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+
+    def loss(leaves: list[Any]) -> Any:
+        all_leaves = list(tree)
+        for i, leaf in zip(chosen, leaves, strict=True):
+            all_leaves[i] = leaf
+        return bug.loss(jax.tree.unflatten(definition, all_leaves), *bug.ARGUMENTS[1:])
+
+    try:
+        with jax.debug_nans(True):
+            jax.grad(loss)([tree[i] for i in chosen])
+    except FloatingPointError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+        primitive = re.search(r"in (?:the output of )?(.+?)\.?$", str(error).split("\n")[0])
+        name = primitive[1] if primitive else "?"
+        where = "the line" if line in lines else f"line {lines[-1]}" if lines else "no line"
+        return f"{name}, {where}"
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def bugs() -> None:
+    rows = []
+    for file in sorted(GALLERY.glob("*.py")):
+        bug, line = load(file), line_of(file)
+        found = explain(bug.loss, *bug.ARGUMENTS, wrt=getattr(bug, "WRT", 0)).findings[0]
+        right = "the line" if found.origin is None or found.origin.line == line else "another line"
+        said = f"{found.cause}, {right if line else 'no line'}"
+        rows.append([file.stem.replace("_", " "), said, debug_nans(bug, file, line)])
+    print_table("What is said of seeded bugs", ["bug", "explain", "jax_debug_nans"], rows)
+
+
+if __name__ == "__main__":
+    bugs() if "--bugs" in sys.argv else cost()

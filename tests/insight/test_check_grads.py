@@ -1,0 +1,212 @@
+"""`check_grads`: what is right passes, what is wrong is named, what is meant is listed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.insight import GradientError, check_grads
+
+X = jnp.array([0.3, -1.2, 2.0])
+
+
+def line_of(function) -> int:
+    return function.__code__.co_firstlineno
+
+
+def rule(forward, backward):
+    """A function of two arguments, x**2 * y, with the given rule."""
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x**2 * y
+
+    product.defvjp(forward, backward)
+    return product
+
+
+def keep(x, y):
+    return x**2 * y, (x, y)
+
+
+def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
+    def f(params, x):
+        def step(h, t):
+            h = jnp.tanh(h * params["w"] + t)
+            return h, h**2
+
+        h, squares = jax.lax.scan(step, x, jnp.array([0.1, -0.4]))
+        return {"h": jnp.sort(h), "squares": jnp.sum(squares)}, jnp.argmax(h)
+
+    report = check_grads(f, ({"w": X}, X))
+    assert report.wrong == ()
+    assert {c.mode for c in report.leaves if c.order == 2} == {
+        "fwd of fwd",
+        "rev of fwd",
+        "fwd of rev",
+        "rev of rev",
+    }
+    assert {c.what for c in report.leaves} == {"all leaves", "0/w", "1"}
+    assert {c.status for c in report.leaves} == {"right"}
+
+
+def test_the_numbers_are_derivatives():
+    report = check_grads(lambda x: x**3, (2.0,), order=1, modes=("rev",))
+    weighed = check_grads(lambda x: x, (2.0,), order=1, modes=("rev",))
+    ratio = report.leaves[0].expected / weighed.leaves[0].expected
+    np.testing.assert_allclose(ratio, 12.0, rtol=1e-9)
+
+
+def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
+    product = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
+
+    def f(x, y):
+        return jnp.sum(jax.jit(lambda z: product(z, y))(jnp.sin(x)))
+
+    with pytest.raises(GradientError) as caught:
+        check_grads(f, (X, X), order=1)
+    (wrong,) = [c for c in caught.value.report.rules if c.status == "wrong"]
+    assert wrong.what == "product, input 0"
+    assert wrong.origin.line == line_of(f) + 1
+    assert wrong.origin.place.startswith("test_check_grads.py:")
+    assert wrong.defined == f"test_check_grads.py:{line_of(rule) + 3}"
+    np.testing.assert_allclose(wrong.got / wrong.expected, 0.5, rtol=1e-5)
+    assert caught.value.report.wrong[0] is wrong
+    assert {c.what for c in caught.value.report.leaves if c.status == "wrong"} >= {"0"}
+    assert isinstance(caught.value, AssertionError)
+    assert "product, input 0" in str(caught.value)
+
+
+def test_a_rule_that_forgets_an_input_is_wrong_and_one_of_zeros_too():
+    for forgotten in (None, jnp.zeros(3)):
+        product = rule(keep, lambda r, ct, f=forgotten: (2 * ct * r[0] * r[1], f))
+        with pytest.raises(GradientError) as caught:
+            check_grads(lambda x, y, p=product: jnp.sum(p(x, y)), (X, X), order=1, modes=["rev"])
+        assert [c.what for c in caught.value.report.wrong] == ["product, input 1", "1"]
+        assert caught.value.report.wrong[0].got == 0
+
+
+def test_a_wrong_custom_jvp_is_named():
+    @jax.custom_jvp
+    def cube(x):
+        return x**3
+
+    @cube.defjvp
+    def _(primals, tangents):
+        return primals[0] ** 3, primals[0] ** 2 * tangents[0]
+
+    with pytest.raises(GradientError, match="cube, input 0 at test_check_grads"):
+        check_grads(lambda x: jnp.sum(cube(x)), (X,), order=1)
+
+
+def test_a_wrong_rule_in_a_loop_is_found_at_the_values_of_its_steps():
+    """Right at the first step, where y is 1."""
+    product = rule(keep, lambda r, ct: (2 * ct * r[0], ct * r[0] ** 2))
+
+    def f(x):
+        def step(h, y):
+            return jnp.tanh(product(h, y)), None
+
+        return jax.lax.scan(step, x, jnp.array([1.0, 3.0])[:, None] * jnp.ones(3))[0]
+
+    with pytest.raises(GradientError) as caught:
+        check_grads(f, (X,), order=1, modes=["rev"])
+    first, last = (c for c in caught.value.report.rules if c.what == "product, input 0")
+    assert first.status == "right"
+    assert last.status == "wrong"
+    np.testing.assert_allclose(last.expected / last.got, 3.0, rtol=1e-5)
+
+
+def test_a_wrong_second_derivative_is_found():
+    @tg.custom_gradient
+    def sine(x):
+        def gradient(dy):
+            return dy * jax.lax.stop_gradient(jnp.cos(x))
+
+        return jnp.sin(x), gradient
+
+    check_grads(sine, (X,), order=1)
+    with pytest.raises(GradientError) as caught:
+        check_grads(sine, (X,))
+    assert {c.order for c in caught.value.report.wrong} == {2}
+
+
+@pytest.mark.parametrize("declared", ["rounded", ["rounded"], lambda name: name[0] == "r"])
+def test_deliberate_rules_are_listed_and_the_rest_is_checked_without_them(declared):
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x)
+
+    rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, ct: (ct,))
+
+    def f(x):
+        return jnp.sum(rounded(3 * x) * x)
+
+    report = check_grads(f, (X,), order=1, modes=["rev"], deliberate=declared)
+    (rule,) = report.deliberate
+    assert (rule.what, rule.expected) == ("rounded, input 0", 0)
+    assert rule.got != 0
+    assert [c.status for c in report.leaves] == ["right"]
+    with pytest.raises(GradientError):
+        check_grads(f, (X,), order=1, modes=["rev"])
+
+
+def test_a_declared_rule_does_not_hide_another():
+    clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
+    with pytest.raises(GradientError):
+        check_grads(
+            lambda x: jnp.sum(clip(x, x)), (X,), order=1, modes=["rev"], deliberate="another"
+        )
+
+
+def test_a_kink_is_not_judged_and_the_elements_beside_it_are():
+    def f(x):
+        return jnp.abs(x) * x + jax.nn.relu(x)
+
+    report = check_grads(f, (jnp.array([0.0, 0.7, -0.4, 0.2, 1.0, 0.6]),), order=1)
+    assert report.wrong == ()
+    alone = check_grads(jax.nn.relu, (jnp.zeros(1),), order=1, modes=["rev"])
+    assert [c.status for c in alone.leaves] == ["not smooth"]
+
+
+def test_what_has_no_reverse_derivative_is_wrong_and_says_so():
+    def f(x):
+        return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
+
+    assert check_grads(f, (3.0,), order=1, modes=["fwd"]).wrong == ()
+    with pytest.raises(GradientError, match="Reverse-mode differentiation does not work"):
+        check_grads(f, (3.0,), order=1, modes=["rev"])
+
+
+def test_single_precision_inside_widens_the_limits():
+    def f(x):
+        return jnp.sin(x.astype(jnp.float32)) * 2
+
+    assert check_grads(f, (X,), order=1).wrong == ()
+
+
+def test_complex_numbers_and_integers_beside_them():
+    def f(z, n, name):
+        assert name == "a string"
+        return jnp.real(z * z * n), jnp.exp(z)
+
+    assert check_grads(f, (jnp.array([1 + 2j]), 3, "a string"), order=1, modes=["rev"]).wrong == ()
+
+
+def test_precision_is_that_of_the_caller_again_afterwards():
+    check_grads(jnp.sin, (1.0,), order=1, modes=["rev"])
+    assert jnp.ones(1).dtype == jnp.float32
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="modes are of"):
+        check_grads(jnp.sin, (1.0,), modes=("reverse",))
+    with pytest.raises(ValueError, match="order is 1 or more"):
+        check_grads(jnp.sin, (1.0,), order=0)
+    with pytest.raises(ValueError, match="a floating leaf"):
+        check_grads(jnp.sin, (1,))
+    with pytest.raises(TypeError, match="args is a tuple"):
+        check_grads(jnp.sin, 1.0)
