@@ -266,10 +266,10 @@ def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
     return make(())
 
 
-def frame_positions(source_info: Any) -> list[tuple[Any, int]]:
-    """The code object of each of those frames, and the offset of the instruction it stood at."""
+def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
+    """The code object of each of those frames, and the offsets of the instructions they were at."""
     traceback = source_info.traceback
-    return [] if traceback is None else list(zip(*traceback.raw_frames(), strict=True))
+    return ([], []) if traceback is None else traceback.raw_frames()
 
 
 def name_stack(source_info: Any) -> str:

@@ -11,7 +11,7 @@ import functools
 import os.path
 import re
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir.nodes import Node
@@ -33,24 +33,43 @@ class Frame(NamedTuple):
         return _lines(self.code).get(self.at, self.code.co_firstlineno)
 
 
-def frames_of(node: Node, region: Graph, *, root: bool) -> tuple[Frame, ...]:
+class Stack(NamedTuple):
     """The frames of a node within the function of its region, innermost first.
+
+    Code objects and offsets by themselves: a program has thousands of nodes of a hundred frames.
+    """
+
+    codes: list[CodeType]
+    offsets: list[int]
+
+    def key(self, start: int, stop: int | None = None) -> tuple[Any, ...]:
+        """Equal for the same frames. (Code objects compare, and hash, by all they hold.)"""
+        return (*map(id, self.codes[start:stop]), *self.offsets[start:stop])
+
+    def frames(self, start: int, stop: int | None = None) -> tuple[Frame, ...]:
+        return tuple(map(Frame, self.codes[start:stop], self.offsets[start:stop]))
+
+
+def stack_of(node: Node, region: Graph, *, root: bool) -> Stack:
+    """The stack of a node of a region.
 
     `root`: the region is the traced function itself; who traced it is left out.
     """
-    if node.source is None:
-        return ()
-    positions = _jax.frame_positions(node.source.info)
-    end = len(positions)
-    function = re.fullmatch(r"(.+?) at (.+):(\d+)", region.function_source)
-    for i, (code, _) in enumerate(positions):
-        if root and code.co_filename.startswith(_TRACING):
-            end = i
-            break
-        if function and code.co_filename == function[2] and code.co_name == function[1]:
-            end = i + 1
-            break
-    return tuple(Frame(code, at) for code, at in positions[:end])
+    codes, offsets = ([], []) if node.source is None else _jax.frame_positions(node.source.info)
+    name, file = _function(region.function_source)
+    for i, code in enumerate(codes):
+        if code.co_name == name and code.co_filename == file:
+            return Stack(codes[: i + 1], offsets[: i + 1])
+        if root and code.co_name == "fresh" and code.co_filename.startswith(_TRACING):
+            return Stack(codes[:i], offsets[:i])
+    return Stack(codes, offsets)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(source: str) -> tuple[str, str]:
+    """Name and file of ``f at /path/file.py:12``."""
+    match = re.fullmatch(r"(.+?) at (.+):(\d+)", source)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def is_in_loop(frame: Frame) -> bool:

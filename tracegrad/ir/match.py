@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
-from tracegrad.ir.frames import Frame, frames_of, is_in_loop, loops_between
+from tracegrad.ir.frames import Frame, Stack, is_in_loop, loops_between, stack_of
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Fragment, Occurrence, Origin, Path, is_user_file
 
@@ -453,8 +453,11 @@ class _ByFrame(_Grouping):
     where the next began, unless a loop in the code itself can have brought it back.
     """
 
-    def _anchor(self, stack: Sequence[Frame]) -> tuple[int, Any] | None:
-        """Which frame of a node (innermost first) is the one meant, and what tells its kind."""
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        """Which frame of a node (innermost first) is the one meant, and what tells its kind.
+
+        `known`: what was found out about code objects, by identity.
+        """
         raise NotImplementedError
 
     def _is_named(self, node: Node) -> bool:
@@ -466,6 +469,7 @@ class _ByFrame(_Grouping):
         groups: dict[Node, tuple[str, list[Node]]] = {}
         run: list[_Bound] = []
         last: Any = None
+        known: dict[int, bool] = {}
 
         def finish() -> None:
             for members in self._split(run):
@@ -474,8 +478,8 @@ class _ByFrame(_Grouping):
             run.clear()
 
         for node in graph.nodes:
-            stack = frames_of(node, graph, root=not path)
-            anchor = self._anchor(stack)
+            stack = stack_of(node, graph, root=not path)
+            anchor = self._anchor(stack, known)
             if anchor is None:
                 finish()
                 last = None
@@ -483,12 +487,11 @@ class _ByFrame(_Grouping):
                     groups[node] = (node.name, [node])
                 continue
             index, kind = anchor
-            bound = _Bound(node, stack[: index + 1], stack[index + 1 :])
-            key = (bound.outer, stack[index].code, kind)
+            key = (stack.key(index + 1), id(stack.codes[index]), kind)
             if key != last:
                 finish()
             last = key
-            run.append(bound)
+            run.append(_Bound(node, stack.frames(0, index + 1), stack.frames(index + 1)))
         finish()
         return groups
 
@@ -572,9 +575,13 @@ def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
 
 @dataclass(frozen=True)
 class _CallOf(_ByFrame):
-    def _anchor(self, stack: Sequence[Frame]) -> tuple[int, Any] | None:
-        for index in range(len(stack) - 1, -1, -1):
-            if _is_function(stack[index].code.co_qualname, self.patterns_):
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        for index in range(len(stack.codes) - 1, -1, -1):
+            code = stack.codes[index]
+            found = known.get(id(code))
+            if found is None:
+                found = known[id(code)] = _is_function(code.co_qualname, self.patterns_)
+            if found:
                 return index, None
         return None
 
@@ -586,8 +593,8 @@ class _CallOf(_ByFrame):
         for o in graph.walk():
             if o.node.regions:
                 found[o.node.name] = None
-            for frame in frames_of(o.node, o.graph, root=not o.path):
-                found[_short(frame.code.co_qualname)] = None
+            for code in stack_of(o.node, o.graph, root=not o.path).codes:
+                found[_short(code.co_qualname)] = None
         return list(found)
 
     def __repr__(self) -> str:
@@ -610,9 +617,12 @@ def _short(qualname: str) -> str:
 class _SourceOf(_ByFrame):
     _each_time_round = True
 
-    def _anchor(self, stack: Sequence[Frame]) -> tuple[int, Any] | None:
-        for index, frame in enumerate(stack):
-            if is_user_file(frame.code.co_filename):
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        for index, code in enumerate(stack.codes):
+            if id(code) not in known:
+                known[id(code)] = is_user_file(code.co_filename)
+            if known[id(code)]:
+                (frame,) = stack.frames(index, index + 1)
                 kind = next((p for p in self.patterns_ if _is_place(frame, p)), None)
                 return None if kind is None else (index, kind)
         return None

@@ -49,7 +49,7 @@ def matches_to_edit(
         _refuse_differentiated(match, rule)
         refuse_inside_custom_gradient(match, rule)
     if not matches and not missing_ok:
-        raise NoMatchError(no_match(graph, where, rule))
+        raise NoMatchError(lambda: no_match(graph, where, rule))
     return matches
 
 

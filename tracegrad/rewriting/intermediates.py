@@ -169,7 +169,7 @@ def _matches(program: Graph, where: Selector, missing_ok: bool) -> list[Occurren
     asked = f"intermediates({where!r})"
     found = where.look(program).matches
     if not found and not missing_ok:
-        raise NoMatchError(no_match(program, where, asked))
+        raise NoMatchError(lambda: no_match(program, where, asked))
     for match in found:
         refuse_inside_custom_gradient(match, asked)
     return found
