@@ -198,8 +198,8 @@ def _title(node: Node, name: str) -> str:
 
 def _script_json(value: object) -> str:
     """JSON that can stand inside a ``script``: nothing in it ends the element."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
+    text = json.dumps(value, separators=(",", ":"))  # in ASCII, whatever a page is said to be in
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
