@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import tracegrad as tg
 
@@ -112,3 +113,9 @@ def test_a_closed_over_array_is_told_as_a_constant():
     table = jnp.arange(1000.0)
     text = str(tg.graph(lambda i: table[i])(3))
     assert "const: f32[1000] is a constant" in text
+
+
+def test_the_arrays_of_flax_are_named_as_the_variables_that_hold_them():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    graph = tg.graph(lambda model, x: model(x))(model, jnp.ones((1, 2)))
+    assert [value.name for value in graph.inputs] == ["model_bias", "model_kernel", "x"]

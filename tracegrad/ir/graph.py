@@ -253,7 +253,8 @@ class Graph:
     def _name(self, value: Value, hint: str) -> None:
         if value._name is not None:
             return
-        base = re.sub(r"\W+", "_", hint).strip("_") or "value"
+        # The array of a flax.nnx variable: `model.blocks[0].kernel.value`.
+        base = re.sub(r"\W+", "_", hint.removesuffix(".value")).strip("_") or "value"
         if base[0].isdigit():
             base = f"v{base}"
         # A name that a reader can type, as torch.fx has it.
