@@ -5,6 +5,7 @@ from tracegrad.insight.check_grads import GradCheck as GradCheck
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads
 from tracegrad.insight.explain import explain as explain
+from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -293,15 +293,27 @@ def explain_graph(
     )
 
 
-def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
-    key = "connections", program_key(program.program), tuple(targets)
-    known = _programs.get(key)
+T = TypeVar("T")
+
+
+def _remembered(program: Graph, key: Hashable, make: Callable[[], T]) -> T:
+    """What was made before for a graph of the same program; a recorded one is like no other."""
+    if program.program is None:
+        return make()
+    whole = program_key(program.program), key
+    known: T | None = _programs.get(whole)
     if known is None:
+        known = make()
+        _programs.put(whole, known)
+    return known
+
+
+def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
+    def find() -> frozenset[int]:
         linked = connections(program)
-        known = frozenset[int]().union(*(linked[t] for t in targets))
-        _programs.put(key, known)
-    reached: frozenset[int] = known
-    return reached
+        return frozenset[int]().union(*(linked[t] for t in targets))
+
+    return _remembered(program, ("connections", tuple(targets)), find)
 
 
 def _measure(
@@ -312,11 +324,11 @@ def _measure(
     seeds: Sequence[Any],
     close: bool,
 ) -> tuple[Observed, Measured]:
-    key = program_key(program.program), tuple(sources), tuple(seeded), close
-    compiled = _programs.get(key)
-    if compiled is None:
-        compiled = compile_pass(program, sources, seeded, close)
-        _programs.put(key, compiled)
+    compiled = _remembered(
+        program,
+        (tuple(sources), tuple(seeded), close),
+        lambda: compile_pass(program, sources, seeded, close),
+    )
     stats = compiled.call(list(inputs), [seed for seed in seeds if seed is not None])
     return Observed(program, stats), compiled
 
@@ -355,22 +367,16 @@ _CUT_CURES = {
 }
 
 
-def _cut_off(
-    program: Graph,
-    inputs: Sequence[Any],
-    path: str,
-    i: int,
-    targets: Sequence[int],
-    why_unused: Callable[[str], str | None],
+def findings_of_cuts(
+    program: Graph, path: str, i: int, targets: Sequence[int]
 ) -> Iterator[Finding]:
-    found = list(dict.fromkeys(cut for t in targets for cut in cuts(program, i, t)))
-    for cut in found:
+    """What cuts an input of a graph off from some outputs."""
+    for cut in dict.fromkeys(cut for t in targets for cut in cuts(program, i, t)):
         cause, owner = cause_of_cut(cut), whose(cut.occurrence)
-        text = str(cut)
+        text, origin = str(cut), cut.occurrence.origin
         if isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} stop_gradient"
-        origin = cut.occurrence.origin
         yield Finding(
             cause,
             text.split(" at ")[0] if origin is not None and " at " in text else text,
@@ -381,23 +387,34 @@ def _cut_off(
             operation=cut.occurrence.node.name,
             occurrence=cut.occurrence,
         )
-    if not found:
-        better = why_unused(path)
-        constant = None if better else _closed_over(program, inputs[i])
-        if constant is not None:
-            yield Finding(
-                "closed over",
-                "nothing uses it; the function closes over an array of the same numbers, which "
-                "is a constant to it",
-                (path,),
-                origin=constant.origin,
-                cure="use the argument in the function's body",
-            )
-        else:
-            words = (
-                better or explain_unconnected(program, i, targets[0]) if targets else "no target"
-            )
-            yield Finding("unused", str(words), (path,))
+
+
+def _cut_off(
+    program: Graph,
+    inputs: Sequence[Any],
+    path: str,
+    i: int,
+    targets: Sequence[int],
+    why_unused: Callable[[str], str | None],
+) -> Iterator[Finding]:
+    found = list(findings_of_cuts(program, path, i, targets))
+    yield from found
+    if found:
+        return
+    better = why_unused(path)
+    constant = None if better else _closed_over(program, inputs[i])
+    if constant is not None:
+        yield Finding(
+            "closed over",
+            "nothing uses it; the function closes over an array of the same numbers, which is a "
+            "constant to it",
+            (path,),
+            origin=constant.origin,
+            cure="use the argument in the function's body",
+        )
+    else:
+        words = better or explain_unconnected(program, i, targets[0]) if targets else better
+        yield Finding("unused", words or "there is no target", (path,))
 
 
 def _closed_over(program: Graph, array: Any) -> Occurrence | None:

@@ -1,0 +1,129 @@
+"""What cuts a gradient off on a tape, beyond what a function has."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.insight import explain_tape
+
+X = jnp.array([0.3, 1.2])
+
+
+def cause(tape, target, source):
+    """The one cause, and whether `explain_tape` agrees with the gradient on what is connected."""
+    explanation = explain_tape(tape, target, source)
+    assert explanation.sources[0].connected == (tape.gradient(target, source) is not None)
+    (finding,) = explanation.findings
+    return finding
+
+
+@pytest.fixture
+def tape():
+    return tg.GradientTape(persistent=True)
+
+
+def test_a_healthy_tape_has_the_norms_of_its_gradients(tape):
+    v = tg.Variable(2.0, name="scale")
+    with tape:
+        tape.watch(X)
+        middle = jnp.sin(X)
+        y = jnp.sum(jax.jit(lambda m: m**2)(middle) * v)
+    explanation = explain_tape(tape, y, {"x": X, "middle": middle, "v": v})
+    assert explanation.findings == ()
+    gradients = tape.gradient(y, {"x": X, "middle": middle, "v/scale": v})
+    for path, gradient in gradients.items():
+        np.testing.assert_allclose(
+            explanation[path].norm, jnp.linalg.norm(jnp.ravel(gradient)), rtol=1e-5
+        )
+
+
+def test_an_equal_array_is_another_object(tape):
+    with tape:
+        tape.watch(X)
+        y = jnp.sum(X * 2)
+    assert cause(tape, y, jnp.array([0.3, 1.2])).cause == "another object"
+
+
+def test_an_array_that_is_not_watched(tape):
+    with tape:
+        tape.watch(X)
+        y = jnp.sum(X * 2)
+    finding = cause(tape, y, jnp.ones(3))
+    assert finding.cause == "not watched"
+    assert "tape.watch" in finding.cure
+
+
+def test_a_variable_read_outside(tape):
+    v = tg.Variable(2.0)
+    value = v.value
+    with tape:
+        tape.watch(X)
+        y = jnp.sum(X * value)
+    assert cause(tape, y, v).cause == "read outside"
+
+
+def test_a_variable_that_is_not_trainable(tape):
+    v = tg.Variable(2.0, trainable=False)
+    with tape:
+        y = jnp.sum(X * v)
+    assert cause(tape, y, v).cause == "not watched"
+
+
+def test_a_target_computed_before_the_block(tape):
+    y = jnp.sum(X * 2)
+    with tape:
+        tape.watch(X)
+    finding = cause(tape, y, X)
+    assert finding.cause == "unused"
+    assert "before the block" in finding.what
+
+
+def test_numpy_in_the_block_is_not_seen(tape):
+    with tape:
+        tape.watch(X)
+        y = jnp.asarray(np.sum(np.asarray(X)))
+    assert "NumPy" in cause(tape, y, X).what
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        (lambda x: x.astype(int) * 1.5, "cast"),
+        (lambda x: jnp.where(x > 1, 1.0, 2.0), "comparison"),
+        (lambda x: jnp.argmax(x) * 1.5, "argmax"),
+        (jnp.round, "rounding"),
+        (lambda x: tg.stop_gradient(x) * 2, "stop_gradient"),
+    ],
+)
+def test_what_cuts_inside_of_the_block_is_named_with_its_line(tape, cut, expected):
+    with tape:
+        tape.watch(X)
+        y = jnp.sum(cut(X))
+    finding = cause(tape, y, X)
+    assert finding.cause == expected
+    assert finding.origin.place.startswith("test_explain_tape.py:")
+
+
+def test_the_line_of_a_nan(tape):
+    with tape:
+        tape.watch(X)
+        zero = X - X
+        y = jnp.sum(jnp.sqrt(zero))
+    (finding,) = explain_tape(tape, y, X).findings
+    assert finding.cause == "Inf in the reverse pass"
+    assert finding.operands == (0.0,)
+    source = test_the_line_of_a_nan.__code__
+    assert finding.origin.line == source.co_firstlineno + 4
+
+
+def test_a_tape_that_is_used_up_says_so():
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y = jnp.sum(X)
+    tape.gradient(y, X)
+    with pytest.raises(RuntimeError, match="used up"):
+        explain_tape(tape, y, X)

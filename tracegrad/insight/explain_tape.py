@@ -1,0 +1,232 @@
+"""`explain_tape`: why a gradient of a tape is None, zero, NaN or not what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.differentiation.selection import path_text
+from tracegrad.insight.explain import explain_graph, findings_of_cuts
+from tracegrad.insight.explanation import Explanation, Finding, SourceReport
+from tracegrad.ir import Graph
+from tracegrad.tape import GradientTape
+from tracegrad.tape.backward import seeds_for
+from tracegrad.tape.record import Operation, Record, graph_of
+from tracegrad.tracing.variable import Variable, is_variable
+
+
+def explain_tape(
+    tape: GradientTape, target: Any, sources: Any, output_gradients: Any = None
+) -> Explanation:
+    """Why the gradients that a tape would give are what they are.
+
+    As `explain`, with what only a tape has: an array that is another object than the one that was
+    watched, a `Variable` that was not read inside the block, a target that was computed outside.
+
+    Args:
+      tape: after its block, before `GradientTape.gradient` has used it up (or a persistent one).
+      target, sources, output_gradients: as of `GradientTape.gradient`.
+
+    Returns:
+      An `Explanation`; the paths of its sources are those in the tree `sources`, the name of a
+      `Variable`, or ``source``.
+
+    Raises:
+      RuntimeError: the tape has been used up.
+      ValueError, TypeError: as of `GradientTape.gradient`, for the output gradients.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> from tracegrad.insight import explain_tape
+    >>> x = jnp.array([1.0, 2.0])
+    >>> with tg.GradientTape(persistent=True) as tape:
+    ...     tape.watch(x)
+    ...     y = jnp.sum(x**2)
+    >>> explain_tape(tape, y, jnp.array([1.0, 2.0])).findings[0].cause
+    'another object'
+    """
+    tape._check_usable()
+    record = tape._record
+    targets = [
+        leaf.value if is_variable(leaf) else leaf
+        for leaf in jax.tree.leaves(target, is_leaf=is_variable)
+    ]
+    seeds = seeds_for(targets, output_gradients)
+    made = {id(result) for operation in record.operations for result in operation.results}
+    # What the tape did not compute itself is explained in one go, the rest one by one.
+    together: dict[str, Any] = {}
+    single: list[dict[str, Any]] = []
+    findings: list[Finding] = []
+    reports: dict[str, SourceReport] = {}
+    for path, leaf in _named(sources):
+        reason = _not_followed(record, path, leaf)
+        if reason is not None:
+            findings.append(reason)
+            reports[path] = _none(path, leaf, reason)
+            continue
+        for i, array in enumerate(record.reads_of(leaf)):
+            name = path if i == 0 else f"{path} (read {i + 1})"
+            if id(array) in made:
+                single.append({name: array})
+            else:
+                together[name] = array
+    scopes: tuple[tuple[str, float], ...] = ()
+    value = ""
+    for group in [together, *single]:
+        if group:
+            found = _explain(record, group, targets, seeds)
+            findings += found.findings
+            reports.update((report.path, report) for report in found.sources)
+            scopes, value = scopes or found.scopes, value or found.value
+    ordered = tuple(sorted(dict.fromkeys(findings), key=lambda f: f.rank))
+    return Explanation("the tape", tuple(reports.values()), ordered, scopes, value)
+
+
+def _named(sources: Any) -> list[tuple[str, Any]]:
+    entries, _ = jax.tree_util.tree_flatten_with_path(sources, is_leaf=is_variable)
+    named = []
+    for path, leaf in entries:
+        name = path_text(path)
+        if isinstance(leaf, Variable):
+            name = f"{name}/{leaf.name}" if name else str(leaf.name)
+        named.append((name or "source", leaf))
+    return named
+
+
+def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
+    array = leaf.value if isinstance(leaf, Variable) else leaf
+    type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""
+    return SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, np.size(array), reason.short)
+
+
+# --------------------------------------------------------------------------------- what is followed
+
+
+def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
+    """Why a tape does not follow a source at all; None if it does."""
+    if isinstance(leaf, Variable):
+        if record.reads.get(leaf):
+            return None
+        if leaf in record.reads or leaf.trainable:
+            return Finding(
+                "read outside",
+                "the Variable was not read inside the block: what was computed there had its "
+                "value from before, or did without",
+                (path,),
+                cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
+            )
+        return Finding(
+            "not watched",
+            "the Variable is not trainable, so that a tape does not watch it by itself",
+            (path,),
+            cure="`tape.watch(v)` before it is read",
+        )
+    if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        return Finding("no gradient", f"it is {dtype}, which has no gradient", (path,))
+    if id(leaf) in record.tracked:
+        return None
+    twin = next(
+        (
+            array
+            for array in record.tracked.values()
+            if array.shape == leaf.shape
+            and array.dtype == leaf.dtype
+            and not _jax.is_tracer(array)
+            and np.array_equal(np.asarray(array), np.asarray(leaf))
+        ),
+        None,
+    )
+    if twin is not None:
+        return Finding(
+            "another object",
+            "a tape follows array objects, not values: one of the same numbers was watched, which "
+            "is another object than this",
+            (path,),
+            cure="ask for the gradient of the very array that was watched and used",
+        )
+    return Finding(
+        "not watched",
+        "the tape was not told to watch it, and did not see it computed of anything watched",
+        (path,),
+        cure="`tape.watch(x)` inside the block, before it is used; compute inside the block what "
+        "is to be differentiated",
+    )
+
+
+# ------------------------------------------------------------------------------ what was recorded
+
+
+def _explain(
+    record: Record, sources: dict[str, Any], targets: Sequence[Any], seeds: Sequence[Any]
+) -> Explanation:
+    operations = _following(record, sources.values())
+    arrays: dict[int, Any] = {id(array): array for array in sources.values()}
+    for operation in operations:
+        arrays.update((id(a), a) for a in (*operation.args, *operation.results))
+    slots = {identity: i for i, identity in enumerate(arrays)}
+    graph, values = graph_of(operations, list(arrays.values()), slots)
+    inside = [i for i, t in enumerate(targets) if id(t) in slots]
+    used = {id(arg) for operation in operations for arg in operation.args}
+    ends = [
+        result
+        for operation in operations
+        for result in operation.results
+        if not _jax.has_gradient(result) and id(result) not in used
+    ]
+    graph.outputs = [values[slots[id(a)]] for a in (*(targets[i] for i in inside), *ends)]
+    inputs = [array for array in arrays.values() if values[slots[id(array)]] in graph.inputs]
+    number = {value: i for i, value in enumerate(graph.inputs)}
+    positions = {path: number[values[slots[id(a)]]] for path, a in sources.items()}
+    explanation = explain_graph(
+        graph,
+        inputs,
+        dict(positions),
+        [seeds[i] for i in inside] + [None] * len(ends),
+        name="the tape",
+        unselectable={},
+        why_unused=lambda path: _UNSEEN if not inside else None,
+    )
+    return _with_ends(explanation, graph, positions, len(inside)) if ends else explanation
+
+
+_UNSEEN = (
+    "the target was not computed of it inside the block, as far as the tape has seen. It does not "
+    "see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
+    "threads and in functions compiled ahead of time"
+)
+
+
+def _following(record: Record, sources: Any) -> list[Operation]:
+    reached = {id(source) for source in sources}
+    found = []
+    for operation in record.operations:
+        if any(id(arg) in reached for arg in operation.args):
+            found.append(operation)
+            reached.update(map(id, operation.results))
+    return found
+
+
+def _with_ends(
+    explanation: Explanation, graph: Graph, positions: dict[str, int], targets: int
+) -> Explanation:
+    """Where nothing flows to the target, but to integers: a tape follows these no further, and the
+    cut is where they were made."""
+    findings: list[Finding] = []
+    for finding in explanation.findings:
+        cuts: list[Finding] = []
+        if finding.cause == "unused":
+            for path in finding.sources:
+                for k in range(targets, len(graph.outputs)):
+                    cuts += findings_of_cuts(graph, path, positions[path], [k])
+        findings += cuts or [finding]
+    by_path = {path: f.short for f in reversed(findings) for path in f.sources}
+    reports = tuple(
+        r if r.connected else replace(r, reason=by_path.get(r.path, r.reason))
+        for r in explanation.sources
+    )
+    return replace(explanation, findings=tuple(findings), sources=reports)
