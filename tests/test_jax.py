@@ -295,3 +295,31 @@ def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
     assert "test_identity" not in jax.jit(f).lower(one).as_text()
     with pytest.raises(TypeError, match="exported it"):
         jax.export.export(jax.jit(f))(one)
+
+
+def test_the_frames_of_an_operation_tell_calls_on_one_line_apart():
+    def f(x):
+        return jnp.sin(x) + jnp.sin(x)
+
+    first, second = (e for e in jax.make_jaxpr(f)(1.0).jaxpr.eqns if e.primitive.name == "sin")
+    at = []
+    for sine in (first, second):
+        codes, offsets = _jax.frame_positions(sine.source_info)
+        at.append(dict(zip(codes, offsets, strict=True))[f.__code__])
+    assert 0 <= at[0] < at[1] < len(f.__code__.co_code)
+
+
+def test_kept_traces_are_told_apart_by_a_context_of_ours():
+    within = _jax.user_context()
+    traced = []
+
+    @jax.jit
+    def f(x):
+        traced.append(x)
+        return x
+
+    for value in ((), (1,), (), (1,)):
+        with within(value):
+            f(1.0)
+            jax.jit(lambda x: f(x))(1.0)
+    assert len(traced) == 2

@@ -90,8 +90,9 @@ def op(*names: str) -> Selector:
       *names: names of JAX primitives (``"dot_general"``, ``"exp"``); ``*`` stands for any letters.
 
     >>> import jax.numpy as jnp, tracegrad as tg
-    >>> tg.graph(lambda x: jnp.exp(x) @ x)(jnp.ones(2)).find(tg.match.op("dot*"))
-    <Apply dot_general: f32[] = dot_general(exp, x)> from <doctest ...>
+    >>> [m.node.op for m in tg.graph(lambda x: jnp.exp(x) @ x)(jnp.ones(2)).find(
+    ...     tg.match.op("dot*"))]
+    ['dot_general']
     """
     return _Op(_checked(names, "match.op", "dot_general"))
 
@@ -339,6 +340,10 @@ class _Where(Selector):
 # --------------------------------------------------------------------------------- groups of nodes
 
 
+# The nodes of a match, and what they are called; None: it is one node, with a name of its own.
+Group = tuple[str | None, list[Node]]
+
+
 @dataclass(frozen=True)
 class _Grouping(Selector):
     """Selectors whose matches may be several nodes: the outermost ones are found, region by
@@ -365,21 +370,21 @@ class _Grouping(Selector):
             elif id(group) not in started:
                 started.add(id(group))
                 label, members = group
-                if len(members) == 1:
+                if label is None:
                     yield Occurrence(path, node)
                 else:
                     yield Fragment(path, node, tuple(members), label)
 
     @abstractmethod
-    def _groups(self, graph: Graph, path: Path) -> dict[Node, tuple[str, list[Node]]]:
+    def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         """For each node of the region that is part of a match: its name and all its nodes."""
 
 
 @dataclass(frozen=True)
 class _Scope(_Grouping):
-    def _groups(self, graph: Graph, path: Path) -> dict[Node, tuple[str, list[Node]]]:
+    def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         outside = [part for node, _ in path for part in _scope_parts(node)]
-        groups: dict[Node, tuple[str, list[Node]]] = {}
+        groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
         for node in graph.nodes:
             inside = self._inside((*outside, *_scope_parts(node)))
@@ -465,8 +470,8 @@ class _ByFrame(_Grouping):
 
     _each_time_round = False  # whether the next turn of a loop in the code is a match of its own
 
-    def _groups(self, graph: Graph, path: Path) -> dict[Node, tuple[str, list[Node]]]:
-        groups: dict[Node, tuple[str, list[Node]]] = {}
+    def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
+        groups: dict[Node, Group] = {}
         run: list[_Bound] = []
         last: Any = None
         known: dict[int, bool] = {}
@@ -484,7 +489,7 @@ class _ByFrame(_Grouping):
                 finish()
                 last = None
                 if self._is_named(node):
-                    groups[node] = (node.name, [node])
+                    groups[node] = (None, [node])
                 continue
             index, kind = anchor
             key = (stack.key(index + 1), id(stack.codes[index]), kind)

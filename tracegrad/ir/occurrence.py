@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -149,7 +150,8 @@ class Fragment(Occurrence):
     def __str__(self) -> str:
         where = "".join(f" in {node.name}" for node, _ in reversed(self.path))
         origin = self.origin
-        counted = f"<{self.label}: {len(self.members)} nodes from {self.node!r} on>"
+        count = len(self.members)
+        counted = f"<{self.label}: {count} node{'s'[: count != 1]} from {self.node!r} on>"
         return counted + where + (f" from {origin}" if origin else "")
 
 
@@ -222,6 +224,16 @@ def calling_line() -> Origin | None:
         if is_user_file(code.co_filename):
             return Origin(code.co_filename, line, code.co_qualname)
     return None
+
+
+def innermost_user_line(stack: TracebackType | None) -> Origin | None:
+    """The innermost line of the user's code that an error came through; None if there is none."""
+    found = None
+    for frame, line in traceback.walk_tb(stack):
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            found = Origin(code.co_filename, line, code.co_qualname)
+    return found
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:

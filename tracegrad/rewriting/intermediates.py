@@ -52,11 +52,11 @@ def intermediates(
     >>> def model(x):
     ...     for i in range(2):
     ...         with jax.named_scope(f"layer_{i}"):
-    ...             x = jnp.tanh(2 * x)
+    ...             x = 2 * x
     ...     return jnp.sum(x)
-    >>> out, values = tg.intermediates(model, tg.match.scope("layer_*"))(jnp.array([0.0, 1.0]))
+    >>> out, values = tg.intermediates(model, tg.match.scope("layer_*"))(jnp.array([1.0, 3.0]))
     >>> print(out, values["layer_0"])
-    0.958633 [0.         0.9640276]
+    16.0 [2. 6.]
 
     As forward hooks of PyTorch's modules and flax's ``sow``.
     """
@@ -111,11 +111,11 @@ def intermediate_gradients(
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
-    ...     hidden = jnp.sin(x)
+    ...     hidden = jnp.maximum(x, 0)
     ...     return jnp.sum(hidden**2)
-    >>> gradients = tg.intermediate_gradients(loss, tg.match.op("sin"))(jnp.array([0.0, 1.0]))
-    >>> print(gradients["sin"])  # 2 sin(x)
-    [0.       1.682942]
+    >>> gradients = tg.intermediate_gradients(loss, tg.match.op("max"))(jnp.array([-1.0, 3.0]))
+    >>> print(gradients["max"])  # 2 hidden
+    [0. 6.]
 
     As PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """

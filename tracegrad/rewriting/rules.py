@@ -406,12 +406,12 @@ def tap_gradient(
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
-    ...     return jnp.sum(jnp.sin(x) ** 2)
-    >>> tapped = tg.rewrite(loss, tg.rules.tap_gradient(tg.match.op("sin"), "after sin"))
-    >>> x = jnp.array([0.0, 1.0])
+    ...     return jnp.sum(jnp.maximum(x, 0) ** 2)
+    >>> tapped = tg.rewrite(loss, tg.rules.tap_gradient(tg.match.op("max"), "hidden"))
+    >>> x = jnp.array([-1.0, 3.0])
     >>> gradient, taps = tg.grad(tapped, wrt=("x", "taps"))(x, taps=tapped.taps(x))
-    >>> print(taps["after sin"]["sin"])  # 2 sin(x)
-    [0.       1.682942]
+    >>> print(gradient, taps["hidden"]["max"])
+    [0. 6.] [0. 6.]
     """
     if not name:
         raise ValueError("a tap wants a name")
