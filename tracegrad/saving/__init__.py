@@ -5,3 +5,5 @@ from tracegrad.saving.load import LoadedFunction as LoadedFunction
 from tracegrad.saving.load import LoadedFunctions as LoadedFunctions
 from tracegrad.saving.load import load as load
 from tracegrad.saving.save import save as save
+from tracegrad.saving.variables import load_variables as load_variables
+from tracegrad.saving.variables import save_variables as save_variables

@@ -130,7 +130,7 @@ class Container:
         self._view = memoryview(b"")
         self._map: mmap.mmap | None = None
         with _named(self.path):
-            self._map, self._view = _map_file(self.path)
+            self._map, self._view = map_file(self.path)
             self.size = len(self._view)
             try:
                 self._entries, self.manifest = _read(self._view)
@@ -261,7 +261,7 @@ def _write_member(
     return entry
 
 
-def _map_file(path: str) -> tuple[mmap.mmap, memoryview]:
+def map_file(path: str) -> tuple[mmap.mmap, memoryview]:
     """The file's bytes in memory; of nothing but an ordinary file, which a pipe is not."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)

@@ -27,6 +27,7 @@ from tracegrad.saving.manifest import (
     from_json,
 )
 from tracegrad.saving.tensors import read_tensors
+from tracegrad.saving.variables import own_copy
 from tracegrad.tracing.variable import Variable
 
 _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
@@ -100,8 +101,7 @@ def _variables(container: Container, records: Sequence[VariableRecord]) -> list[
 
 
 def _variable(record: VariableRecord, array: np.ndarray[Any, Any]) -> Variable:
-    # A copy: the file may change under the map, and a donated buffer is written to.
-    value = jax.device_put(array, may_alias=False)
+    value = own_copy(array)
     if record.key_type is not None:
         value = _keys(record, value)
     if str(value.dtype) != record.dtype or value.shape != record.shape:

@@ -22,6 +22,7 @@ from tracegrad.saving.container import Contents, write_container
 from tracegrad.saving.load import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, ProgramRecord, VariableRecord
 from tracegrad.saving.tensors import tensor_pieces
+from tracegrad.saving.variables import array_of, is_key
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.static import StaticArguments
@@ -196,7 +197,6 @@ class _Variables:
         for i, known in enumerate(self._variables):
             if known is variable:
                 return i
-        is_key = jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key)
         self._variables.append(variable)
         self.records.append(
             VariableRecord(
@@ -205,7 +205,7 @@ class _Variables:
                 dtype=str(variable.dtype),
                 shape=variable.shape,
                 trainable=variable.trainable,
-                key_type=_key_type(variable) if is_key else None,
+                key_type=_key_type(variable) if is_key(variable) else None,
             )
         )
         return len(self.records) - 1
@@ -222,7 +222,7 @@ class _Variables:
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Their values now; on the CPU without a copy."""
         return {
-            record.key: _array(record, value)
+            record.key: array_of(record.name, value)
             for record, value in zip(self.records, peek(self._variables), strict=True)
         }
 
@@ -236,15 +236,6 @@ def _key_type(variable: Variable) -> str:
             f"{kind}, which has no name to be saved by"
         )
     return kind
-
-
-def _array(record: VariableRecord, value: Any) -> np.ndarray[Any, Any]:
-    if not value.is_fully_addressable:
-        raise ValueError(
-            f"the Variable {record.name!r} is spread over several processes, of which this one "
-            "holds a part: gather it first, with jax.experimental.multihost_utils"
-        )
-    return np.asarray(value if record.key_type is None else jax.random.key_data(value))
 
 
 # -------------------------------------------------------------------------------------- functions
