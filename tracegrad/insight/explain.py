@@ -276,7 +276,7 @@ def explain_graph(
     findings += _refusals(observed, measured)
     if _looks_bad(observed):
         observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=True)
-        findings += _not_finite(observed, program, sources, targets)
+        findings += _not_finite(observed, measured, program, sources, targets)
     reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += _all_zero(observed, reports, sources)
@@ -471,7 +471,11 @@ def _refusals(observed: Observed, measured: Measured) -> Iterator[Finding]:
 
 
 def _not_finite(
-    observed: Observed, program: Graph, sources: dict[str, int | None], targets: Sequence[int]
+    observed: Observed,
+    measured: Measured,
+    program: Graph,
+    sources: dict[str, int | None],
+    targets: Sequence[int],
 ) -> list[Finding]:
     stats = observed.stats
     names = {i: path for path, i in sources.items() if i is not None}
@@ -501,7 +505,7 @@ def _not_finite(
     if not found:
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
-            found.append(_backward_finding(observed, culprit_back, touched))
+            found.append(_backward_finding(observed, measured, culprit_back, touched))
         elif touched:
             found.append(Finding("not finite", "it came in with the cotangent", touched))
     return found
@@ -581,14 +585,20 @@ def _forward_findings(
     )
 
 
-def _backward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, ...]) -> Finding:
+def _backward_finding(
+    observed: Observed, measured: Measured, culprit: Culprit, touched: tuple[str, ...]
+) -> Finding:
     found = observed.occurrence(culprit.spot)
     node = found.node
     made_by, used_by = makers(observed, culprit.spot), users(observed, culprit.spot)
     known = [x for x in culprit.operands if not math.isnan(x)]
     at = f" at {', '.join(_number(x) for x in known)}" if known else ""
-    rule = next((n for n, name in found.path if name in ("backward", "jvp")), None)
-    inside = f"in the rule of {rule.name} " if rule is not None else ""
+    faces = [k for k, (_, name) in enumerate(culprit.spot.at) if name in ("backward", "jvp")]
+    inside, origin = "", found.origin
+    if faces:
+        outer, (number, _) = culprit.spot.at[: faces[0]], culprit.spot.at[faces[0]]
+        inside = f"in the rule of {found.path[faces[0]][0].name} "
+        origin = measured.measured.lines.get((outer, number), origin)
     if math.isnan(culprit.given) or inside:
         through = ""
     elif culprit.given == 0:
@@ -599,7 +609,7 @@ def _backward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, 
         f"{culprit.kind} in the reverse pass",
         f"{inside}{'' if inside else 'the derivative of '}{node.name}{at} is not finite{through}",
         touched,
-        origin=found.origin,
+        origin=origin,
         cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
         operation=node.op,
         operands=culprit.operands,

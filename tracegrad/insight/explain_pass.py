@@ -34,7 +34,7 @@ from tracegrad.ir import (
     Value,
 )
 from tracegrad.ir.dependence import is_reference
-from tracegrad.ir.occurrence import is_user_file
+from tracegrad.ir.occurrence import Origin, innermost_user_line, is_user_file
 from tracegrad.lowering import Lowering, evaluate_node
 
 # Where a node stands, by numbers, so that it means the same in a graph that was traced anew: the
@@ -65,7 +65,8 @@ class MeasuredPass:
       close: whether to look at values, and at the results of every VJP.
 
     `keys` lists what the statistics are of, in the order in which they were met; `refused` the
-    nodes that JAX cannot differentiate, with its words.
+    nodes that JAX cannot differentiate, with its words; `lines`, of the rules whose backward makes
+    a NaN or Inf, the line there.
     """
 
     def __init__(self, graph: Graph, sources: Sequence[bool], close: bool):
@@ -74,6 +75,7 @@ class MeasuredPass:
         self.close = close
         self.keys: list[Key] = []
         self.refused: dict[tuple[Steps, int], str] = {}
+        self.lines: dict[tuple[Steps, int], Origin] = {}
         self._numbers: dict[Key, int] = {}
         self._found: dict[int, Any] = {}
         self._muted = False
@@ -437,6 +439,7 @@ class MeasuredPass:
         ]
         count = len(node.outputs)
         if node.kind == "vjp":
+            self._find_line(node, kept, given, active, at, number)
             with self._mute():
                 forward = node.face("forward")
                 outs, _ = self.forward(forward, operands, ())
@@ -450,6 +453,34 @@ class MeasuredPass:
         which = [i in active for i, v in enumerate(node.inputs) if _jax.has_gradient(v.aval)]
         wanted = [False] * len(operands) + which
         self.backward(node.face("jvp"), values, [*[None] * count, *flowing], wanted, inside)
+
+    def _find_line(
+        self,
+        node: CustomGradient,
+        kept: Kept,
+        given: Sequence[Any],
+        active: Sequence[int],
+        at: Steps,
+        number: int,
+    ) -> None:
+        """The line of a rule's backward that makes a NaN or Inf.
+
+        JAX gives all of a backward the line of the forward call, but a Python function that runs
+        has its frames: it is run once more, with JAX's own check after every operation.
+        """
+        operands = [_read(v, kept.values) for v in node.inputs]
+        arrays = [x for x in (*operands, *given) if x is not None]
+        if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
+            return
+        try:
+            with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
+                node_vjp(node, kept.values, given, active)
+        except FloatingPointError as error:
+            line = innermost_user_line(error.__traceback__)
+            if line is not None:
+                self.lines[at, number] = line
+        except Exception:  # what runs compiled alone has no line, and needs none
+            return
 
 
 # ------------------------------------------------------------------------------------- programs
@@ -559,6 +590,11 @@ def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False
 
 def _read(value: Value | Literal, values: Mapping[Value, Any]) -> Any:
     return value.value if isinstance(value, Literal) else values[value]
+
+
+def _all_finite(x: Any) -> bool:
+    is_number = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return not is_number or bool(jnp.all(jnp.isfinite(x)))
 
 
 def _strong(x: Any) -> Any:
