@@ -18,7 +18,8 @@ from tracegrad.ir import Graph, Value
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.model import MemoryModel, model
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.modelling import model
 from tracegrad.rewriting.planning.planner import (
     BudgetTooSmall,
     Planner,
@@ -236,7 +237,7 @@ def plan_recompute(
     ...         x = jnp.tanh(x @ w)
     ...     return jnp.sum(x**2)
     >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
-    >>> plan = plan_recompute(loss, "50%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
+    >>> plan = plan_recompute(loss, "75%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
     >>> plan.peak <= plan.budget, 0 < plan.flops_bound <= plan.flops < plan.forward_flops
     (True, True)
     >>> planned = jax.grad(plan.apply())

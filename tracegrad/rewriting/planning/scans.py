@@ -20,7 +20,8 @@ from tracegrad.ir import Graph, Node
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten, replace_values
-from tracegrad.rewriting.planning.model import MemoryModel, model
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.modelling import model
 from tracegrad.rewriting.planning.regions import with_regions
 from tracegrad.rewriting.planning.simulation import Piece, Segment
 

@@ -1,0 +1,300 @@
+"""A planned function computes what the original does, and XLA needs the memory that was planned."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad
+from tracegrad.ir import Graph, Recompute
+from tracegrad.rewriting.planning import load_plan, plan_recompute, recompute_to_fit
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def values(shapes: Any) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 4, s.dtype), shapes)
+
+
+def shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+# ------------------------------------------------------------------------------------- programs
+
+
+@jax.jit
+def block(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def mlp(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = block(w, x)
+    return jnp.mean(x**2)
+
+
+def mlp_shapes(layers: int, batch: int, width: int) -> Any:
+    layer = {"up": f32(width, width), "down": f32(width, width)}
+    return [layer] * layers, f32(batch, width)
+
+
+def convolutions(kernels: Any, scale: jax.Array, x: jax.Array) -> jax.Array:
+    """With a custom rule (relu), an annotation of the user's and values that skip ahead."""
+    skipped = []
+    for k in kernels:
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"))
+        x = tracegrad.grad_pass_through(lambda v: jnp.round(v * 8) / 8)(x) * scale
+        skipped.append(x)
+    for k, s in zip(kernels, reversed(skipped), strict=True):
+        x = jnp.tanh(jax.lax.conv_general_dilated(x + s, k, (1, 1), "SAME"))
+    return jnp.sum(x**2)
+
+
+def loop(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A scan with a carry, slices and stacked results."""
+
+    def body(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+        x = x + jnp.tanh(jax.nn.gelu(x @ w["up"]) @ w["down"])
+        return x, jnp.sum(jnp.sin(x), axis=1)
+
+    x, sums = jax.lax.scan(body, x, weights, reverse=True)
+    return jnp.mean(x**2) + jnp.mean(sums**2), sums
+
+
+def stacked_shapes(layers: int, batch: int, width: int) -> Any:
+    weight = f32(layers, width, width)
+    return {"up": weight, "down": weight}, f32(batch, width)
+
+
+def first(result: Any) -> jax.Array:
+    return result[0] if isinstance(result, tuple) else result
+
+
+PROGRAMS: dict[str, tuple[Any, Any, str]] = {
+    "mlp": (mlp, mlp_shapes(8, 64, 16), "40%"),
+    "convolutions": (
+        convolutions,
+        ([f32(4, 4, 3, 3)] * 4, f32(), f32(2, 4, 16, 16)),
+        "60%",
+    ),
+    "loop": (loop, stacked_shapes(12, 32, 16), "25%"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_those_of_the_original(name: str):
+    fun, shapes, budget = PROGRAMS[name]
+    args = values(shapes)
+    plan = plan_recompute(fun, budget)(*args)
+    assert plan.is_needed
+    assert plan.peak <= plan.budget
+    plan.rewritten().verify()
+    planned, argnums = plan.apply(), tuple(range(len(args)))
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-6), planned(*args), fun(*args)
+        )
+    )
+    expected = jax.grad(lambda *a: first(fun(*a)), argnums)(*args)
+    found = tracegrad.trace(jax.grad(lambda *a: first(planned(*a)), argnums))(*args)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    )
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def temporary_bytes(fun: Any, shapes: Any) -> int:
+    """XLA's own account of a program that is compiled and never run."""
+    compiled = tracegrad.trace(jax.grad(lambda *a: first(fun(*a)))).lower(*shapes).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "budgets"),
+    [
+        (mlp, mlp_shapes(8, 2048, 128), ["70%", "40%"]),
+        (loop, stacked_shapes(16, 2048, 64), ["40%", "20%"]),
+    ],
+    ids=["mlp", "loop"],
+)
+def test_memory_falls_as_planned(fun: Any, shapes: Any, budgets: list[str]):
+    whole = temporary_bytes(fun, shapes)
+    for budget in budgets:
+        plan = plan_recompute(fun, budget)(*shapes)
+        share = temporary_bytes(plan.apply(), shapes) / whole
+        assert share == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
+
+
+def test_products_are_computed_again_as_often_as_planned():
+    shapes = mlp_shapes(8, 2048, 128)
+    plan = plan_recompute(mlp, "35%")(*shapes)
+
+    def products(fun: Any) -> int:
+        compiled = tracegrad.trace(jax.grad(fun)).lower(*shapes).compile()
+        return len(re.findall(r" = \S+ dot\(", compiled.as_text()))
+
+    product = 2 * 2048 * 128 * 128
+    again = products(plan.apply()) - products(mlp)
+    assert again * product == pytest.approx(plan.flops, rel=0.1)
+
+
+def test_a_program_that_fits_stays_as_it_is():
+    shapes = mlp_shapes(3, 16, 8)
+    graph = tracegrad.graph(mlp)(*shapes)
+    assert recompute_to_fit("1GiB")(graph) is graph
+    plan = plan_recompute(mlp, "1GiB")(*shapes)
+    assert not plan.is_needed
+    assert plan.flops == plan.flops_bound == 0
+
+
+def test_a_rule_makes_a_traced_function_fit():
+    shapes = mlp_shapes(8, 512, 64)
+    fits = tracegrad.trace(mlp, rules=[recompute_to_fit("40%")])
+    assert fits.graph(*shapes).find(lambda o: isinstance(o.node, Recompute))
+    args = values(shapes)
+    step = tracegrad.trace(jax.grad(fits))
+    expected = jax.jit(jax.grad(mlp))(*args)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-6), step(*args), expected)
+    )
+    temp = step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert temp < 0.5 * temporary_bytes(mlp, shapes)
+
+
+# ------------------------------------------------------------------------- what a plan respects
+
+
+def test_effects_happen_once():
+    seen: list[float] = []
+
+    def fun(weights: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(weights):
+            x = block(w, x)
+            if i % 2:
+                jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
+        return jnp.mean(x**2)
+
+    args = values(mlp_shapes(8, 64, 16))
+    plan = plan_recompute(fun, "60%")(*args)
+    assert plan.flops > 0
+    jax.block_until_ready(jax.grad(plan.apply())(*args))
+    jax.effects_barrier()
+    assert len(seen) == 4
+
+
+def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
+    policy = jax.checkpoint_policies.dots_saveable
+    mine = jax.checkpoint(lambda w, x: block(w, block(w, x)), policy=policy)
+
+    def fun(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = block(w, mine(w, x))
+        return jnp.mean(x**2)
+
+    args = values(mlp_shapes(4, 64, 16))
+    plan = plan_recompute(fun, "70%")(*args)
+    assert plan.flops > 0
+    inside = plan.rewritten().find(lambda o: isinstance(o.node, Recompute))
+    kept = [o.node for o in inside if o.node.policy is policy]
+    assert len(kept) == 4
+    found, expected = jax.grad(plan.apply())(*args), jax.grad(fun)(*args)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-3), found, expected)
+    )
+
+
+def test_values_that_the_function_closes_over_get_their_gradient():
+    args = values(mlp_shapes(6, 32, 8))
+
+    def outer(weights: Any) -> jax.Array:
+        def inner(x: jax.Array) -> jax.Array:
+            return mlp(weights, x)
+
+        plan = plan_recompute(inner, "70%")(args[1])
+        assert plan.is_needed
+        return plan.apply()(args[1])
+
+    found, expected = jax.grad(outer)(args[0]), jax.grad(mlp)(*args)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-6), found, expected))
+
+
+# ------------------------------------------------------------------------------ the plan as data
+
+
+def test_a_plan_is_saved_and_loaded_as_json(tmp_path: Path):
+    shapes = stacked_shapes(12, 32, 16)
+    plan = plan_recompute(loop, "25%")(*shapes)
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json", loop)(*shapes)
+    assert again == plan
+    assert str(again) == str(plan)
+    assert str(again.rewritten()) == str(plan.rewritten())
+
+
+def test_plans_are_the_same_every_time():
+    shapes = mlp_shapes(8, 64, 16)
+    first_plan, second = (plan_recompute(mlp, "40%")(*shapes) for _ in range(2))
+    assert first_plan == second
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"program": "0"}, "planned for another program"),
+        ({"version": 99}, "version 99"),
+        ({"format": "x"}, "is not a recompute plan"),
+        ({"segments": []}, "do not cover"),
+        ({"scan_variant": 77}, "no variant 77"),
+    ],
+)
+def test_files_that_are_no_plan_of_the_program_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+):
+    shapes = mlp_shapes(3, 16, 8)
+    path = tmp_path / "plan.json"
+    plan_recompute(mlp, "90%")(*shapes).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_plan(path, mlp)(*shapes)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a recompute plan"):
+        load_plan(tmp_path / "plan.json", mlp)
+
+
+def test_a_plan_prints_as_a_table_and_draws_itself():
+    plan = plan_recompute(mlp, "40%")(*mlp_shapes(8, 64, 16))
+    text = str(plan)
+    assert re.search(r"peak +\S+ KiB of \S+ KiB \((39|40)\.\d%\); none below", text)
+    assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
+        segment.recompute for segment in plan.segments
+    )
+    curve = plan.curve(4)
+    assert [f for _, f in curve] == sorted(f for _, f in curve)
+    assert [p for p, _ in curve] == sorted((p for p, _ in curve), reverse=True)
+    memory, trade = plan.plot().axes
+    assert max(memory.lines[1].get_ydata()) * 2**20 == pytest.approx(plan.peak)
+    assert len(trade.lines[0].get_xdata()) > 5
+
+
+def test_the_original_graph_is_not_edited():
+    graph = tracegrad.graph(mlp)(*mlp_shapes(8, 64, 16))
+    before = str(graph)
+    assert isinstance(recompute_to_fit("50%")(graph), Graph)
+    assert str(graph) == before
+    assert graph.is_clean

@@ -1,0 +1,450 @@
+"""A graph → what its operations read, write and cost, as XLA runs them.
+
+A buffer is what XLA writes to memory. Views and broadcasts are not: reading one is reading what it
+is a view of. Nor is a cheap element-wise result that XLA computes inside each of its readers
+(fusion): the backward pass does the same with it, whether or not anything is recomputed, and so it
+is what such a result is computed from that is kept. Arguments of the program and constants are
+alive anyway and count as nothing, and so do gradients of arguments, which are results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, StopGradient, Value
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.flops import elements, node_flops
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.residuals import NodeResiduals, Residuals, nbytes
+from tracegrad.rewriting.planning.simulation import keep_all
+
+VIEWS = frozenset(
+    [
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "slice",
+        "rev",
+        "copy",
+        "copy_p",
+        "name",
+        "split",
+        "stop_gradient",
+        "convert_element_type",
+        "optimization_barrier",
+        "sharding_constraint",
+    ]
+)
+CHEAP = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "max",
+        "min",
+        "select_n",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "abs",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "integer_pow",
+        "square",
+        "clamp",
+        "is_finite",
+        "iota",
+        "add_any",
+        "real",
+        "imag",
+        "conj",
+        "complex",
+        "nextafter",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "reduce_precision",
+    ]
+)
+COSTLY_ELEMENTWISE = frozenset(
+    [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "pow",
+        "div",
+        "rem",
+        "lgamma",
+        "digamma",
+    ]
+)
+REDUCTIONS = frozenset(
+    [
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+        "reduce",
+    ]
+)
+# The cotangent of an operand is that of the result.
+PASSES_ON = frozenset(
+    ["add", "add_any", "sub", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "name"]
+)
+
+
+def model(graph: Graph, *, fused: bool = True) -> MemoryModel:
+    """The model of a graph without plain calls (see `flatten`), differentiated with respect to all
+    its inputs.
+
+    Args:
+      graph: the forward program.
+      fused: whether cheap element-wise results are taken not to be kept (see above); False for
+        what JAX's own residuals hold before XLA fuses anything.
+
+    Raises ValueError for a program without a gradient.
+    """
+    return _Modelling(graph, fused).result()
+
+
+class _Modelling:
+    """One graph, one step after the other; each fills in a few of the attributes."""
+
+    def __init__(self, graph: Graph, fused: bool):
+        self.graph = graph
+        self.fused = fused
+        self.index = {node: i for i, node in enumerate(graph.nodes)}
+        self.residuals = NodeResiduals()
+        self.flops_known: dict[Graph, int] = {}
+        self.peaks_known: dict[Graph, int] = {}
+        self.category: dict[Node, str] = {node: _category(node) for node in graph.nodes}
+        self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
+
+    def result(self) -> MemoryModel:
+        self.find_active()
+        self.find_residuals()
+        self.find_buffers()
+        self.find_roots()
+        return self.assemble()
+
+    # What gets a cotangent.
+
+    def find_active(self) -> None:
+        reached = {
+            v for v in (*self.graph.inputs, *self.graph.constants) if _jax.has_gradient(v.aval)
+        }
+        for node in self.graph.nodes:
+            if isinstance(node, StopGradient):
+                continue
+            if any(v in reached for v in _values(node)):
+                reached.update(v for v in node.outputs if _jax.has_gradient(v.aval))
+        live = {v for v in self.is_output if v in reached}
+        if not live:
+            raise ValueError(
+                "cannot plan what to recompute for a program without a gradient: no result of "
+                f"{self.graph.name} is a float computed from its arguments"
+            )
+        for node in reversed(self.graph.nodes):
+            if any(v in live for v in node.outputs):
+                live.update(v for v in _values(node) if v in reached)
+        self.active = live & reached
+
+    def find_residuals(self) -> None:
+        self.read: dict[Node, Residuals] = {}
+        self.read_back: set[Value] = set()  # what any backward step reads
+        for node in self.graph.nodes:
+            if not any(v in self.active for v in node.outputs):
+                continue
+            first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
+            positions = [
+                i
+                for i, v in enumerate(node.inputs)
+                if i >= first and isinstance(v, Value) and v in self.active
+            ]
+            if not positions:
+                continue
+            found = self.read[node] = self.residuals.of(node, positions)
+            self.read_back.update(v for v in _read(node, found))
+
+    # What is a buffer.
+
+    def find_buffers(self) -> None:
+        self.absorbed: set[Node] = set()
+        for node in reversed(self.graph.nodes):
+            if self._is_absorbed(node):
+                self.absorbed.add(node)
+
+    def _is_absorbed(self, node: Node) -> bool:
+        """Whether a node writes no buffer of its own."""
+        category = self.category[node]
+        if category == "view":
+            return True
+        if not self.fused or category not in ("cheap", "costly"):
+            return False
+        if any(v in self.is_output for v in node.outputs):
+            return False
+        readers = [u for v in node.outputs for u in v._uses]
+        once = len(readers) == 1 and not any(v in self.read_back for v in node.outputs)
+        if not once and (category == "costly" or not _is_unary(node)):
+            return False
+        return all(self._computes_inside(user) for user in readers)
+
+    def _computes_inside(self, node: Node) -> bool:
+        """Whether a node computes its operands itself where it reads them."""
+        category = self.category[node]
+        if category == "view":
+            outputs = node.outputs
+            if any(v in self.is_output for v in outputs):
+                return False
+            return all(self._computes_inside(u) for v in outputs for u in v._uses)
+        return category in ("cheap", "costly", "reduction")
+
+    def find_roots(self) -> None:
+        """For every value the buffers that reading it reads, and the FLOPs of what was absorbed."""
+        self.roots: dict[Value, frozenset[int]] = {}
+        self.inside: dict[Value, int] = {}
+        self.ops: list[Node] = [n for n in self.graph.nodes if n not in self.absorbed]
+        number = {node: i for i, node in enumerate(self.ops)}
+        for value in (*self.graph.inputs, *self.graph.constants):
+            self.roots[value], self.inside[value] = frozenset(), 0
+        for node in self.graph.nodes:
+            if node in self.absorbed:
+                roots: frozenset[int] = frozenset().union(*(self.roots[v] for v in _values(node)))
+                cost = sum(self.inside[v] for v in set(_values(node)))
+                cost += node_flops(node, self.flops_known)
+            else:
+                roots, cost = frozenset((number[node],)), 0
+            for value in node.outputs:
+                self.roots[value], self.inside[value] = roots, cost
+
+    def assemble(self) -> MemoryModel:
+        ops = self.ops
+        cotangents, gathered = self._cotangent_bytes()
+        needs: list[set[int]] = [set() for _ in ops]
+        extra = [0] * len(ops)
+        peaks = [0] * len(ops)
+        waiting = [0] * len(ops)
+        fixed = [False] * len(ops)
+        step = -1  # the last buffer at a node or before: its backward step takes the node's too
+        for node in self.graph.nodes if ops else ():
+            step = min(step + (node not in self.absorbed), len(ops) - 1)
+            at = max(step, 0)
+            fixed[at] |= bool(node.effects)
+            peaks[at] = max(peaks[at], cotangents.get(node, 0))
+            waiting[at] = max(waiting[at], gathered.get(node, 0))
+            if node in self.read:
+                for value in _read(node, self.read[node]):
+                    needs[at] |= self.roots[value]
+                extra[at] += self.read[node].extra
+        # What waits grows while the backward pass goes on.
+        for i in reversed(range(len(ops) - 1)):
+            waiting[i] = max(waiting[i], waiting[i + 1])
+        return MemoryModel(
+            sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
+            flops=[
+                node_flops(node, self.flops_known) + sum(self.inside[v] for v in set(_values(node)))
+                for node in ops
+            ],
+            args=[_sorted(r for v in _values(node) for r in self.roots[v]) for node in ops],
+            needs=[_sorted(found) for found in needs],
+            cotangents=peaks,
+            gathered=waiting,
+            extra=extra,
+            fixed=fixed,
+            cuts=self._cuts(),
+            nodes=ops,
+            graph=self.graph,
+        )
+
+    def _cotangent_bytes(self) -> tuple[dict[Node, int], dict[Node, int]]:
+        """Bytes alive while each node is pulled back: of cotangents of what it computed or was
+        computed from, and of the terms of gradients of arguments.
+
+        The terms of an argument's gradient are added up at once when all of them are there: XLA
+        makes one kernel of the additions.
+        """
+        inputs = {*self.graph.inputs, *self.graph.constants}
+        terms = {v: len([n for n in set(v._uses) if n in self.read]) for v in inputs & self.active}
+        left = dict(terms)
+        waits: dict[Value, int] = {}
+        buffer: dict[Value, list[int]] = {}  # [bytes, how many values share it]
+        live = waiting = 0
+        during: dict[Node, int] = {}
+        gathered: dict[Node, int] = {}
+        for value in self.is_output & self.active:
+            buffer[value] = [nbytes(value.aval), 1]
+            live += nbytes(value.aval)
+        for node in reversed(self.graph.nodes):
+            given = [buffer.pop(v) for v in node.outputs if v in buffer]
+            if not given:
+                continue
+            # An element-wise operation writes its result over its operand.
+            in_place = self.category[node] in ("view", "cheap", "costly")
+            shares = given[0] if node.op in PASSES_ON and len(given) == 1 else None
+            for shared in given:
+                shared[1] -= 1
+            freed = sum(size for size, users in given if users == 0)
+            peak = live
+            live -= freed
+            made = 0
+            taken = node in self.read
+            made += self.work(node) if taken else 0
+            for value in dict.fromkeys(_values(node)) if taken else ():
+                size = nbytes(value.aval)
+                if value not in self.active:
+                    continue
+                if value in left:
+                    # Of a slice the part waits: what is around it is zeros, which nobody writes.
+                    part = sum(share for share, _ in given)
+                    term = min(size, part) if self.category[node] == "view" else size
+                    left[value] -= 1
+                    waits[value] = waits.get(value, 0) + term
+                    waiting += term
+                    if left[value] == 0:
+                        waiting -= waits[value]
+                elif value in buffer and buffer[value][1] == 1:
+                    made += 0 if in_place else size  # beside the one that it is added to
+                elif value in buffer:  # the sum goes to a buffer of its own
+                    buffer[value][1] -= 1
+                    buffer[value] = [size, 1]
+                    live += size
+                elif shares is not None and size == shares[0]:
+                    if shares[1] == 0:
+                        live += size
+                    shares[1] += 1
+                    buffer[value] = shares
+                else:
+                    buffer[value] = [size, 1]
+                    live += size
+            during[node] = max(peak, live + made + (0 if in_place else freed))
+            gathered[node] = waiting
+        return during, gathered
+
+    def work(self, node: Node) -> int:
+        """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
+        iteration with everything kept."""
+        if isinstance(node, CustomGradient) or not node.regions:
+            return 0
+        return max(self._region_peak(region) for region in node.regions.values())
+
+    def _region_peak(self, region: Graph) -> int:
+        if region not in self.peaks_known:
+            try:
+                self.peaks_known[region] = keep_all(model(flatten(region), fused=self.fused)).peak
+            except ValueError:  # it has no gradient by itself
+                self.peaks_known[region] = 0
+        return self.peaks_known[region]
+
+    def _cuts(self) -> list[int | None]:
+        """The place before each buffer's node where the fewest bytes go from one side to the other.
+
+        Results that are no buffers would be, if they went over a region's border.
+        """
+        graph = self.graph
+        last = {v: max((self.index[u] for u in v._uses), default=-1) for v in self.roots}
+        for v in self.is_output:
+            last[v] = len(graph.nodes)
+        changes = [0] * (len(graph.nodes) + 2)
+        for node in graph.nodes:
+            at = self.index[node]
+            for v in node.outputs:
+                if last[v] > at:
+                    changes[at + 1] += nbytes(v.aval)
+                    changes[last[v] + 1] -= nbytes(v.aval)
+        crossing, total = [], 0
+        for change in changes:
+            total += change
+            crossing.append(total)
+        self.crossing = crossing
+        cuts: list[int | None] = []
+        before = 0
+        for node in self.ops:
+            at = self.index[node]
+            cuts.append(min(range(before, at + 1), key=lambda p: (crossing[p], -p)))
+            before = at + 1
+        return cuts
+
+
+def _values(node: Node) -> list[Value]:
+    return [v for v in node.inputs if isinstance(v, Value)]
+
+
+def _read(node: Node, residuals: Residuals) -> Iterable[Value]:
+    """The values of its graph that the backward pass of a node reads."""
+    for i in residuals.operands:
+        value = node.inputs[i]
+        if isinstance(value, Value):
+            yield value
+    for i in residuals.results:
+        yield node.outputs[i]
+
+
+def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(positions)))
+
+
+def _category(node: Node) -> str:
+    """How XLA treats a node: ``view``, ``cheap`` and ``costly`` element-wise, ``reduction``, or
+    ``kernel``, which reads its operands from memory and writes its result there."""
+    if node.op in VIEWS:
+        return "view"
+    if node.op in CHEAP:
+        return "cheap"
+    if node.op in COSTLY_ELEMENTWISE:
+        return "costly"
+    if node.op in REDUCTIONS:
+        return "reduction"
+    if isinstance(node, (CustomGradient, RegionNode)) and not isinstance(node, Recompute):
+        if not isinstance(node, CustomGradient) and node.primitive is not _jax.JIT:
+            return "kernel"
+        region = next(iter(node._regions.values()))
+        inner = {_category(n) for n in region.nodes}
+        if inner <= {"view", "cheap"}:
+            return "cheap"
+        if inner <= {"view", "cheap", "costly"}:
+            return "costly"
+    return "kernel"
+
+
+def _is_unary(node: Node) -> bool:
+    """Whether it reads one array, and beside it scalars: XLA does no other operation twice."""
+    return sum(elements(v.aval) > 1 for v in set(_values(node))) <= 1
