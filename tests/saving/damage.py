@@ -440,8 +440,9 @@ def types_wrong(random: random.Random, artefact: Artefact) -> Damaged:
     """One value of the manifest is of another type."""
     manifest = json.loads(as_json(artefact.manifest))
     paths = paths_in(manifest)[1:]
-    # The key of a dictionary may be a string or an integer: the other type means something else.
-    path = random.choice([path for path in paths if path[-3::2] != ("dict", 0)])
+    # Two types are right, and mean different things, for the key of a dictionary (a string, an
+    # integer) and for the program that is run when another is differentiated (null: that one).
+    path = random.choice([p for p in paths if p[-3::2] != ("dict", 0) and p[-1] != "value"])
     parent = manifest
     for key in path[:-1]:
         parent = parent[key]
