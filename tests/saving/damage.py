@@ -541,7 +541,9 @@ def damaged(random: random.Random, artefact: Artefact) -> tuple[str, Damaged]:
 
 
 def allow_memory(room: int) -> None:
-    """Limits the address space to what is in use and `room` bytes."""
+    """Limits the address space to what is in use and `room` bytes, where a system can."""
+    if sys.platform != "linux":
+        return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
