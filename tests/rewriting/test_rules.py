@@ -110,6 +110,20 @@ def test_an_inlined_function_is_stopped_by_its_inputs():
         np.testing.assert_allclose(gradients[1 - position], expected, rtol=1e-6)
 
 
+def test_a_gradient_is_reversed_before_a_head_and_not_in_it():
+    def head(w, hidden):
+        return jnp.tanh(hidden * w)
+
+    def f(w, x):
+        return jnp.sum(head(w, jnp.sin(x)))
+
+    w = jnp.array([0.5, 1.0, 2.0])
+    edited = tg.rewrite(f, rules.scale_gradient(match.call("head"), -3.0, inputs=0))
+    (dw, dx), (expected_dw, expected_dx) = (jax.grad(g, (0, 1))(w, X) for g in (edited, f))
+    np.testing.assert_allclose(dw, expected_dw, rtol=1e-6)
+    np.testing.assert_allclose(dx, -3 * expected_dx, rtol=1e-6)
+
+
 def test_overriding_gives_operands_outputs_and_parameters():
     seen = []
 

@@ -193,8 +193,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    positions = (inputs,) if isinstance(inputs, int) else None if inputs is None else tuple(inputs)
-    return StopGradient(where, positions, missing_ok=missing_ok)
+    return StopGradient(where, _positions(inputs), missing_ok=missing_ok)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -206,29 +205,8 @@ class StopGradient(MatchRule):
     def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         if self.inputs is None:
             replace_outputs(graph, nodes, jax.lax.stop_gradient)
-            return
-        operands: Sequence[Value | Literal] = (
-            entering(nodes) if isinstance(match, Fragment) else nodes[0].inputs
-        )
-        for position in self.inputs:
-            if not -len(operands) <= position < len(operands):
-                raise IndexError(f"{self!r}: {match} has {len(operands)} inputs, no {position}")
-        chosen = {position % len(operands) for position in self.inputs}
-        first = next(node for node in graph.nodes if node in nodes)
-        stopped: dict[int, Value | Literal] = {}
-        for i in chosen:
-            value = operands[i]
-            if isinstance(value, Value) and _jax.has_gradient(value.aval):
-                (stopped[i],) = graph.insert(jax.lax.stop_gradient, [value], before=first)
-        if not isinstance(match, Fragment):  # which may take one value twice
-            (node,) = nodes
-            graph.set_inputs(node, [stopped.get(i, v) for i, v in enumerate(operands)])
-            return
-        members = set(nodes)
-        for i, new in stopped.items():
-            value = operands[i]
-            assert isinstance(value, Value)
-            graph.replace_uses(value, new, where=members.__contains__, outputs=False)
+        else:
+            replace_inputs(graph, nodes, match, self.inputs, jax.lax.stop_gradient)
 
 
 def recompute(
@@ -335,17 +313,26 @@ class ClipGradient(MatchRule):
         return cotangent
 
 
-def scale_gradient(where: Selector, factor: Any, *, missing_ok: bool = False) -> MatchRule:
-    """Multiplies the gradient that arrives at the outputs of what matches.
+def scale_gradient(
+    where: Selector,
+    factor: Any,
+    inputs: int | Sequence[int] | None = None,
+    *,
+    missing_ok: bool = False,
+) -> MatchRule:
+    """Multiplies the gradient that arrives at the outputs of what matches, or leaves its inputs.
 
     Args:
       where: a selector.
       factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
         (Ganin and Lempitsky, 2015, for domain-adversarial training).
+      inputs: the positions of inputs (see `override_gradient`): what flows back through these is
+        multiplied, and what it holds of weights keeps its gradient. None: at the outputs.
       missing_ok: whether it may match nothing.
 
     Returns:
-      A rule. Tangents of forward mode are multiplied as well.
+      A rule. Tangents of forward mode are multiplied as well. It raises IndexError, when it is
+      applied, for a match without such an input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda x: jnp.sin(x), tg.rules.scale_gradient(tg.match.op("sin"), -0.5))
@@ -354,7 +341,7 @@ def scale_gradient(where: Selector, factor: Any, *, missing_ok: bool = False) ->
     """
     if jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not the shape {jnp.shape(factor)}")
-    return ScaleGradient(where, factor, missing_ok=missing_ok)
+    return ScaleGradient(where, factor, _positions(inputs), missing_ok=missing_ok)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -362,9 +349,16 @@ class ScaleGradient(MatchRule):
     """See `scale_gradient`."""
 
     factor: Any = 1.0
+    inputs: tuple[int, ...] | None = None
 
     def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        replace_outputs(graph, nodes, lambda value: _scaled(value, self.factor))
+        def scaled(value: Any) -> Any:
+            return _scaled(value, self.factor)
+
+        if self.inputs is None:
+            replace_outputs(graph, nodes, scaled)
+        else:
+            replace_inputs(graph, nodes, match, self.inputs, scaled)
 
 
 @jax.custom_jvp
@@ -453,6 +447,43 @@ def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any
         if _jax.has_gradient(value.aval):
             (new,) = graph.insert(identity, [value], after=value.producer)
             graph.replace_uses(value, new)
+
+
+def replace_inputs(
+    graph: Graph,
+    nodes: Sequence[Node],
+    match: Occurrence,
+    positions: Sequence[int],
+    identity: Callable[[Any], Any],
+) -> None:
+    """Sends some float inputs of the nodes of a match through a function that returns them."""
+    operands: Sequence[Value | Literal] = (
+        entering(nodes) if isinstance(match, Fragment) else nodes[0].inputs
+    )
+    for position in positions:
+        if not -len(operands) <= position < len(operands):
+            raise IndexError(f"{match} has {len(operands)} inputs, no {position}")
+    first = next(node for node in graph.nodes if node in nodes)
+    replaced: dict[int, Value | Literal] = {}
+    for i in {position % len(operands) for position in positions}:
+        value = operands[i]
+        if isinstance(value, Value) and _jax.has_gradient(value.aval):
+            (replaced[i],) = graph.insert(identity, [value], before=first)
+    if not isinstance(match, Fragment):  # which may take one value twice
+        (node,) = nodes
+        graph.set_inputs(node, [replaced.get(i, v) for i, v in enumerate(operands)])
+        return
+    members = set(nodes)
+    for i, new in replaced.items():
+        value = operands[i]
+        assert isinstance(value, Value)
+        graph.replace_uses(value, new, where=members.__contains__, outputs=False)
+
+
+def _positions(inputs: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if inputs is None:
+        return None
+    return (inputs,) if isinstance(inputs, int) else tuple(inputs)
 
 
 def through(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
