@@ -34,7 +34,7 @@ from tracegrad.ir import (
     Value,
 )
 from tracegrad.ir.dependence import is_reference
-from tracegrad.ir.occurrence import Origin, innermost_user_line, is_user_file
+from tracegrad.ir.occurrence import Origin, is_user_file, line_of_error
 from tracegrad.lowering import Lowering, evaluate_node
 
 # Where a node stands, by numbers, so that it means the same in a graph that was traced anew: the
@@ -476,7 +476,7 @@ class MeasuredPass:
             with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
                 node_vjp(node, kept.values, given, active)
         except FloatingPointError as error:
-            line = innermost_user_line(error.__traceback__)
+            line = line_of_error(error.__traceback__)
             if line is not None:
                 self.lines[at, number] = line
         except Exception:  # what runs compiled alone has no line, and needs none

@@ -226,7 +226,7 @@ def calling_line() -> Origin | None:
     return None
 
 
-def innermost_user_line(stack: TracebackType | None) -> Origin | None:
+def line_of_error(stack: TracebackType | None) -> Origin | None:
     """The innermost line of the user's code that an error came through; None if there is none."""
     found = None
     for frame, line in traceback.walk_tb(stack):

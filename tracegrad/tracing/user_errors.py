@@ -13,7 +13,7 @@ from types import TracebackType
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir.occurrence import is_own_file, is_user_file
+from tracegrad.ir.occurrence import is_own_file, line_of_error
 
 # Most special first: the first three are kinds of the last.
 _ADVICE: tuple[tuple[type[Exception], str], ...] = (
@@ -62,13 +62,11 @@ def explain(error: Exception) -> Exception:
 
 def innermost_user_line(traceback: TracebackType | None) -> str:
     """The last line of the user's in a traceback, with its place; empty if there is none."""
-    found = ""
-    for entry in _entries(traceback):
-        code = entry.tb_frame.f_code
-        if is_user_file(code.co_filename):
-            text = linecache.getline(code.co_filename, entry.tb_lineno).strip()
-            found = f"{code.co_filename}:{entry.tb_lineno} in {code.co_qualname}: {text}"
-    return found
+    found = line_of_error(traceback)
+    if found is None:
+        return ""
+    text = linecache.getline(found.file, found.line).strip()
+    return f"{found.file}:{found.line} in {found.function}: {text}"
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
