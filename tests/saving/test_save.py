@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -280,6 +281,18 @@ def test_static_arguments_and_what_a_method_is_bound_to_are_parts_of_the_program
     assert float(loaded(2.0)) == 12.0
     power = tg.trace(lambda x, n: x**n, static_argnames="n")
     assert float(saved(path, power, {"x": np.float32(1), "n": 3})(x=2.0)) == 8.0
+
+
+def test_whatever_can_be_called_is_saved_under_a_name(path):
+    class Scaled:
+        def __call__(self, x):
+            return x * 2
+
+    partial = functools.partial(jnp.add, np.float32(1))
+    for fun, name in [(Scaled(), "Scaled"), (Scaled().__call__, "__call__"), (partial, "add")]:
+        loaded = saved(path, fun, [np.float32(0)], gradient_order=0)
+        assert loaded.__name__ == loaded.signature.name == name
+        assert float(loaded(3.0)) == float(fun(3.0))
 
 
 def test_what_a_trace_rewrites_is_saved(path):

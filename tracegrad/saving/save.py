@@ -176,7 +176,9 @@ def _name(fun: Any) -> str:
             f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
             f"of type {type(fun).__name__}"
         )
-    return function_name(getattr(fun, "__func__", fun))
+    fun = getattr(fun, "__func__", fun)
+    is_named = hasattr(fun, "__name__") or isinstance(fun, functools.partial)
+    return function_name(fun) if is_named else type(fun).__name__
 
 
 # -------------------------------------------------------------------------------------- Variables

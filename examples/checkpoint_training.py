@@ -1,0 +1,152 @@
+"""Trains, is interrupted, and goes on from a checkpoint as if nothing had happened.
+
+The state of a training run is more than a function: weights, what the optimiser remembers, the
+number of the step. Here orbax keeps it, in a folder with the last few checkpoints; the weights go
+in and out as the Variables of the network, by their paths in it. Training stops in the middle; a
+new network with other weights takes up the last checkpoint, and ends with the same weights, bit for
+bit, as a run without a break.
+
+What is to be used in the end is the function. `save` writes it, in one file, with its Variables and
+its gradient, which here is limited by a rule of its own; `load` needs none of this code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import tracegrad as tg
+from tracegrad.saving import load, save
+from tracegrad.saving.variables import variables_of
+
+STEPS, EVERY, STOP = 120, 25, 70  # it stops after 70, and goes on from 50
+BATCH, WIDTH, RATE = 64, 32, 0.01
+
+optimiser = optax.adam(RATE)
+
+
+@tg.custom_gradient
+def limited(y: jax.Array) -> Any:
+    """The identity, whose gradient is at most 0.01 for each element."""
+    return y, lambda dy: jnp.clip(dy, -0.01, 0.01)
+
+
+class Network:
+    """A function of one number, by two hidden layers; with Variables for weights."""
+
+    def __init__(self, seed: int):
+        rng = np.random.default_rng(seed)
+        sizes = [1, WIDTH, WIDTH, 1]
+        self.layers = [
+            {
+                "weight": tg.Variable(rng.normal(0, n**-0.5, (n, m)).astype(np.float32)),
+                "bias": tg.Variable(np.zeros(m, np.float32)),
+            }
+            for n, m in itertools.pairwise(sizes)
+        ]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = jnp.tanh(x @ layer["weight"].value + layer["bias"])
+        return limited(x @ last["weight"].value + last["bias"])
+
+
+class Run:
+    """A network with all that its training needs to go on."""
+
+    def __init__(self, seed: int):
+        self.network = Network(seed)
+        self.weights = variables_of(self.network)  # by paths such as layers.0.weight
+        self.memory = optimiser.init(tg.values_of(self.weights))
+        self.step = 0
+        self.losses: list[float] = []
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: a tree of arrays."""
+        return {
+            "weights": tg.values_of(self.weights),
+            "memory": self.memory,
+            "step": np.array(self.step),
+        }
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        tg.assign_values(self.weights, state["weights"])
+        self.memory, self.step = state["memory"], int(state["step"])
+
+    def train(self, until: int, checkpoints: ocp.CheckpointManager | None = None) -> None:
+        @tg.trace
+        def update(memory: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+            with tg.GradientTape() as tape:
+                loss = jnp.mean((self.network(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.weights)
+            updates, memory = optimiser.update(gradients, memory)
+            for name, weight in self.weights.items():
+                weight.assign_add(updates[name])
+            return memory, loss
+
+        while self.step < until:
+            self.step += 1
+            key = jax.random.fold_in(jax.random.key(0), self.step)  # the same data at each step
+            x = jax.random.uniform(key, (BATCH, 1), minval=-2, maxval=2)
+            self.memory, loss = update(self.memory, x, jnp.sin(3 * x))
+            self.losses.append(float(loss))
+            if checkpoints is not None and self.step % EVERY == 0:
+                checkpoints.save(self.step, args=ocp.args.StandardSave(self.state()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("run"), help="for all that is written")
+    folder = parser.parse_args().folder.resolve()
+    if folder.exists():
+        parser.error(f"{folder} is there already; the example starts with a new folder")
+
+    straight = Run(seed=1)
+    straight.train(STEPS)
+    print(f"Without a break: loss {straight.losses[0]:.3f} to {straight.losses[-1]:.3f}.")
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
+        Run(seed=1).train(STOP, checkpoints)  # and what it had after the last checkpoint is lost
+        checkpoints.wait_until_finished()
+    with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
+        resumed = Run(seed=2)
+        last = checkpoints.latest_step()
+        form = ocp.args.StandardRestore(resumed.state())
+        resumed.take_up(checkpoints.restore(last, args=form))
+        print(f"Stopped after step {STOP}, went on after step {last}.")
+        resumed.train(STEPS, checkpoints)
+        checkpoints.wait_until_finished()
+    same = all(
+        np.array_equal(weight.numpy(), straight.weights[name].numpy())
+        for name, weight in resumed.weights.items()
+    )
+    print(f"The weights are {'the same' if same else 'DIFFERENT'}, bit for bit.")
+
+    path = folder / "network.tracegrad"
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 1"), "float32")
+    save({"network": (resumed.network, [rows])}, path)
+    network = load(path).network
+    size = path.stat().st_size
+    print(f"{path.name}: {network.signature}, {len(network.variables)} Variables, {size} bytes.")
+    x = jnp.linspace(-1, 1, 5)[:, None]
+    whole, hundredth = (
+        jax.grad(lambda x, scale=scale: scale * jnp.sum(network(x)))(x) for scale in (1.0, 0.01)
+    )
+    limited_too = np.array_equal(whole, hundredth)
+    print(f"Loaded, its gradient is {'' if limited_too else 'NOT '}limited by its own rule.")
+    sys.exit(0 if same and limited_too else 1)
+
+
+if __name__ == "__main__":
+    main()
