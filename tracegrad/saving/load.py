@@ -309,8 +309,9 @@ class LoadedFunction:
 
     Call it as the original, with arrays of the types that it was saved for: positionally or by
     name, without default values. It runs the saved program, on the Variables of the file. It can
-    be compiled, traced and recorded on tapes, and differentiated in reverse as often as it was
-    saved for, by its own rules; `jax.vmap` runs it for one element after the other. Called in a
+    be compiled, traced and recorded on tapes, and differentiated in reverse mode (not in forward
+    mode) as often as it was saved for, by its own rules. `jax.vmap` runs it for one element after
+    the other; what is to be fast in batches is saved for batches, with an open size. Called in a
     function that JAX compiles, a function with Variables wants `tracegrad.trace`, as Variables
     always do.
 
@@ -438,7 +439,9 @@ class LoadedFunction:
         saved = self.gradient_order
         return ValueError(
             f"{self.__name__} was saved with gradient_order={saved}, and a derivative of order "
-            f"{order} is asked for: save it with gradient_order={order}"
+            f"{order} is asked for: save it with gradient_order={order}. (Derivatives in forward "
+            "mode, such as tracegrad.jvp, hvp and hessian use, are not saved; "
+            "jax.jacrev(jax.grad(...)) is reverse mode throughout.)"
         )
 
     def __repr__(self) -> str:
