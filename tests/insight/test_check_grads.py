@@ -49,7 +49,7 @@ def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
         "fwd of rev",
         "rev of rev",
     }
-    assert {c.what for c in report.leaves} == {"all leaves", "0/w", "1"}
+    assert {c.what for c in report.leaves} == {"all leaves", "params/w", "x"}
     assert {c.status for c in report.leaves} == {"right"}
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
     assert wrong.defined == f"test_check_grads.py:{line_of(rule) + 3}"
     np.testing.assert_allclose(wrong.got / wrong.expected, 0.5, rtol=1e-5)
     assert caught.value.report.wrong[0] is wrong
-    assert {c.what for c in caught.value.report.leaves if c.status == "wrong"} >= {"0"}
+    assert {c.what for c in caught.value.report.leaves if c.status == "wrong"} >= {"x"}
     assert isinstance(caught.value, AssertionError)
     assert "product, input 0" in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_a_rule_that_forgets_an_input_is_wrong_and_one_of_zeros_too():
         product = rule(keep, lambda r, ct, f=forgotten: (2 * ct * r[0] * r[1], f))
         with pytest.raises(GradientError) as caught:
             check_grads(lambda x, y, p=product: jnp.sum(p(x, y)), (X, X), order=1, modes=["rev"])
-        assert [c.what for c in caught.value.report.wrong] == ["product, input 1", "1"]
+        assert [c.what for c in caught.value.report.wrong] == ["product, input 1", "y"]
         assert caught.value.report.wrong[0].got == 0
 
 

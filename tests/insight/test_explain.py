@@ -37,6 +37,10 @@ LONG = [
     "complex_numbers",
     "maximum_over_time",
     "jitted_inside",
+    "logsumexp",
+    "nnx_network",
+    "dropout",
+    "recurrence",
 ]
 
 

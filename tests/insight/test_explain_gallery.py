@@ -50,6 +50,9 @@ LONG = [
     "row_masked_as_a_whole",
     "linalg_norm_of_a_zero_vector",
     "spread_of_a_constant_feature",
+    "weights_too_large",
+    "written_out_softmax",
+    "dropout_scale_by_zero",
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os.path
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
-from tracegrad.differentiation.selection import path_text
+from tracegrad.differentiation.selection import is_differentiable, resolve
 from tracegrad.insight.explain_pass import MeasuredPass, occurrence
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import is_own_file
@@ -192,29 +191,20 @@ def _flat(
     """The function of its floating leaves alone, those in double precision, and their paths."""
     if not isinstance(args, tuple | list):
         raise TypeError(f"args is a tuple of arguments, got {type(args).__name__}")
-    entries, structure = jax.tree_util.tree_flatten_with_path(tuple(args))
-    values = [value for _, value in entries]
-    chosen = [
-        i
-        for i, value in enumerate(values)
-        if isinstance(value, jax.Array | np.ndarray | np.inexact | float | complex)
-        and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-    ]
-    if not chosen:
+    selection = resolve(fun, tuple(range(len(args))), tuple(args), {}) if args else None
+    chosen = selection and selection.refined([is_differentiable(x) for x in selection.leaves])
+    if not chosen or not chosen.leaves:
         raise ValueError("check_grads needs an argument with a floating leaf to differentiate by")
 
     def flat(leaves: list[Any]) -> list[Any]:
-        given = list(values)
-        for i, leaf in zip(chosen, leaves, strict=True):
-            given[i] = leaf
-        return jax.tree.leaves(fun(*jax.tree.unflatten(structure, given)))
+        return jax.tree.leaves(chosen.call(leaves))
 
     flat.__name__ = function_name(fun)
     leaves = [
-        jnp.asarray(values[i], jnp.complex128 if jnp.iscomplexobj(values[i]) else jnp.float64)
-        for i in chosen
+        jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
+        for leaf in chosen.leaves
     ]
-    return flat, leaves, [path_text(entries[i][0]) for i in chosen]
+    return flat, leaves, chosen.paths
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -622,4 +612,5 @@ def _rule_along(
 
 
 def _short(place: str) -> str:
-    return os.path.basename(place)
+    file, _, line = place.rpartition(":")
+    return Origin(file, int(line), "").place

@@ -607,7 +607,8 @@ def _backward_finding(
         through = f", of a cotangent {_number(culprit.given)}"
     return Finding(
         f"{culprit.kind} in the reverse pass",
-        f"{inside}{'' if inside else 'the derivative of '}{node.name}{at} is not finite{through}",
+        f"{inside}{'' if inside else 'the derivative of '}{node.name}{at} is not finite{through}"
+        + _made_before(observed, culprit),
         touched,
         origin=origin,
         cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
@@ -616,6 +617,19 @@ def _backward_finding(
         step=culprit.spot.steps[0] if culprit.spot.steps else None,
         occurrence=found,
     )
+
+
+def _made_before(observed: Observed, culprit: Culprit) -> str:
+    """Which operation of the forward pass made the Inf that an operand is."""
+    spot = culprit.spot
+    for value, x in zip(observed.node(spot).inputs, culprit.operands, strict=False):
+        if math.isinf(x):  # a NaN stands for what is not known
+            made = forward_culprit(observed, spot.at, spot.steps, value, INF)
+            if isinstance(made, Culprit):
+                found = observed.occurrence(made.spot)
+                place = f" at {found.origin.place}" if found.origin else ""
+                return f"; {found.node.name}{place} made the Inf"
+    return ""
 
 
 def _operand_ranges(observed: Observed, spot: Spot) -> str:
@@ -678,6 +692,8 @@ def _all_zero(
                 whose=whose(found),
                 cure=_ZERO_CURES.get(killer.cause, ""),
                 operation=found.node.name,
+                # At an extremum, say: that is no mistake.
+                problem=killer.cause != "zero derivative",
                 occurrence=found,
             )
 

@@ -161,7 +161,7 @@ class Explanation:
             if finding.sources:
                 lines.append(f"    concerns {_some(finding.sources)}")
             if finding.cure:
-                lines.append(f"    {_paint('try', 'green', colour)} {finding.cure}")
+                lines.append(f"    {_paint('cure:', 'green', colour)} {finding.cure}")
         return "\n".join([*lines, "", *self._table(colour)])
 
     def _headline(self) -> str:
@@ -202,7 +202,7 @@ class Explanation:
             if finding.sources:
                 body.append(f"concerns {html.escape(_some(finding.sources))}")
             if finding.cure:
-                body.append(f"<b>try</b> {html.escape(finding.cure)}")
+                body.append(f"<b>cure:</b> {html.escape(finding.cure)}")
             sections.append(
                 f"<details{' open' if finding is self.findings[0] else ''}><summary "
                 f'style="color:{hue};cursor:pointer">{html.escape(finding.short)}</summary>'
