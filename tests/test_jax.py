@@ -323,3 +323,25 @@ def test_kept_traces_are_told_apart_by_a_context_of_ours():
             f(1.0)
             jax.jit(lambda x: f(x))(1.0)
     assert len(traced) == 2
+
+
+def test_a_jitted_call_without_options_is_told_from_others():
+    def params(**options):
+        return equation(jax.jit(lambda x, y: (x * 2, y), **options), 1.0, 2.0).params
+
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert _jax.is_plain_jit(params())
+    assert _jax.is_plain_jit(params(donate_argnums=0))
+    assert not _jax.is_plain_jit(params(in_shardings=device))
+    assert not _jax.is_plain_jit(params(out_shardings=device))
+    settings = _jax.jit_settings_getter()
+    assert settings(params()) == settings(params())
+    assert settings(params()) != settings(params(donate_argnums=0))
+    assert settings(params()) != settings(params(out_shardings=device))
+
+
+def test_primitives_that_jax_compiles_alone_are_told_from_others():
+    assert _jax.runs_compiled(equation(jnp.sin, 1.0).primitive)
+    assert _jax.runs_compiled(equation(lambda x: jax.lax.add(x, x), 1.0).primitive)
+    assert not _jax.runs_compiled(_jax.JIT)
+    assert not _jax.runs_compiled(equation(jax.device_put, 1.0).primitive)

@@ -7,6 +7,7 @@ Everything here is probed by ``tests/test_jax.py`` on the oldest and on the newe
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,6 +249,48 @@ def identity_primitive(
     return primitive
 
 
+# ---------------------------------------------------------------------------------- running fast
+
+
+@functools.cache
+def _plain_jit() -> Mapping[str, Any]:
+    """What belongs to a call of `jax.jit` without options, but for the program."""
+    of_nothing = jax.make_jaxpr(jax.jit(lambda x: x))
+    # In a new thread, where there is no mesh.
+    with ThreadPoolExecutor(1) as fresh:
+        program = fresh.submit(of_nothing, jax.core.ShapedArray((), np.dtype(np.float32))).result()
+    (equation,) = opened(program).eqns
+    return {name: value for name, value in equation.params.items() if name != "jaxpr"}
+
+
+@functools.cache
+def jit_settings_getter() -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Takes out of the parameters of a jitted call all but the program."""
+    return operator.itemgetter(*_plain_jit())
+
+
+# These change nothing about what a program computes from its arguments.
+_ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})
+
+
+def is_plain_jit(params: Mapping[str, Any]) -> bool:
+    """Whether a jitted function around the program of such a call is called as this one is: there
+    are no shardings, layouts, meshes or options of the compiler."""
+    for name, usual in _plain_jit().items():
+        value = params[name]
+        if name in _ANY or value == usual:
+            continue
+        if not isinstance(value, tuple) or not usual or any(v != usual[0] for v in value):
+            return False
+    return True
+
+
+def runs_compiled(primitive: Any) -> bool:
+    """Whether JAX runs a primitive outside of all transformations by compiling it alone."""
+    usual = getattr(primitives.mul_p.impl, "func", None)
+    return usual is not None and getattr(primitive.impl, "func", None) is usual
+
+
 # ------------------------------------------------------------------------------------- provenance
 
 
@@ -277,9 +320,8 @@ def name_stack(source_info: Any) -> str:
     return str(source_info.name_stack)
 
 
-def current_source_info() -> Any:
-    """The traceback and the named scopes of what is being bound now."""
-    return source_info_util.current()
+# The traceback and the named scopes of what is being bound now.
+current_source_info: Callable[[], Any] = source_info_util.current
 
 
 def function_name(program: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -12,86 +12,95 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
-from tracegrad.differentiation.pull_back import Aggregation, pull_back, running_sum
-from tracegrad.ir import Graph, Literal, Value
+from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
+from tracegrad.ir import Graph, Literal, Node, Value
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import UNDER_RULES
 from tracegrad.lowering import Lowering, evaluate_node
-from tracegrad.tape.record import Block, graph_of
+from tracegrad.tape.record import Block, graph_of, refuse_saved
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 
 
 def trace_backward(
     block: Block,
-    sources: Sequence[Any],
-    targets: Sequence[Any],
     *,
-    stopped: Sequence[Any] = (),
+    stopped: Collection[int] = (),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
 ) -> tuple[Any, tuple[bool, ...]]:
     """Traces the reverse pass over a block.
 
     Args:
-      block: from `block_between` these sources and targets.
-      sources, targets: arrays in the block.
-      stopped, aggregate, gated: as for `pull_back`; `stopped` are arrays.
+      block: from `block_between`.
+      stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
 
     Returns:
-      The program ``(*block.arrays, *seeds) -> one cotangent per source``, and for each source
-      whether it is connected: whether its cotangent depends on a seed. That is decided on the
-      program, never on values; what stands for an unconnected one means nothing.
+      The program ``(*arrays, *seeds) -> one cotangent per source``, and for each source whether it
+      is connected: whether its cotangent depends on a seed. That is decided on the program, never
+      on values; what stands for an unconnected one means nothing.
     """
-    graph, values = graph_of(block.operations, block.arrays, block.slots)
-    wanted = [values[block.slots[id(source)]] for source in sources]
-    outputs = [values[block.slots[id(target)]] for target in targets]
-    stops = {values[block.slots[id(array)]] for array in stopped if id(array) in block.slots}
-    count = len(block.arrays)
+    rules = rules_in_force()
+    graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
+    wanted = [values[slot] for slot in block.sources]
+    outputs = [values[slot] for slot in block.targets]
+    stops = {values[slot] for slot in stopped}
+    types = [*block.types, *(block.types[slot] for slot in block.targets)]
+    count = len(block.types)
+    if rules:
+        refuse_saved(block.operations)
+        backward = _under_rules(graph, values, wanted, outputs, stops, aggregate, gated, count)
+        return _traced(backward, types, count)
 
-    if rules_in_force():
-        return _under_rules(graph, values, wanted, outputs, stops, aggregate, gated)
+    def through(
+        node: Node, known: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
+    ) -> list[Any]:
+        saved = saving.get(node)
+        if saved is None:
+            return node_vjp(node, known, given, active)
+        return saved.pull_back(node, known, given, active)
 
-    def backward(*arrays_and_seeds: Any) -> list[Any]:
+    def plain_backward(*arrays_and_seeds: Any) -> list[Any]:
         cotangents: dict[Any, list[Any]] = {}
         for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
             cotangents.setdefault(value, []).append(seed)
         found = pull_back(
             graph,
-            dict(zip(values, arrays_and_seeds[:count], strict=True)),
+            {value: arrays_and_seeds[slot] for slot, value in values.items()},
             cotangents,
             wanted,
             stopped=stops,
             aggregate=aggregate,
             gated=gated,
+            through=through,
         )
         return [jnp.zeros(()) if ct is None else ct for ct in found]
 
-    return _traced(backward, values, outputs)
+    return _traced(plain_backward, types, count)
 
 
 def _traced(
-    backward: Callable[..., list[Any]], values: Sequence[Value], outputs: Sequence[Value]
+    backward: Callable[..., list[Any]], types: Sequence[Any], count: int
 ) -> tuple[Any, tuple[bool, ...]]:
-    types = [value.aval for value in (*values, *outputs)]
     program = jax.make_jaxpr(backward)(*types)
-    seeds = sum(1 << i for i in range(len(values), len(types)))
+    seeds = sum(1 << i for i in range(count, len(types)))
     masks = dependence(import_program(program))
     return program, tuple(bool(mask & seeds) for mask in masks)
 
 
 def _under_rules(
     graph: Graph,
-    values: Sequence[Value],
+    values: Mapping[int, Value],
     wanted: Sequence[Value],
     outputs: Sequence[Value],
     stops: AbstractSet[Value],
     aggregate: Aggregation,
     gated: bool,
-) -> tuple[Any, tuple[bool, ...]]:
+    count: int,
+) -> Callable[..., list[Any]]:
     """The same with the rules in force applied to the block. What they put into it has no recorded
     values: the block is computed once more from its inputs, which XLA makes one with the first."""
-    slots = {value: slot for slot, value in enumerate(values)}
+    slots = {value: slot for slot, value in values.items()}
     given = [slots[value] for value in graph.inputs]
     made = [value for value in (*wanted, *outputs, *stops) if value.producer is not None]
     graph.outputs = list(dict.fromkeys(made))
@@ -114,7 +123,7 @@ def _under_rules(
                 results = evaluate_node(node, operands, Lowering())
                 known.update(zip(node.outputs, results, strict=True))
             cotangents: dict[Value, list[Any]] = {}
-            for value, seed in zip(outputs, arrays_and_seeds[len(values) :], strict=True):
+            for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
                 cotangents.setdefault(now[value], []).append(seed)
             found = pull_back(
                 edited,
@@ -127,18 +136,17 @@ def _under_rules(
             )
         return [jnp.zeros(()) if ct is None else ct for ct in found]
 
-    return _traced(backward, values, outputs)
+    return backward
 
 
 def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
-    """The cotangents that a backward pass starts from: the given ones, checked, or ones.
+    """The cotangents that a backward pass starts from: the given ones, checked; None for ones.
 
     Raises ValueError for a wrong number or shape, TypeError for a wrong dtype and for a complex
     target without one.
     """
-    if output_gradients is None:
-        given: list[Any] = [None] * len(targets)
-    else:
+    given: list[Any] = [None] * len(targets)
+    if output_gradients is not None:
         given = jax.tree.leaves(dense_leaves(output_gradients), is_leaf=lambda leaf: leaf is None)
     if len(given) != len(targets):
         raise ValueError(
@@ -150,12 +158,12 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
 
 def _seed(target: Any, seed: Any) -> Any:
     if seed is None:
-        if jnp.iscomplexobj(target):
+        if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(
                 f"the target is {target.dtype}: say with output_gradients which combination of "
                 "real and imaginary part to differentiate"
             )
-        return jnp.ones_like(target)
+        return None
     seed = jnp.asarray(seed)
     if seed.shape != jnp.shape(target):
         raise ValueError(
@@ -169,6 +177,8 @@ def _seed(target: Any, seed: Any) -> Any:
 def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
     """The sum of the cotangents that are there, some of which may be slices; None if none is."""
     known = [term for term in terms if term is not None]
+    if len(known) == 1:
+        return known[0]
     if any(map(is_slices, known)):
         return functools.reduce(operator.add, known)
     return aggregate(known) if known else None

@@ -6,10 +6,11 @@ import enum
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -19,7 +20,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.keys import Remembered
+from tracegrad.tape.keys import Remembered, Structure
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.in_force import rules_in_force
@@ -176,10 +177,8 @@ class GradientTape:
 
     def graph(self) -> Graph:
         """What was recorded, as a `Graph`: print it to see what the tape saw."""
-        operations = self._record.operations
-        arrays = {id(a): a for o in operations for a in (*o.args, *o.results)}
-        slots = {identity: i for i, identity in enumerate(arrays)}
-        graph, _ = graph_of(operations, list(arrays.values()), slots)
+        record = self._record
+        graph, _, _ = graph_of(record.operations(), record.types(), as_called=True)
         return graph
 
     # -------------------------------------------------------------------------------- gradients
@@ -327,13 +326,17 @@ class GradientTape:
         if not self._persistent:
             self._used = True
             self._stop()
-        # A Variable is all its reads: each is a value of its own, the more so after an assignment.
-        reads = [self._record.reads_of(leaf) for leaf in leaves]
-        flat = [array for of in reads for array in of]
-        each = iter(self._pull_back(targets, flat, kind, seeds))
-        found = [sum_of_known([next(each) for _ in of]) for of in reads]
+        record = self._record
+        if any(isinstance(leaf, Variable) for leaf in leaves):
+            # A Variable is all its reads: each is a value of its own, the more so after an
+            # assignment.
+            reads = [record.reads_of(leaf) for leaf in leaves]
+            each = iter(self._pull_back(targets, [a for of in reads for a in of], kind, seeds))
+            found = [sum_of_known([next(each) for _ in of]) for of in reads]
+        else:
+            found = self._pull_back(targets, leaves, kind, seeds)
         if not self._persistent:
-            self._record.forget_operations()
+            record.forget_arrays()
         if unconnected is UnconnectedGradients.ZERO:
             found = [
                 kind.zeros(targets, leaf) if ct is None else ct
@@ -344,25 +347,40 @@ class GradientTape:
     def _pull_back(
         self, targets: Sequence[Any], sources: Sequence[Any], kind: _Kind, seeds: Sequence[Any]
     ) -> list[Any]:
-        tracked, ends = self._record.tracked, {id(target) for target in targets}
+        record = self._record
+        tracked = record.tracked
         # A source that is a target has its seed for a gradient, watched or not.
-        known = {
-            id(s): s
-            for s in sources
-            if _jax.has_gradient(s) and (id(s) in tracked or id(s) in ends)
-        }
-        inside = [i for i, t in enumerate(targets) if id(t) in tracked or id(t) in known]
-        from_sources = list(known.values())
-        to_targets = [targets[i] for i in inside]
-        if not to_targets or not from_sources:
+        ends = {id(target) for target in targets}
+        from_sources: dict[int, int] = {}
+        for source in sources:
+            identity = id(source)
+            if (identity in tracked or identity in ends) and _jax.has_gradient(source):
+                from_sources[identity] = record.slot(source)
+        inside = [i for i, t in enumerate(targets) if id(t) in tracked or id(t) in from_sources]
+        if not inside or not from_sources:
             return [None] * len(sources)
-        block = block_between(self._record, from_sources, to_targets)
-        program, connected = _program(block, from_sources, to_targets, kind)
+        to_targets = tuple([record.slot(targets[i]) for i in inside])
         given = [seeds[i] for i in inside] if seeds else []
-        results = iter(program(block.arrays, given) if any(connected) else ())
+        backward = _backward(
+            record,
+            tuple(from_sources.values()),
+            to_targets,
+            kind,
+            tuple([seed is not None for seed in given]),
+        )
+        arrays = record.arrays
+        results = (
+            backward.run(
+                *[arrays[slot] for slot in backward.slots],
+                *[seed for seed in given if seed is not None],
+            )
+            if any(backward.connected)
+            else ()
+        )
+        flow = iter(results)
         by_source = {
-            identity: next(results) if linked else None
-            for identity, linked in zip(known, connected, strict=True)
+            identity: next(flow) if linked else None
+            for identity, linked in zip(from_sources, backward.connected, strict=True)
         }
         return [by_source.get(id(source)) for source in sources]
 
@@ -456,25 +474,64 @@ def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
     return jnp.zeros((*leading, *leaf.shape[skipped:]), leaf.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """The compiled backward of a structure: ``run(*arrays, *given seeds)``, and which sources it
+    has a gradient for."""
+
+    run: Callable[..., list[Any]]
+    connected: tuple[bool, ...]
+    key: Any
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A compiled backward for records of one structure: its arrays have these slots there."""
+
+    compiled: weakref.ref[_Compiled]
+    slots: tuple[int, ...]
+
+
+class _Backward(NamedTuple):
+    run: Callable[..., list[Any]]
+    connected: tuple[bool, ...]
+    slots: tuple[int, ...]
+
+
 _programs = Remembered(256)
 
 
-def _program(
-    block: Block, sources: Sequence[Any], targets: Sequence[Any], kind: _Kind
-) -> tuple[Callable[..., Any], tuple[bool, ...]]:
-    """The compiled backward of a block's structure, and which sources it has a gradient for."""
+def _backward(
+    record: Record,
+    sources: tuple[int, ...],
+    targets: tuple[int, ...],
+    kind: _Kind,
+    given: tuple[bool, ...],
+) -> _Backward:
+    """The compiled backward of a record's structure."""
     # One that only runs serves every block of the same gradient; one that may be differentiated in
     # its turn (by another tape, or a transformation) only those of the same derivatives.
     runs = isinstance(_jax.current_trace(None), _top_level())
-    key = kind, block.key if runs else block.exact_key, rules_in_force()
+    rules = rules_in_force()
+    here = kind, sources, targets, given, runs, rules
+    placed = record.step.programs.get(here)
+    if placed is not None:
+        known = placed.compiled()
+        if known is not None and _programs.get(known.key) is known:
+            return _Backward(known.run, known.connected, placed.slots)
+    block = block_between(record, sources, targets)
+    key = Structure((kind, given, block.key if runs else block.exact_key, rules))
     known = _programs.get(key)
     if known is None:
-        known = _compile(block, sources, targets, kind)
+        known = _compile(block, kind, given, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
-        if not _is_transforming() or all(o.rule is None for o in block.operations):
+        if not _is_transforming() or all(o.computation.rule is None for o in block.operations):
             _programs.put(key, known)
-    program: tuple[Callable[..., Any], tuple[bool, ...]] = known
-    return program
+    if record.step.is_shared:
+        if len(record.step.programs) > 64:
+            record.step.programs.clear()
+        record.step.programs[here] = _Placed(weakref.ref(known), block.slots)
+    return _Backward(known.run, known.connected, block.slots)
 
 
 def _is_transforming() -> bool:
@@ -487,20 +544,24 @@ def _is_transforming() -> bool:
 _top_level = functools.cache(_jax.top_level_trace_type)
 
 
-def _compile(
-    block: Block, sources: Sequence[Any], targets: Sequence[Any], kind: _Kind
-) -> tuple[Callable[..., Any], tuple[bool, ...]]:
-    program, connected = trace_backward(block, sources, targets)
+def _compile(block: Block, kind: _Kind, given: Sequence[bool], key: Any) -> _Compiled:
+    program, connected = trace_backward(block)
     run = jax.extend.core.jaxpr_as_fun(program)
     if kind.sparse:
-        run = with_slices(program, [True] * len(sources))
-    types = [jax.typeof(target) for target in targets]
+        run = with_slices(program, [True] * len(block.sources))
+    types = [block.types[slot] for slot in block.targets]
+    count = len(block.types)
 
     def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         found = run(*arrays, *seeds)
         return [ct for ct, linked in zip(found, connected, strict=True) if linked]
 
-    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        return kind.run(connected_only, arrays, seeds, types)
+    def backward(*arrays_and_seeds: Any) -> list[Any]:
+        rest = iter(arrays_and_seeds[count:])
+        seeds = [
+            next(rest) if is_given else jnp.ones(aval.shape, aval.dtype)
+            for aval, is_given in zip(types, given)  # a Jacobian has none
+        ]
+        return kind.run(connected_only, arrays_and_seeds[:count], seeds, types)
 
-    return jax.jit(backward), connected
+    return _Compiled(jax.jit(backward), connected, key)

@@ -21,7 +21,7 @@ from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.gradient_tape import UnconnectedGradients
-from tracegrad.tape.record import Record, block_between
+from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
 from tracegrad.tracing.variable import Variable
@@ -136,7 +136,10 @@ def gradients(
     if sums is None:
         known = ", ".join(method.name for method in AggregationMethod)
         raise ValueError(f"unknown aggregation method {aggregation_method!r}; there are {known}")
-    seeds = seeds_for(targets, grad_ys)
+    seeds = [
+        jnp.ones_like(target) if seed is None else seed
+        for target, seed in zip(targets, seeds_for(targets, grad_ys), strict=True)
+    ]
     record = _record_here(_values(sources))
     # A Variable is all its reads: each is a value of its own.
     reads = [record.reads_of(x) or _values(x) for x in sources]
@@ -177,13 +180,13 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
-    block = block_between(_record_here([x]), [x], [first])
-    program, (connected,) = trace_backward(block, [x], [first])
+    block, arrays = _block(_record_here([x]), [x], [first])
+    program, (connected,) = trace_backward(block)
     if not connected:
         return jnp.zeros((*x.shape, *x.shape), x.dtype)
 
     def row(seed: Any) -> Any:
-        return _jax.eval_program(program, [*block.arrays, seed])[0]
+        return _jax.eval_program(program, [*arrays, seed])[0]
 
     basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
     return jax.vmap(row)(basis).reshape(*x.shape, *x.shape)
@@ -259,16 +262,28 @@ def _pull_back(
     gated: bool,
     sparse: bool,
 ) -> list[Any]:
-    block = block_between(record, sources, targets)
+    block, arrays = _block(record, sources, targets)
+    stopped = {record.slots[id(array)] for array in stops if id(array) in record.slots}
     program, connected = trace_backward(
-        block, sources, targets, stopped=stops, aggregate=aggregate, gated=gated
+        block,
+        stopped=[i for i, slot in enumerate(block.slots) if slot in stopped],
+        aggregate=aggregate,
+        gated=gated,
     )
     # Bound one by one, so that gradients of gradients find every operation.
     if sparse:
-        found = with_slices(program, [True] * len(sources))(*block.arrays, *seeds)
+        found = with_slices(program, [True] * len(sources))(*arrays, *seeds)
     else:
-        found = _jax.eval_program(program, [*block.arrays, *seeds])
+        found = _jax.eval_program(program, [*arrays, *seeds])
     return [ct if linked else None for ct, linked in zip(found, connected, strict=True)]
+
+
+def _block(
+    record: Record, sources: Sequence[Any], targets: Sequence[Any]
+) -> tuple[Block, list[Any]]:
+    """The part of a record between sources and targets, and its arrays."""
+    block = block_between(record, list(map(record.slot, sources)), list(map(record.slot, targets)))
+    return block, [record.arrays[slot] for slot in block.slots]
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

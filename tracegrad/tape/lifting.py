@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -61,16 +62,17 @@ def lift(
     # Remembered with a program, which holds the captured arrays, so that their identities are good.
     known = _lifted.setdefault(first, {})
     if key not in known:
-        known[key] = _lift(primitive, params, captured, args)
+        known[key] = lift_anew(primitive, params, captured, args)
     return known[key]
 
 
 _lifted: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def _lift(
+def lift_anew(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], args: Sequence[Any]
 ) -> dict[str, Any]:
+    """As `lift`, not remembered; `args` may be types."""
     places = {id(array): i for i, array in enumerate(captured)}
     count = len(captured)
 
@@ -83,13 +85,48 @@ def _lift(
         _refuse_closed_over(node, places)
         for region in node.regions.values():
             _replace_constants(region, places, operands)
-        return evaluate_node(node, list(operands[count:]), Lowering())
+        try:
+            return evaluate_node(node, list(operands[count:]), Lowering())
+        finally:
+            _let_go(node)
 
     if primitive is _jax.JIT:
         lifted.__name__ = lifted.__qualname__ = str(params["name"])
     program = jax.make_jaxpr(jax.jit(lifted))(*captured, *args)
     (equation,) = _jax.opened(program).eqns
     return dict(equation.params)
+
+
+def refused_to_lift(
+    params: Mapping[str, Any], captured: Sequence[Any], types: Sequence[Any]
+) -> dict[int, Exception]:
+    """Those of the arrays that a jitted call closes over to which a custom derivative is blind, by
+    identity, with the error for a tape that watches one."""
+    inputs = Graph("lifted")
+    values = tuple(map(inputs.add_input, types))
+    node = make_node(_jax.JIT, params, values, Source(None, None), (), {})
+    refused: dict[int, Exception] = {}
+    for array in captured:
+        try:
+            _refuse_closed_over(node, {id(array): 0})
+        except ValueError as error:
+            refused[id(array)] = error.with_traceback(None)
+    _let_go(node)
+    return refused
+
+
+def _let_go(node: Node) -> None:
+    """Takes the arrays out of a node that is done with: the graphs in it hold one another, so that
+    they are not freed at once."""
+    node.params = MappingProxyType({})
+    if isinstance(node, CustomGradient):
+        node.trace_face = None
+    for region in node.regions.values():
+        if region.program is not None or region.constants:
+            region.program = None
+            region.constants.clear()
+            for inner in region.nodes:
+                _let_go(inner)
 
 
 def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:

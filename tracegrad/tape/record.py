@@ -1,81 +1,139 @@
-"""What a tape remembers: the operations that touched something watched, by identity of arrays."""
+"""What a tape remembers: the arrays of what touched something watched, and how they came about.
+
+Arrays are told apart by identity, and numbered by slots; the structure of the record is a path of
+steps that it shares with other records (see `structure`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Source, Value
+from tracegrad.ir import Graph, Node, Source, Value
 from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
-from tracegrad.tape.effects import has_effects, silence
-from tracegrad.tape.keys import params_key, rule_keys
+from tracegrad.tape.computations import Computation
+from tracegrad.tape.effects import silence
+from tracegrad.tape.linearised import Linearised
+from tracegrad.tape.structure import Step, root, type_number
 from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.variable import Variable
 
 
-@dataclass(slots=True, eq=False)
-class Operation:
-    """One operation as it ran: its primitive and parameters, and the very arrays."""
+class Operation(NamedTuple):
+    """One operation of a record: what it computes, and the slots of its arrays."""
 
-    primitive: Any
-    params: Mapping[str, Any]
-    args: tuple[Any, ...]
-    results: tuple[Any, ...]
+    computation: Computation
+    args: tuple[int, ...]
+    results: tuple[int, ...]
     source_info: Any  # JAX's: the traceback and the named scopes
-    # How many leading args are closed over: they carry no gradient through a custom rule.
-    constants: int = 0
-    # A custom rule that was made for this one run: it is known by what it traces to.
-    rule: CustomGradient | None = None
-    _keys: tuple[Any, Any] | None = None
-
-    @property
-    def key(self) -> Any:
-        """Equal only for operations that compute the same function; good while it runs, too."""
-        return self.primitive, params_key(self.params)
-
-    @property
-    def keys(self) -> tuple[Any, Any]:
-        """Two keys: equal for operations that compute the same function with the same derivative;
-        and equal only if their derivatives of every order are the same. They differ for rules.
-
-        A rule is traced for it, and that may not happen before it has run.
-        """
-        if self._keys is None:
-            if self.rule is None:
-                self._keys = self.key, self.key
-            else:
-                self._keys = rule_keys(self.rule)
-        return self._keys
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class Record:
     """The operations of one tape, and the arrays to which data flows from a watched one.
 
-    Arrays are told apart by identity, and held, so that an identity stays good.
+    Arrays are held, so that an identity stays good.
     """
 
-    operations: list[Operation] = field(default_factory=list)
-    tracked: dict[int, Any] = field(default_factory=dict)
-    # Every Variable that is watched, and what it gave at each read, by identity.
-    reads: dict[Variable, dict[int, Any]] = field(default_factory=dict)
+    __slots__ = (
+        "__weakref__",
+        "arrays",
+        "reads",
+        "slots",
+        "source_infos",
+        "step",
+        "steps",
+        "tracked",
+    )
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []  # by slot
+        self.slots: dict[int, int] = {}  # by identity
+        self.tracked: Any = set()  # identities
+        self.step: Step = root()
+        self.steps: list[Step] = []
+        self.source_infos: list[Any] = []  # of each step
+        # Every Variable that is watched, and what it gave at each read, by identity.
+        self.reads: dict[Variable, dict[int, Any]] = {}
+
+    # --------------------------------------------------------------------------- what is followed
 
     def watch(self, array: Any) -> None:
-        self.tracked[id(array)] = array
+        """Follows an array from now on."""
+        self.slot(array)
+        self.tracked.add(id(array))
+
+    def slot(self, array: Any) -> int:
+        """The slot of an array; it gets one if it has none."""
+        known = self.slots.get(id(array))
+        if known is not None:
+            return known
+        slot = self.slots[id(array)] = len(self.arrays)
+        self.arrays.append(array)
+        key = type_number(array)
+        step = self.step.next.get(key)
+        if step is None:
+            types = (jax.typeof(array),)
+            step = Step(None, (slot,), (), types, self.step.is_shared)
+            step = self.step.after(key, step)
+        self._go(step, None)
+        return slot
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
+        """Whether one of the arrays is followed."""
         tracked = self.tracked
-        return any(id(array) in tracked for array in arrays)
+        for array in arrays:  # noqa: SIM110 (this way takes half the time)
+            if id(array) in tracked:
+                return True
+        return False
 
-    def add(self, operation: Operation) -> None:
-        self.operations.append(operation)
-        for result in operation.results:
-            if _jax.has_gradient(result):  # an integer ends the gradient
-                self.tracked[id(result)] = result
+    def add(
+        self, computation: Computation, args: Sequence[Any], results: Sequence[Any], info: Any
+    ) -> None:
+        """Adds an operation that has run."""
+        slots, arrays = self.slots, self.arrays
+        key: list[Any] = [computation]
+        types: list[int] = []
+        for arg in args:
+            identity = id(arg)
+            slot = slots.get(identity)
+            if slot is None:
+                slot = slots[identity] = len(arrays)
+                arrays.append(arg)
+                types.append(type_number(arg))
+            key.append(slot)
+        first = len(arrays)
+        # Of new operands the types follow: how many there are is told by the slots.
+        known = tuple(key + types) if types else tuple(key)
+        step = self.step.next.get(known)
+        if step is None:
+            step = Step(
+                computation,
+                tuple(key[1:]),
+                tuple(range(first, first + len(results))),
+                tuple(map(jax.typeof, (*arrays[first - len(types) :], *results))),
+                self.step.is_shared and computation.is_shared,
+            )
+            step = self.step.after(known, step)
+        tracked = self.tracked
+        for result, live in zip(results, step.live):
+            slots[id(result)] = len(arrays)
+            arrays.append(result)
+            if live:
+                tracked.add(id(result))
+        self.step = step
+        self.steps.append(step)
+        self.source_infos.append(info)
+
+    def _go(self, step: Step, info: Any) -> None:
+        self.step = step
+        self.steps.append(step)
+        self.source_infos.append(info)
+
+    # ---------------------------------------------------------------------------------- Variables
 
     def watch_variable(self, variable: Variable) -> None:
         """Watches a Variable from its next read on."""
@@ -83,7 +141,8 @@ class Record:
 
     def watch_read(self, variable: Variable, value: Any) -> None:
         """Watches a value that a Variable has given."""
-        self.watch(value)
+        if id(value) not in self.tracked:
+            self.watch(value)
         self.reads.setdefault(variable, {})[id(value)] = value
 
     def reads_of(self, source: Any) -> list[Any]:
@@ -92,105 +151,150 @@ class Record:
             list(self.reads.get(source, {}).values()) if isinstance(source, Variable) else [source]
         )
 
-    def forget_operations(self) -> None:
-        """Lets go of all arrays; which Variables were watched can still be asked."""
-        self.operations.clear()
+    # ------------------------------------------------------------------------------------- the end
+
+    def forget_arrays(self) -> None:
+        """Lets go of all arrays; what was recorded, and which Variables were watched, can still be
+        asked."""
+        self.arrays.clear()
+        self.slots.clear()
         self.tracked.clear()
         for reads in self.reads.values():
             reads.clear()
 
     def clear(self) -> None:
-        self.forget_operations()
+        """Forgets everything."""
+        self.forget_arrays()
         self.reads.clear()
+        self.steps.clear()
+        self.source_infos.clear()
+        self.step = root()
+
+    # ------------------------------------------------------------------------------ what it has
+
+    def types(self) -> list[Any]:
+        """The type of the array of each slot."""
+        return [each for step in self.steps for each in step.types]
+
+    def operations(self) -> list[Operation]:
+        """The operations in the order in which they ran."""
+        pairs = zip(self.steps, self.source_infos, strict=True)
+        return [
+            Operation(step.computation, step.args, step.results, info)
+            for step, info in pairs
+            if step.computation is not None
+        ]
 
 
 @dataclass(frozen=True)
 class Block:
-    """The part of a record between some sources and targets, each array numbered by a slot.
+    """The part of a record between some sources and targets; its arrays have slots of their own.
 
     `key` is equal for blocks of one structure: then one compiled program serves both.
     """
 
     operations: tuple[Operation, ...]
-    arrays: tuple[Any, ...]
-    slots: Mapping[int, int]  # identity -> slot
+    slots: tuple[int, ...]  # of each of its arrays in the record
+    types: tuple[Any, ...]  # of each of its arrays
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
     key: tuple[Any, ...]
     exact_key: tuple[Any, ...]  # equal only if the backward's own derivatives are the same too
 
 
-def block_between(record: Record, sources: Sequence[Any], targets: Sequence[Any]) -> Block:
-    """The operations on a path of data flow from a source to a target, in order."""
-    reached = {id(source) for source in sources}
+def block_between(record: Record, sources: Sequence[int], targets: Sequence[int]) -> Block:
+    """The operations on a path of data flow from a source to a target, in order.
+
+    Sources and targets are slots of the record.
+    """
+    types = record.types()
+    reached = set(sources)
     forward = []
-    for operation in record.operations:
-        if any(id(arg) in reached for arg in operation.args):
+    for operation in record.operations():
+        if not reached.isdisjoint(operation.args):
             forward.append(operation)
-            reached.update(id(r) for r in operation.results if _jax.has_gradient(r))
-    needed = {id(target) for target in targets}
+            reached.update(r for r in operation.results if _jax.has_gradient(types[r]))
+    needed = set(targets)
     chosen = []
     for operation in reversed(forward):
-        if any(id(result) in needed for result in operation.results):
+        if not needed.isdisjoint(operation.results):
             chosen.append(operation)
-            needed.update(id(arg) for arg in operation.args)
+            needed.update(operation.args)
     chosen.reverse()
 
-    arrays: list[Any] = []
-    slots: dict[int, int] = {}
+    places: dict[int, int] = {}
 
-    def slot(array: Any) -> int:
-        if id(array) not in slots:
-            slots[id(array)] = len(arrays)
-            arrays.append(array)
-        return slots[id(array)]
+    def place(slot: int) -> int:
+        return places.setdefault(slot, len(places))
 
-    ends = tuple(map(slot, sources)), tuple(map(slot, targets))
-    places = [
-        (operation.constants, *map(slot, operation.args), None, *map(slot, operation.results))
+    ends = tuple(map(place, sources)), tuple(map(place, targets))
+    placed = [
+        operation._replace(
+            args=tuple(map(place, operation.args)), results=tuple(map(place, operation.results))
+        )
         for operation in chosen
     ]
-    form = (ends, tuple(places), tuple(map(_jax.type_key, arrays)))
+    own_types = tuple(types[slot] for slot in places)
+    form = (ends, tuple([(o.args, o.results) for o in placed]), own_types)
     return Block(
-        tuple(chosen),
-        tuple(arrays),
-        slots,
-        (form, tuple(operation.keys[0] for operation in chosen)),
-        (form, tuple(operation.keys[1] for operation in chosen)),
+        tuple(placed),
+        tuple(places),
+        own_types,
+        *ends,
+        (form, tuple(operation.computation.keys[0] for operation in placed)),
+        (form, tuple(operation.computation.keys[1] for operation in placed)),
     )
 
 
 def graph_of(
-    operations: Sequence[Operation], arrays: Sequence[Any], slots: Mapping[int, int]
-) -> tuple[Graph, list[Value]]:
-    """The graph of recorded operations, and its value for every slot.
+    operations: Sequence[Operation], types: Sequence[Any], *, as_called: bool = False
+) -> tuple[Graph, dict[int, Value], Mapping[Node, Linearised]]:
+    """The graph of recorded operations, its value for every slot, and which of its nodes save what
+    their derivatives need.
 
-    Arrays that no operation made are the graph's inputs.
+    Arrays that no operation made are the graph's inputs. `as_called`: show functions as they were
+    called, without what they save.
     """
     graph = Graph("tape")
-    made = {id(result) for operation in operations for result in operation.results}
-    values: list[Value | None] = [None] * len(arrays)
-    for i, array in enumerate(arrays):
-        if id(array) not in made:
-            values[i] = graph.add_input(jax.typeof(array))
+    made = {slot for operation in operations for slot in operation.results}
+    values: dict[int, Value] = {
+        slot: graph.add_input(aval) for slot, aval in enumerate(types) if slot not in made
+    }
     seen: dict[int, Graph] = {}
+    saving: dict[Node, Linearised] = {}
     for operation in operations:
+        computation, results = operation.computation, operation.results
+        params = computation.params
+        if as_called and isinstance(computation, Linearised):
+            params, results = computation.original, results[: computation.count]
         inputs = []
-        for arg in operation.args:
-            value = values[slots[id(arg)]]
-            assert value is not None, "operations stand in the order in which they ran"
-            inputs.append(value)
-        node = make_node(
-            operation.primitive,
-            operation.params,
-            tuple(inputs),
-            Source(operation.source_info, None),
-            (),
-            seen,
-        )
-        if has_effects(operation.params):
+        for slot in operation.args:
+            if slot not in values:  # saved by a function, and used by a recorded backward pass
+                values[slot] = graph.add_input(types[slot])
+            inputs.append(values[slot])
+        source = Source(operation.source_info, None)
+        node = make_node(computation.primitive, params, tuple(inputs), source, (), seen)
+        if computation.has_effects:
             silence(node)
-        if calls_host(operation.params):
+        if calls_host(params):
             end_gradients_at_host(node)
-        graph.append(node, [jax.typeof(result) for result in operation.results])
-        for result, value in zip(operation.results, node.outputs, strict=True):
-            values[slots[id(result)]] = value
-    return graph, [value for value in values if value is not None]
+        if isinstance(computation, Linearised) and not as_called:
+            saving[node] = computation
+        graph.append(node, [types[slot] for slot in results])
+        values.update(zip(results, node.outputs, strict=True))
+    return graph, values, saving
+
+
+def refuse_saved(operations: Sequence[Operation]) -> None:
+    """Raises NotImplementedError if an operation uses what a function saved for its derivative: a
+    backward pass that was recorded. Seen as it was called the function does not give that."""
+    saved: set[int] = set()
+    for operation in operations:
+        if not saved.isdisjoint(operation.args):
+            raise NotImplementedError(
+                "rules (or a gradient_override_map) came into force between the call of a compiled "
+                "function on this tape and a second derivative through it: open the tape inside "
+                "their block"
+            )
+        if isinstance(operation.computation, Linearised):
+            saved.update(operation.results[operation.computation.count :])

@@ -21,13 +21,28 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.tape.effects import reads_the_host
+from tracegrad.tape.computations import (
+    Computation,
+    JittedCall,
+    computation_of,
+    jitted_call,
+    new_jitted_call,
+    rule_computation,
+    without_donation,
+)
+from tracegrad.tape.effects import has_effects, reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
-from tracegrad.tape.lifting import captured_arrays, constants_below, lift
-from tracegrad.tape.record import Operation, Record
+from tracegrad.tape.lifting import captured_arrays, lift
+from tracegrad.tape.linearised import linearised
+from tracegrad.tape.record import Record
 from tracegrad.tracing.capture import tell_of_assigned
 from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.tracing.overriding import OverridingTrace
+
+_JIT = _jax.JIT
+set_current_trace = _jax.set_current_trace
+current_source_info = _jax.current_source_info
 
 
 class Recorder(jax.core.Trace):
@@ -38,6 +53,7 @@ class Recorder(jax.core.Trace):
         self.parent_trace = parent
         self.records: list[Record] = []
         self._installed: Any = None
+        self._is_top = isinstance(parent, _jax.top_level_trace_type())
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
@@ -76,45 +92,168 @@ class Recorder(jax.core.Trace):
     # ------------------------------------------------------------------ what JAX asks of a trace
 
     def stage_value(self, value: Any) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             return self.parent_trace.stage_value(value)
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         if self._overriding is not None:
-            with _jax.set_current_trace(self.parent_trace):
+            with set_current_trace(self.parent_trace):
                 instead = self._overriding.instead(primitive, params, args)
             if instead is not None:
-                with _jax.set_current_trace(self):
+                with set_current_trace(self):
                     results = instead(*args)
                 return results if primitive.multiple_results else results[0]
-        if primitive is TO_HOST:
+        # Called for every operation: what costs a microsecond here counts.
+        if primitive is _JIT:
+            call = jitted_call(params) or self._new_jitted_call(params)
+            computation = call.computation
+            if call.constants:
+                return self._process_closure(call, args, params)
+        elif primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
-        params = _without_donation(params)
-        is_jit = primitive is _jax.JIT
-        constants = constants_below(params["jaxpr"]) if is_jit else captured_arrays(params)
-        if any(sub_programs(params)):
-            tell_of_assigned((*constants, *args))
-        captured = [c for c in constants if self._is_tracked(c)] if constants else []
-        watching = [r for r in self.records if r.tracks(args) or (captured and r.tracks(captured))]
+        elif primitive in _WITHOUT_PROGRAMS:
+            if not self._tracks(args):
+                with set_current_trace(self.parent_trace):
+                    return primitive.bind(*args, **params)
+            computation = computation_of(primitive, params)
+        else:
+            return self._process_any(primitive, args, params)
+        computation.is_used = True
+        run = computation.run
+        if run is None or not self._is_top or computation.saves:
+            return self._process(computation, args, primitive, args, params)
+        # A compiled operation: its results are new arrays, and there is nothing else to heed.
+        watching = [record for record in self.records if record.tracks(args)]
+        for arg in args:
+            if type(arg) not in _PLAIN:
+                args = self._own_operands(primitive, args) if watching else args
+                break
+        with set_current_trace(self.parent_trace):
+            out = run(*args)
+        if watching:
+            info = current_source_info()
+            results: Sequence[Any] = out if primitive.multiple_results else (out,)
+            for record in watching:
+                record.add(computation, args, results, info)
+        return out
+
+    def _process_closure(
+        self, call: JittedCall, args: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        """Runs a jitted function that closes over arrays: they are operands too."""
+        if call.has_tracers:
+            return list(self._process_any(_JIT, args, params))
+        tell_of_assigned(call.constants)
+        if call.refused:
+            for record in self.records:
+                for identity, error in call.refused.items():
+                    if identity in record.tracked:
+                        raise error
+        call.computation.is_used = True
+        results: list[Any] = self._process(
+            call.computation, [*call.captured, *args], _JIT, args, params
+        )
+        return results
+
+    def _process(
+        self,
+        computation: Computation,
+        operands: Sequence[Any],
+        primitive: Any,
+        args: Sequence[Any],
+        params: dict[str, Any],
+    ) -> Any:
+        """Runs an operation in whatever way it asks for, and records it.
+
+        `operands` are those of the computation, `args` those of the primitive with these
+        parameters.
+        """
+        if computation.programs:
+            tell_of_assigned(operands)
+        watching = [record for record in self.records if record.tracks(operands)]
         if not watching:
-            with _jax.set_current_trace(self.parent_trace):
-                return primitive.bind(*args, **params)
+            return self._run(computation, operands, primitive, args, params)
+        captured = operands[: len(operands) - len(args)]
         args = self._own_operands(primitive, args)
-        if is_jit and _jax.opened(params["jaxpr"]).effects and reads_the_host(params):
+        operands = [*captured, *args]
+        if computation.saves and self._is_top and len(watching) == 1 and not rules_in_force():
+            results = self._run_and_save(computation, operands, watching[0])
+            if results is not None:
+                return results
+        if computation.has_effects and primitive is _JIT and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
-        with _jax.set_current_trace(self.parent_trace):
+        out = self._run(computation, operands, primitive, args, params)
+        results = out if primitive.multiple_results else [out]
+        _refuse_references(primitive, results)
+        results = self._record(computation, operands, results, watching)
+        return results if primitive.multiple_results else results[0]
+
+    def _run(
+        self,
+        computation: Computation,
+        operands: Sequence[Any],
+        primitive: Any,
+        args: Sequence[Any],
+        params: dict[str, Any],
+    ) -> Any:
+        """Runs an operation, in the fastest way that there is."""
+        with set_current_trace(self.parent_trace):
+            if computation.run is not None and self._is_top:
+                return computation.run(*operands)
+            return primitive.bind(*args, **without_donation(params))
+
+    def _run_and_save(
+        self, computation: Computation, operands: Sequence[Any], record: Record
+    ) -> list[Any] | None:
+        """Runs a compiled function that saves what its derivative needs; None if that cannot be."""
+        if type(record) is not Record:
+            return None
+        tracked = record.tracked
+        active = tuple([i for i, operand in enumerate(operands) if id(operand) in tracked])
+        with set_current_trace(self.parent_trace):
+            forward = computation.saved.get(active) or linearised(computation, active)
+            if forward is None:
+                return None
+            results = forward.forward(*operands)
+        record.add(forward, operands, results, current_source_info())
+        return results[: forward.count]
+
+    def _new_jitted_call(self, params: dict[str, Any]) -> JittedCall:
+        with set_current_trace(self.parent_trace):
+            return new_jitted_call(params)
+
+    def _process_any(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Runs an operation that may have programs: a loop, a branch, or one not met before."""
+        if not any(sub_programs(params)):
+            _WITHOUT_PROGRAMS.add(primitive)
+            return self.process_primitive(primitive, args, params)
+        constants = captured_arrays(params)
+        tell_of_assigned((*constants, *args))
+        captured = [c for c in constants if self._is_tracked(c)] if constants else []
+        operands = [*captured, *args]
+        watching = [r for r in self.records if r.tracks(operands)]
+        if watching:
+            args = self._own_operands(primitive, args)
+            operands = [*captured, *args]
+            if primitive is _JIT and has_effects(params) and reads_the_host(params):
+                return self._run_program(params["jaxpr"], args)
+        params = dict(without_donation(params))
+        with set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
+            if not watching:
+                return out
+            computed = primitive, params
+            if captured:
+                computed = _JIT, lift(primitive, params, captured, args)
+            if any(map(_jax.is_tracer, constants)):  # gone with their transformation
+                computation = Computation(*computed, is_shared=False)
+            else:
+                computation = computation_of(*computed)
         results = list(out) if primitive.multiple_results else [out]
         _refuse_references(primitive, results)
-        if captured:
-            with _jax.set_current_trace(self.parent_trace):
-                lifted = lift(primitive, params, captured, args)
-            args = [*captured, *args]
-            results = self._record(_jax.JIT, lifted, args, results, watching)
-        else:
-            results = self._record(primitive, params, args, results, watching)
+        results = self._record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
 
     def process_custom_jvp_call(
@@ -136,24 +275,31 @@ class Recorder(jax.core.Trace):
                 "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
                 "a function compiled by jax.jit or tracegrad.trace"
             )
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             return self.parent_trace.process_shard_map(primitive, fun, args, **params)
 
     # ------------------------------------------------------------------------------ recording
 
     def _record(
         self,
-        primitive: Any,
-        params: dict[str, Any],
+        computation: Computation,
         args: Sequence[Any],
         results: Sequence[Any],
         watching: Sequence[Record],
-        constants: int = 0,
-        rule: CustomGradient | None = None,
     ) -> list[Any]:
         """Adds an operation to records; returns its results, each an array of its own."""
-        # An operation may return the very array that it was given (a reshape to the same shape).
-        # The result is another value with a gradient of its own: it gets its own identity.
+        results = self._own_results(args, results)
+        info = current_source_info()
+        for record in watching:
+            record.add(computation, args, results, info)
+        return results
+
+    def _own_results(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The results, each an array of its own.
+
+        An operation may return the very array that it was given (a reshape to the same shape). The
+        result is another value with a gradient of its own: it gets its own identity.
+        """
         own = {id(arg) for arg in args}
         fresh = []
         for result in results:
@@ -161,38 +307,36 @@ class Recorder(jax.core.Trace):
                 result = self._alias(result)
             own.add(id(result))
             fresh.append(result)
-        operation = Operation(
-            primitive,
-            params,
-            tuple(args),
-            tuple(fresh),
-            _jax.current_source_info(),
-            constants,
-            rule,
-        )
-        for record in watching:
-            record.add(operation)
         return fresh
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Runs an operation that hands on its operand, without recording it."""
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
         return self._alias(result) if self._is_tracked(result) else result
+
+    def _tracks(self, arrays: Sequence[Any]) -> bool:
+        for record in self.records:  # noqa: SIM110 (this way takes half the time)
+            if record.tracks(arrays):
+                return True
+        return False
 
     def _is_tracked(self, array: Any) -> bool:
         return any(record.tracks((array,)) for record in self.records)
 
     def _alias(self, array: Any) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             return _jax.fresh_alias(array)
 
     def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
         _refuse_references(primitive, args)
+        for arg in args:
+            if isinstance(arg, jax.Array) and not _jax.is_tracer(arg):
+                _PLAIN.add(type(arg))
         if not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             return [jnp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
 
     # ---------------------------------------------------------------------------- custom rules
@@ -203,22 +347,22 @@ class Recorder(jax.core.Trace):
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
         it closes over shows as operands."""
         if self._overriding is not None:
-            with _jax.set_current_trace(self.parent_trace):
+            with set_current_trace(self.parent_trace):
                 instead = self._overriding.rule_instead(primitive, subfuns, params, args)
             if instead is not None:
-                with _jax.set_current_trace(self):
+                with set_current_trace(self):
                     return instead(*args)
         fun, rule = subfuns[:2]
         key = _own_rule_key(primitive, subfuns, args, params)
         if not self.records:
-            with _jax.set_current_trace(self.parent_trace):
+            with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         known = None if key is None else _own_rules.get(key)
         if known is not None:
             program, stores = known
             _jax.leave_result_trees(fun, stores)
         else:
-            with _jax.set_current_trace(self.parent_trace):
+            with set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
@@ -256,7 +400,7 @@ class Recorder(jax.core.Trace):
         primitive, params = equation.primitive, dict(equation.params)
         watching = [r for r in self.records if r.tracks(args)]
         if not watching:
-            with _jax.set_current_trace(self.parent_trace):
+            with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
         constants = int(params.get("num_consts", 0))
         if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
@@ -266,10 +410,13 @@ class Recorder(jax.core.Trace):
                 "it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
-        with _jax.set_current_trace(self.parent_trace):
+        with set_current_trace(self.parent_trace):
             results = _jax.bind(primitive, args, params)
-        rule = _node_of(equation) if is_new else None
-        return self._record(primitive, params, args, results, watching, constants, rule)
+        if is_new:
+            computation = Computation(primitive, params, constants, _node_of(equation))
+        else:
+            computation = rule_computation(primitive, params, constants)
+        return self._record(computation, args, results, watching)
 
 
 def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
@@ -281,19 +428,17 @@ def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
         )
 
 
+# Of most operands it is known by their type that they can be held as they are.
+_PLAIN = {bool, int, float, complex}
+# Operations of these are without sub-programs.
+_WITHOUT_PROGRAMS: set[Any] = set()
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | np.ndarray | np.generic | jax.Array)
 
 
 # -------------------------------------------------------------------------------- what is called
-
-
-def _without_donation(params: dict[str, Any]) -> dict[str, Any]:
-    """A tape still needs the arguments of a compiled function: none is given up under it."""
-    donated = params.get("donated_invars")
-    if donated and any(donated):
-        return {**params, "donated_invars": (False,) * len(donated)}
-    return params
 
 
 # The programs of JAX's own functions with rules (relu, softplus, ...).
@@ -369,5 +514,5 @@ def unrecorded() -> Iterator[None]:
     trace = _jax.current_trace(None)
     while isinstance(trace, Recorder):
         trace = trace.parent_trace
-    with _jax.set_current_trace(trace):
+    with set_current_trace(trace):
         yield

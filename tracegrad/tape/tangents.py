@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,10 +13,20 @@ from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
 from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
+from tracegrad.tape.computations import Computation
 from tracegrad.tape.keys import Remembered
-from tracegrad.tape.record import Operation, Record
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.importer import make_node
+
+
+class _Ran(NamedTuple):
+    """An operation that has run, on these arrays."""
+
+    computation: Computation
+    args: Sequence[Any]
+    results: Sequence[Any]
+    source_info: Any
 
 
 class Tangents(Record):
@@ -29,9 +39,10 @@ class Tangents(Record):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tracked: dict[int, weakref.ref[Any]] = {}
         self._tangents: dict[int, Any] = {}
         self._recorder: Recorder | None = None
-        self._waiting: list[tuple[Operation, Any]] = []
+        self._waiting: list[tuple[_Ran, Any]] = []
 
     def enter(self, recorder: Recorder) -> None:
         """Follows what a recorder sees, from now on."""
@@ -70,11 +81,14 @@ class Tangents(Record):
 
     # ------------------------------------------------------------------------------ operations
 
-    def add(self, operation: Operation) -> None:
+    def add(
+        self, computation: Computation, args: Sequence[Any], results: Sequence[Any], info: Any
+    ) -> None:
         """Carries tangents from the operands of an operation that has run to its results."""
         self._catch_up()
+        operation = _Ran(computation, args, results, info)
         trace = self._trace_around()
-        if operation.primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+        if computation.primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
             self._carry(operation, trace)
             return
         # The call of a function with a rule is not over. It allows for one of the two to have been
@@ -88,9 +102,10 @@ class Tangents(Record):
         while self._waiting:
             self._carry(*self._waiting.pop(0))
 
-    def _carry(self, operation: Operation, trace: Any) -> None:
-        found: list[Any] = [None] * operation.constants
-        found += [self._tangents.get(id(arg)) for arg in operation.args[operation.constants :]]
+    def _carry(self, operation: _Ran, trace: Any) -> None:
+        constants = operation.computation.constants
+        found: list[Any] = [None] * constants
+        found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
         active = [i for i, tangent in enumerate(found) if tangent is not None]
         moving = [i for i in active if not isinstance(found[i], Exception)]
         refused = [i for i in active if isinstance(found[i], Exception)]
@@ -131,36 +146,33 @@ _programs = Remembered(1024)
 _top_level = functools.cache(_jax.top_level_trace_type)
 
 
-def _push_forward(operation: Operation, active: Sequence[int]) -> PushForward:
+def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     """The compiled forward pass of an operation, for operands of its types."""
-    key: Any
-    trace = _jax.current_trace(None)
-    if operation.rule is None:
-        key = operation.key
-    else:
-        # As with a tape: what only runs serves all rules of the same derivative, what may be
-        # differentiated in its turn those of which all derivatives are the same.
-        key = operation.keys[0 if isinstance(trace, _top_level()) else 1]
+    trace, computation = _jax.current_trace(None), operation.computation
+    # As with a tape: what only runs serves all rules of the same derivative, what may be
+    # differentiated in its turn those of which all derivatives are the same.
+    exact = not isinstance(trace, _top_level())
     types = tuple(map(jax.typeof, operation.args))
-    key = key, operation.constants, tuple(active), types
+    key = computation.keys[exact], tuple(active), types
     program: PushForward | None = _programs.get(key)
     if program is None:
         program = push_forward(_graph_of(operation), active)
         while isinstance(trace, Recorder):
             trace = trace.parent_trace
         # A rule made under a transformation may hold values of it, which would outlive it here.
-        if operation.rule is None or isinstance(trace, _top_level()):
+        if computation.rule is None or isinstance(trace, _top_level()):
             _programs.put(key, program)
     return program
 
 
-def _graph_of(operation: Operation) -> Graph:
+def _graph_of(operation: _Ran) -> Graph:
     """One operation as a graph of its own; each operand is an input."""
-    graph = Graph(operation.primitive.name)
+    computation = operation.computation
+    graph = Graph(computation.primitive.name)
     inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in operation.args)
     source = Source(operation.source_info, None)
-    node = make_node(operation.primitive, operation.params, inputs, source, (), {})
-    if calls_host(operation.params):
+    node = make_node(computation.primitive, computation.params, inputs, source, (), {})
+    if calls_host(computation.params):
         end_gradients_at_host(node)
     graph.append(node, [jax.typeof(result) for result in operation.results])
     graph.outputs = list(node.outputs)

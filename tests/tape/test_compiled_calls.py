@@ -1,0 +1,194 @@
+"""Compiled functions under a tape: what they save as they run, and what of them is kept."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+
+@jax.custom_vjp
+def doubled(x):
+    """The sine, with twice its gradient."""
+    return jnp.sin(x)
+
+
+doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (2 * dy * jnp.cos(x),))
+
+
+@jax.jit
+def network(w, x, shift):
+    hidden = jnp.tanh(x @ w)
+    out = doubled(hidden @ w)
+    return jnp.sum(out * out) + shift, hidden, jnp.sum(jnp.floor(out))
+
+
+def arguments():
+    w = jax.random.normal(jax.random.key(0), (4, 4))
+    return w, jnp.ones((3, 4)), jnp.float32(2.0)
+
+
+def loss(w, x, shift):
+    return network(w, x, shift)[0]
+
+
+def penalty(w, x, shift):
+    return jnp.sum(jax.grad(loss)(w, x, shift) ** 2) + loss(w, x, shift)
+
+
+def test_the_gradient_of_a_compiled_function_is_that_of_jax():
+    w, x, shift = arguments()
+    with tg.GradientTape() as tape:
+        tape.watch([w, x, shift])
+        y, _, _ = network(w, x, shift)
+    for found, expected in zip(
+        tape.gradient(y, [w, x, shift]), jax.grad(loss, (0, 1, 2))(w, x, shift), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_gradient_of_a_gradient_of_a_compiled_function():
+    w, x, shift = arguments()
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch([w, x])
+        y, hidden, cut = network(w, x, shift)
+        gradient = tape.gradient(y, w)
+        total = jnp.sum(gradient**2) + y
+    found = tape.gradient(total, [w, x])
+    for each, expected in zip(found, jax.grad(penalty, (0, 1))(w, x, shift), strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
+    # What the function saved of its results is not what was computed from them.
+    assert tape.gradient(total, hidden) is None
+    assert tape.gradient(cut, w) is None
+    assert tape.gradient(y, shift) is None
+
+
+def test_an_intermediate_result_of_a_compiled_function_is_a_source():
+    w, x, shift = arguments()
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(w)
+        y, hidden, _ = network(w, x, shift)
+        z = y + jnp.sum(hidden**2)
+    np.testing.assert_allclose(tape.gradient(z, hidden), 2 * hidden, rtol=1e-6)
+
+    def both(w):
+        y, hidden, _ = network(w, x, shift)
+        return y + jnp.sum(hidden**2)
+
+    np.testing.assert_allclose(tape.gradient(z, w), jax.grad(both)(w), rtol=1e-5)
+
+
+def test_different_arguments_of_one_function_are_watched():
+    w, x, shift = arguments()
+    expected = jax.grad(loss, (0, 1))(w, x, shift)
+    for i, name in enumerate([w, x]):
+        with tg.GradientTape() as tape:
+            tape.watch(name)
+            y, _, _ = network(w, x, shift)
+        np.testing.assert_allclose(tape.gradient(y, name), expected[i], rtol=1e-5)
+
+
+def test_a_jitted_function_with_options_is_called_with_them():
+    w, x, shift = arguments()
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    placed = jax.jit(loss, out_shardings=cpu)
+    with tg.GradientTape() as tape:
+        tape.watch(w)
+        y = placed(w, x, shift)
+    assert y.devices() == {jax.devices()[1]}
+    np.testing.assert_allclose(tape.gradient(y, w), jax.grad(loss)(w, x, shift), rtol=1e-5)
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    count = [0]
+
+    def listen(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            count[0] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: count[0]
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def closure_over(array):
+    return jax.jit(lambda x: jnp.sum(jnp.diag(x @ x)) + array[0] * x[0, 0])
+
+
+def test_fresh_functions_of_one_form_compile_one_program(compilations):
+    x = jnp.eye(3)
+
+    def step(array):
+        function = closure_over(array)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x) * 2.0
+        return tape.gradient(y, x)
+
+    step(jnp.full(3, 9.0))
+    arrays = [jnp.full(3, float(i)) for i in range(4)]
+    before = compilations()
+    found = [step(array) for array in arrays]
+    assert compilations() == before
+    for i, gradient in enumerate(found):
+        expected = 4 * np.eye(3) + np.diag([2.0 * i, 0, 0])
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def test_what_a_function_closed_over_is_freed_with_it():
+    x = jnp.eye(3)
+    gc.disable()
+    try:
+        array = jnp.full(3, 2.0)
+        gone = weakref.ref(array)
+        function = closure_over(array)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        assert float(tape.gradient(y, x)[0, 0]) == 4.0
+        del array, function, tape, y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_tape_that_is_used_up_still_shows_what_it_saw():
+    w, x, shift = arguments()
+    with tg.GradientTape() as tape:
+        tape.watch(w)
+        y = network(w, x, shift)[0] * 2.0
+    before = str(tape.graph())
+    tape.gradient(y, w)
+    assert str(tape.graph()) == before
+    assert "custom_gradient" in before
+    tape.reset()
+    assert not tape.graph().nodes
+
+
+def test_an_override_that_comes_too_late_for_a_second_derivative_raises():
+    w, x, shift = arguments()
+    tg.register_gradient("compiled_calls.tanh", replace=True)(lambda op, dy: 3.0 * dy)
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(w)
+        y, _, _ = network(w, x, shift)
+        gradient = tape.gradient(y, w)
+    with tg.gradient_override_map({"tanh": "compiled_calls.tanh"}):
+        first = tape.gradient(y, w)
+        with pytest.raises(NotImplementedError, match="open the tape inside"):
+            tape.gradient(gradient, w)
+
+    def overridden(w):
+        @jax.custom_vjp
+        def tanh(a):
+            return jnp.tanh(a)
+
+        tanh.defvjp(lambda a: (jnp.tanh(a), None), lambda _, dy: (3.0 * dy,))
+        return jnp.sum(doubled(tanh(x @ w) @ w) ** 2)
+
+    np.testing.assert_allclose(first, jax.grad(overridden)(w), rtol=1e-5)

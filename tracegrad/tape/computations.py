@@ -1,0 +1,299 @@
+"""What recorded operations compute: a primitive with its parameters, each known once.
+
+Two operations that compute the same function have the same `Computation`, which is told apart by
+identity from then on. It holds what is needed to run the operation fast: JAX binds an operation
+under a trace that is not its own by a slow way (it looks the compiled program up by all its
+parameters), and takes the fast one for a function that stays the same object.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient
+from tracegrad.rewriting.host_calls import calls_host
+from tracegrad.tape.effects import has_effects
+from tracegrad.tape.keys import params_key, rule_keys
+from tracegrad.tape.lifting import constants_below, lift_anew, refused_to_lift
+from tracegrad.tracing.importer import sub_programs
+
+_JIT = _jax.JIT
+jit_settings = _jax.jit_settings_getter()
+
+# A program of so many operations is compiled once more for the tape, so that it is called fast:
+# compiling takes little. A larger one shares what JAX has compiled.
+_SMALL = 10
+
+
+class Computation:
+    """A primitive with parameters.
+
+    Attributes:
+      primitive, params: JAX's; no argument is donated.
+      constants: how many leading operands are closed over: they carry no gradient through a custom
+        rule.
+      rule: of a custom rule that was made for one call: it is known by what it traces to.
+      run: the compiled operation, which returns what the primitive does; None if it is bound.
+      has_effects: whether it prints or calls the host.
+      programs: whether it has sub-programs.
+      is_shared: whether another operation may have the same one.
+      is_used: whether it has run since the last `_clean_up`.
+    """
+
+    __slots__ = (
+        "_keys",
+        "constants",
+        "has_effects",
+        "is_shared",
+        "is_used",
+        "params",
+        "primitive",
+        "programs",
+        "rule",
+        "run",
+        "saved",
+        "saves",
+    )
+
+    def __init__(
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        constants: int = 0,
+        rule: CustomGradient | None = None,
+        key: Any = None,
+        is_shared: bool = True,
+    ):
+        self.primitive = primitive
+        self.params = params
+        self.constants = constants
+        self.rule = rule
+        self.is_shared = is_shared and rule is None
+        self._keys = None if key is None else (key, key)
+        self.programs = [program for _, program in sub_programs(params)]
+        self.has_effects = has_effects(params)
+        self.is_used = True
+        self.run: Callable[..., Any] | None = None
+        self.saves = False
+        self.saved: dict[Any, Any] = {}  # by what is differentiated; see `linearised`
+        if self.is_shared and not self.has_effects:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        if self.primitive is _JIT:
+            if not _jax.is_plain_jit(self.params):
+                return
+            count, heavy = _weight(self.params["jaxpr"])
+            self.saves = ((heavy and count > 1) or count > 32) and not calls_host(self.params)
+            if not self.saves or count <= _SMALL:
+                self.run = _compiled_program(self.params)
+        elif self.primitive is _jax.CUSTOM_JVP or (
+            _jax.runs_compiled(self.primitive) and not self.programs
+        ):
+            self.run = _compiled_primitive(self.primitive, self.params)
+
+    @property
+    def keys(self) -> tuple[Any, Any]:
+        """Two keys: equal for operations that compute the same function with the same derivative;
+        and equal only if their derivatives of every order are the same. They differ for rules.
+
+        A rule is traced for it, and that may not happen before it has run.
+        """
+        if self._keys is None:
+            if self.rule is None:
+                key = self.primitive, params_key(self.params), self.constants
+                self._keys = key, key
+            else:
+                once, exact = rule_keys(self.rule)
+                self._keys = (once, self.constants), (exact, self.constants)
+        return self._keys
+
+
+# Run for more than they cost: their results are worth keeping for the backward pass.
+_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+
+def _weight(program: Any) -> tuple[int, bool]:
+    """How many operations a program has, and whether one of them is costly."""
+    count, heavy = 0, False
+    for equation in _jax.opened(program).eqns:
+        inner = [_weight(p) for _, p in sub_programs(equation.params)]
+        count += sum(n for n, _ in inner) if inner else 1
+        is_call = equation.primitive in (_JIT, _jax.CUSTOM_JVP)
+        heavy |= any(h for _, h in inner) or equation.primitive.name in _HEAVY
+        heavy |= bool(inner) and not is_call
+    return count, heavy
+
+
+def _compiled_program(params: Mapping[str, Any]) -> Callable[..., Any]:
+    run = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+
+    def program(*args: Any) -> Any:
+        return run(*args)
+
+    program.__name__ = program.__qualname__ = str(params["name"])
+    return jax.jit(program)
+
+
+def _compiled_primitive(primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
+    def operation(*args: Any) -> Any:
+        results = _jax.bind(primitive, args, params)
+        return results if primitive.multiple_results else results[0]
+
+    operation.__name__ = operation.__qualname__ = str(primitive.name)
+    return jax.jit(operation)
+
+
+# ------------------------------------------------------------------------------ those that we know
+
+_lock = threading.Lock()
+_known: dict[Any, Computation] = {}
+_by_values: dict[Any, Computation] = {}  # a faster way to those without sub-programs
+_LIMIT = 512
+_made = 0
+_forgetting: list[Callable[[], None]] = []  # what else holds computations
+
+
+def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    """The one computation of a primitive with parameters."""
+    names = tuple(params)
+    values = tuple(params.values())
+    # 1, 1.0 and True are equal, but not the same parameter.
+    key = primitive, names, values, tuple(map(type, values))
+    try:
+        known = _by_values.get(key)
+    except TypeError:  # not hashable
+        return _interned(primitive, params)
+    if known is None:
+        known = _interned(primitive, params)
+        if not known.programs and not known.has_effects and float not in key[3]:  # 0.0 is -0.0
+            _by_values[key] = known
+    known.is_used = True
+    return known
+
+
+def _interned(primitive: Any, params: Mapping[str, Any], constants: int = 0) -> Computation:
+    key = primitive, params_key(params), constants
+    known = _known.get(key)
+    if known is None:
+        known = _known.setdefault(key, Computation(primitive, dict(params), constants, key=key))
+        _count_made()
+    known.is_used = True
+    return known
+
+
+rule_computation = _interned
+
+
+def _count_made() -> None:
+    global _made
+    _made += 1
+    if _made > _LIMIT:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    """Forgets computations that have not run since the last time, and all structures of them."""
+    global _made
+    with _lock:
+        _made = 0
+        for table in (_by_values, _known):
+            for key, computation in list(table.items()):
+                if not computation.is_used:
+                    table.pop(key, None)
+        for identity, call in list(_calls.items()):  # each holds its program, or one like it
+            if not call.computation.is_used:
+                _calls.pop(identity, None)
+        for computation in (*_known.values(), *(call.computation for call in _calls.values())):
+            computation.is_used = False
+    for forget in _forgetting:
+        forget()
+
+
+def when_forgetting(forget: Callable[[], None]) -> None:
+    """Has a function called whenever computations are forgotten."""
+    _forgetting.append(forget)
+
+
+# -------------------------------------------------------------------------------- jitted functions
+
+
+class JittedCall:
+    """A call of a jitted function, as the tape has it: what it closes over are operands.
+
+    Attributes:
+      constants: what it closes over.
+      has_tracers: whether some of that belongs to a transformation, and is gone with it.
+      captured: those that come before the operands.
+      refused: arrays that cannot be operands, by identity, and why.
+    """
+
+    __slots__ = ("captured", "computation", "constants", "has_tracers", "refused", "settings")
+
+    def __init__(self, params: Mapping[str, Any], settings: tuple[Any, ...]):
+        self.settings = settings
+        self.captured: Sequence[Any] = ()
+        self.refused: Mapping[int, Exception] = {}
+        self.constants = constants = constants_below(params["jaxpr"])
+        self.has_tracers = any(map(_jax.is_tracer, constants))
+        if constants and not self.has_tracers:
+            types = [variable.aval for variable in _jax.opened(params["jaxpr"]).invars]
+            self.refused = refused_to_lift(params, constants, types)
+            self.captured = [c for c in constants if id(c) not in self.refused]
+            if self.captured:
+                params = lift_anew(_JIT, params, self.captured, types)
+        # One that holds values of a transformation is not kept.
+        self.computation = (
+            Computation(_JIT, params, is_shared=False)
+            if self.has_tracers
+            else _interned(_JIT, params)
+        )
+
+
+_calls: dict[int, JittedCall] = {}  # by the identity of programs, as long as they live
+_programs: dict[int, weakref.ref[Any]] = {}
+
+
+def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:
+    """The call of a jitted function with these parameters, if there was one before."""
+    known = _calls.get(id(params["jaxpr"]))
+    if known is None or known.settings != jit_settings(params):
+        return None
+    return known
+
+
+def new_jitted_call(params: Mapping[str, Any]) -> JittedCall:
+    """That of another function, for the next time."""
+    program = params["jaxpr"]
+    identity = id(program)
+    call = JittedCall(without_donation(params), jit_settings(params))
+    if call.has_tracers:
+        return call
+    if identity not in _programs:
+        _programs[identity] = weakref.ref(program, functools.partial(_forget_call, identity))
+    _calls[identity] = call
+    return call
+
+
+def _forget_call(
+    identity: int, _: Any, calls: dict[int, Any] = _calls, programs: dict[int, Any] = _programs
+) -> None:
+    # The tables are arguments since at the end of the process modules are emptied before programs.
+    calls.pop(identity, None)
+    programs.pop(identity, None)
+
+
+def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tape still needs the arguments of a compiled function: none is given up under it."""
+    donated = params.get("donated_invars", ())
+    if any(donated):
+        return {**params, "donated_invars": (False,) * len(donated)}
+    return params
