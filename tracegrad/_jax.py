@@ -110,7 +110,12 @@ def abstract_eval(
 def has_gradient(aval: Any) -> bool:
     """Whether an array, or a type, has cotangents: the float and complex ones."""
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+    return dtype is not None and _is_inexact(dtype)
+
+
+@functools.lru_cache(256)
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
 def no_cotangent(aval: Any) -> Any:

@@ -176,8 +176,11 @@ class Recorder(jax.core.Trace):
         if not watching:
             return self._run(computation, operands, primitive, args, params)
         captured = operands[: len(operands) - len(args)]
-        args = self._own_operands(primitive, args)
-        operands = [*captured, *args]
+        for arg in args:
+            if type(arg) not in _PLAIN:
+                args = self._own_operands(primitive, args)
+                operands = [*captured, *args]
+                break
         if computation.saves and self._is_top and len(watching) == 1 and not rules_in_force():
             results = self._run_and_save(computation, operands, watching[0])
             if results is not None:
