@@ -113,7 +113,7 @@ def test_every_node_is_a_row_with_its_type_line_and_code():
     (body,) = data["bodies"]
     assert body["name"] == "f"
     assert body["inputs"] == [["w", "f32[3,2]", 1], ["x", "f32[4,3]", 1]]
-    assert (body["types"], body["out"]) == ("f32[4,2]", ["tanh"])
+    assert (body["types"], body["out"]) == (["f32[4,2]"], ["tanh"])
     product, tanh = body["rows"]
     assert product[:5] == [["dot_general"], "dot_general", ["x", "w"], "", "f32[4,2]"]
     assert data["scopes"][tanh[6]] == ["layer"]

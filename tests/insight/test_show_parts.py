@@ -77,3 +77,26 @@ def test_layers_of_libraries_are_parts():
     assert found[0] == ("Linear ()",)
     assert ("Linear () · 2",) in found
     assert found[-1] == ()
+
+
+def test_a_few_scopes_lie_inside_of_the_calls():
+    def named(x):
+        with jax.named_scope("a"):
+            return scaled(x)
+
+    def f(x):
+        return Model()(named(x)) + 1
+
+    found, are_named = parts(f, 1.0)
+    assert not are_named
+    assert found[0] == ("named ()", "scaled ()", "a")
+    found, _ = parts(jax.grad(f), 1.0)
+    assert found[0] == ("jvp()", "named ()", "scaled ()", "a")
+
+
+def test_the_passes_of_a_derivative_are_parts_with_calls_in_them():
+    found, are_named = parts(lambda x: jax.grad(lambda x: Model()(x) ** 2)(x) + 1, 1.0)
+    assert not are_named
+    assert found[0] == ("jvp()", "Model ()", "scaled ()")
+    assert ("transpose(jvp())", "Model ()", "scaled ()") in found
+    assert found[-1] == ()

@@ -58,7 +58,7 @@ def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
     """What the page knows of a graph, ready for JSON.
 
     ``bodies``: the graph, then its regions: heading, ``calls`` (whether its scopes are functions
-    that were called, since nobody named any), and ``rows``, one for each node: results, label,
+    that were called, since few are named), and ``rows``, one for each node: results, label,
     operands, parameters, types, place, scope, flow, operands without gradient, regions (title and
     body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told by number;
     a place of -1 is the call's.
@@ -105,7 +105,7 @@ class _Writer:
                 for value, reached in zip(graph.inputs, inputs, strict=True)
             ],
             "constants": [[v.name, _jax.type_text(v.aval)] for v in graph.constants],
-            "types": ", ".join(map(_jax.type_text, graph.out_avals)),
+            "types": [_jax.type_text(aval) for aval in graph.out_avals],
             "out": [operand_text(value) for value in graph.outputs],
             "again": int(again),
         }

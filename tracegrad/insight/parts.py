@@ -1,4 +1,4 @@
-"""The parts of a program that a reader knows: its named scopes or, where nobody named any, calls.
+"""The parts of a program that a reader knows: its named scopes or, where few are named, calls.
 
 Models of flax.nnx and plain functions have no scopes; the lines that their operations come from
 tell the same: in which layer, called where.
@@ -7,6 +7,7 @@ tell the same: in which layer, called where.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,11 +20,33 @@ Part = tuple[str, ...]  # the names of the parts around a node, from the outside
 def parts_of(graph: Graph) -> tuple[list[Part], bool]:
     """For each node of a graph the parts that it lies in, within the graph.
 
-    Returns them, and whether they are named scopes; else they are calls, ``Block (model.py:12)``.
+    Returns them, and whether they are named scopes. They are if at least half of the nodes have
+    one. Else they are calls, ``Block (model.py:12)``, under what JAX's transformations leave
+    (``transpose(jvp())``: a backward pass) and around what scopes there are.
     """
     nodes = [Occurrence((), node) for node in graph.nodes]
     scopes = [scope_parts(node.scope) for node in nodes]
-    return (scopes, True) if any(scopes) else (_calls(nodes), False)
+    split = [_without_transformations(part) for part in scopes]
+    if 2 * sum(1 for _, names in split if names) >= max(1, len(nodes)):
+        return scopes, True
+    return _calls(nodes, split), False
+
+
+def _without_transformations(scopes: Part) -> tuple[Part, Part]:
+    """The pass of a derivative that scopes tell of, and the names in them.
+
+    >>> _without_transformations(("model", "transpose(jvp(block/dense))", "vmap(jvp())"))
+    (('transpose(jvp())',), ('model', 'block', 'dense'))
+    """
+    stack = "/".join(scopes)
+    passes: Part = ("jvp()",) if "jvp(" in stack else ()
+    if "transpose(" in stack:
+        passes = ("transpose(jvp())",)
+    names: list[str] = []
+    for scope in scopes:
+        match = re.fullmatch(r"(?:\w+\()+(.*?)\)+", scope)
+        names += [name for name in (match[1] if match else scope).split("/") if name]
+    return passes, tuple(names)
 
 
 def scope_parts(stack: str) -> Part:
@@ -43,7 +66,7 @@ def scope_parts(stack: str) -> Part:
     return tuple(part for part in parts if part)
 
 
-def _calls(nodes: Sequence[Occurrence]) -> list[Part]:
+def _calls(nodes: Sequence[Occurrence], scopes: Sequence[tuple[Part, Part]]) -> list[Part]:
     """For each node of a graph the functions that were called on the way to it, and where from.
 
     The user's own, and of libraries the layers (what is called ``__call__``); without those that
@@ -59,8 +82,8 @@ def _calls(nodes: Sequence[Occurrence]) -> list[Part]:
     found: list[Part] = []
     calls: list[tuple[str, str, object]] = []  # those that are open: name, its number, first node
     counts: list[Counter[str]] = [Counter()]  # by depth: how often each was opened there
-    for node, stack in zip(nodes, stacks, strict=True):
-        names = stack[shared:]
+    for node, (passed, inside), stack in zip(nodes, scopes, stacks, strict=True):
+        names = passed + stack[shared:] + inside
         first = node.node.op, node.lines
         kept = 0
         while kept < min(len(calls), len(names)) and calls[kept][0] == names[kept]:

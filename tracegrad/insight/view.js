@@ -315,8 +315,7 @@ class Body {
     const {rows} = this.data;
     this.items = this.grouped(rows);
     this.list = new List(this, this.items);
-    const names = this.data.out.flatMap((name, k) => [k ? ", " : "", value(name)]);
-    this.element.append(this.head(title), this.list.element, make("div", "return faint", "return ", ...names));
+    this.element.append(this.head(title), this.list.element, this.results());
   }
 
   head(title) {
@@ -337,9 +336,24 @@ class Body {
       more.onclick = () => more.replaceWith(...inputs.slice(shown).map((input) => argument(input, 1)));
       head.append(" ", more);
     }
-    head.append(") → ", make("span", "faint", this.data.types || "()"));
+    const {types} = this.data;
+    const results = types.length > 12 ? `${types.slice(0, 8).join(", ")}, … ${types.length - 8} more` : types.join(", ");
+    head.append(") → ", make("span", "faint", results || "()"));
     for (const [text, type] of constants) head.append(make("div", "faint", value(text), `: ${type} is a constant`));
     return head;
+  }
+
+  results() {
+    const {out} = this.data;
+    const shown = out.length > 12 ? 8 : out.length;
+    const named = (name, k) => make("span", "", k ? ", " : "", value(name));
+    const line = make("div", "return faint", "return ", ...out.slice(0, shown).map(named));
+    if (shown < out.length) {
+      const more = make("button", "chip", `… ${out.length - shown} more`);
+      more.onclick = () => more.replaceWith(...out.slice(shown).map((name) => named(name, 1)));
+      line.append(" ", more);
+    }
+    return line;
   }
 
   // Neighbours with a scope in common, or a function that was called, stand under it.
@@ -367,7 +381,7 @@ class Body {
     return items.map((item) => {
       if (!item.items) return item;
       const inside = this.worthwhile(item.items);
-      if (inside.length > 1) return {...item, items: inside};
+      if (inside.length > 1 || !item.scope.includes(" (")) return {...item, items: inside};
       return inside[0];
     });
   }
@@ -469,10 +483,11 @@ class Item {
     const visit = (items) => items.forEach((item) => item.items ? visit(item.items)
       : view.add(sum, view.countRow(data, data.rows[item.index])));
     visit(this.group.items);
-    const [, name, place] = this.body.data.calls ? this.group.scope.match(/^(.*?)( \(.*)$/) : ["", this.group.scope, ""];
+    const call = this.body.data.calls && this.group.scope.match(/^(.*?)( \(.*)$/);
+    const [, name, place] = call || ["", this.group.scope, ""];
     const kind = sum.changed ? "changed" : sum.flows ? "flows" : sum.cut ? "cut" : sum.unreached ? "unreached" : "none";
     return this.line(`scope is-${sum.changed && sum.flows ? "flows" : kind}`,
-      make("span", "say", make("span", "faint", this.body.data.calls ? "ƒ " : "# "), make("span", "name", name), make("span", "faint", place)), this.badges(sum));
+      make("span", "say", make("span", "faint", call ? "ƒ " : "# "), make("span", "name", name), make("span", "faint", place)), this.badges(sum));
   }
 
   rowLine() {
