@@ -148,7 +148,9 @@ def test_a_fresh_process_finds_the_same_results_and_gradients(name, measured):
     variables = [calls, weight] if name == "with_variables" else []
     fun, args = tg.trace(fun) if not variables else fun, list(map(jnp.asarray, args))
     order = 1 if name == "control_flow" else 2
-    expected = measure(fun, args, order) | measure_on_tape(fun, args, variables)
+    expected = measure(fun, args, order)
+    if order > 1:
+        expected |= measure_on_tape(fun, args, variables)
     found = of(measured, name)
     assert found.keys() == expected.keys()
     for key, value in expected.items():

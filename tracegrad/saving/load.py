@@ -77,7 +77,7 @@ def _check_width(manifest: Manifest) -> None:
     leaves = [
         leaf["dtype"]
         for record in manifest.functions
-        for tree in record.arguments
+        for tree in (*record.arguments, record.result)
         for leaf in structure.leaf_types(tree)
     ]
     wide = sorted(_WIDE & {*leaves, *(record.dtype for record in manifest.variables)})

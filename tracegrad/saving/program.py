@@ -70,11 +70,9 @@ def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> Program
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
 
     Raises:
-      ImportError: the package that JAX writes programs with is not installed.
       ValueError: part of the program cannot be written, or not differentiated in reverse; the
         message names the node and its line.
     """
-    check_installed()
     _warn_of_constants(graph, order + 1)
     writer = _Writer(graph.name, platforms)
     function = writer.write(graph, len(graph.assigned), 0, order)

@@ -100,6 +100,7 @@ def save(
 
     As ``tf.saved_model.save`` with ``experimental_custom_gradients``.
     """
+    program.check_installed()
     _check_options(path, gradient_order, platforms)
     single = not isinstance(fun, (Mapping, LoadedFunctions))
     variables = _Variables()
