@@ -205,8 +205,11 @@ def measure(
     first = {(side, key): sides[side].time(key, 5)[2] for side, key in rows}
     for column in columns:
         check([(*row, number) for row, number in first.items() if row[1][1] == column])
+    # By the least CPU time: where a neighbour held a core, a run of too few calls would be planned,
+    # and be all warming up.
     calls = {
-        (side, key): max(1, round(seconds / sides[side].time(key, 5)[0])) for side, key in rows
+        (side, key): max(1, round(seconds / min(sides[side].time(key, 10)[1] for _ in range(3))))
+        for side, key in rows
     }
     found: dict[tuple[str, Key], list[Times]] = {row: [] for row in rows}
     shuffled = random.Random(0)
@@ -309,12 +312,13 @@ def print_report(
             continue
         pair = found[OURS, (name, column)], found[side, (other, column)]
         wall, cpu = ratio(*pair, 0), ratio(*pair, 1)
-        kept = "yes" if wall <= limit else f"no, {wall / limit:.2f} × the limit"
-        cells = [f"{side}, {other}", f"{cpu:.3f}", f"{wall:.3f}", f"{limit}", kept]
+        # Of the two the one that other processes do not decide.
+        kept = "yes" if cpu <= limit else f"no, {cpu / limit:.2f} × the limit"
+        cells = [f"{side}, {other}", f"{wall:.3f}", f"{cpu:.3f}", f"{limit}", kept]
         ratios.append([f"{name}, {column}", *cells])
     print_table(
         "Medians of the rounds' ratios",
-        ["ours", "theirs", "CPU time", "time", "limit", "kept"],
+        ["ours", "theirs", "time", "CPU time", "limit", "kept"],
         ratios,
     )
 
