@@ -154,6 +154,12 @@ def test_deliberate_rules_are_listed_and_the_rest_is_checked_without_them(declar
         check_grads(f, (X,), order=1, modes=["rev"])
 
 
+def test_what_this_package_changes_on_demand_counts_as_deliberate():
+    passed = tg.grad_pass_through(jnp.round)
+    report = check_grads(lambda x: jnp.sum(passed(x) * x), (X,), order=1, modes=["rev"])
+    assert [c.what for c in report.deliberate] == ["round, input 0"]
+
+
 def test_a_declared_rule_does_not_hide_another():
     clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
     with pytest.raises(GradientError):

@@ -175,6 +175,21 @@ def test_a_clip_rule_says_by_how_much():
     assert "difference 5" in finding.what
 
 
+def test_gradients_changed_by_a_rewrite_or_passed_through_are_noted():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) * 3.0)
+
+    clip = tg.rules.clip_gradient(tg.match.op("tanh"), max_norm=0.5)
+    (clipped,) = explain(tg.trace(loss, rules=[clip]), healthy.W, healthy.X).findings
+    assert clipped.cause == "changed by a rule"
+    assert not clipped.problem
+    assert clipped.origin.line == loss.__code__.co_firstlineno + 1
+    assert "norm 0.5;" in clipped.what
+    passed = tg.grad_pass_through(jnp.round)
+    (through,) = explain(lambda x: jnp.sum(passed(x)), X).findings
+    assert (through.cause, through.problem) == ("changed by a rule", False)
+
+
 def test_scopes_are_in_the_order_of_execution_with_the_norm_at_their_end():
     def f(x):
         with jax.named_scope("first"):

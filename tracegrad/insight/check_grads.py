@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os.path
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import is_differentiable, resolve
-from tracegrad.insight.explain_pass import MeasuredPass, occurrence
+from tracegrad.insight.explain_pass import MeasuredPass, file_of_rule, is_jaxs_rule, occurrence
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
@@ -132,6 +134,7 @@ def check_grads(
       deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
         a name, several, or a predicate on the name of the function with the rule. They are listed
         and not failed, and the whole function is checked with the derivatives of their functions.
+        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`) are.
       rtol, atol: how far the numbers may be apart; default: by the least precise dtype that the
         function computes in, 1e-5 and 1e-7 for float64.
       seed: of the random numbers.
@@ -477,19 +480,22 @@ class _Operands(MeasuredPass):
     """A forward pass that keeps what each custom rule is given."""
 
     def _forward_node(self, node: Node, args: list[Any], kept: Any, at: Any, number: int) -> Any:
-        if isinstance(node, CustomGradient) and not _is_jaxs_own(node):
+        if isinstance(node, CustomGradient) and not is_jaxs_rule(node):
             for i, arg in enumerate(args):
                 self._note("operand", at, number, i, lambda x: x, jnp.asarray(arg))
         return super()._forward_node(node, args, kept, at, number)
 
 
-def _is_jaxs_own(node: CustomGradient) -> bool:
-    place = _defined(node)
-    return not place or is_own_file(place.rpartition(":")[0])
-
-
 def _defined(node: CustomGradient) -> str:
     return node.primal.function_source.rpartition(" at ")[2]
+
+
+def _is_meant(node: CustomGradient) -> bool:
+    """Whether this package has put a rule in to change a gradient."""
+    frames = () if node.source is None else _jax.frames(node.source.info)
+    ours = itertools.takewhile(is_own_file, (frame.file_name for frame in frames))
+    named = {os.path.basename(file) for file in (*ours, file_of_rule(node))}
+    return not named.isdisjoint({"rules.py", "pass_through.py"})
 
 
 def _check_rules(
@@ -569,7 +575,7 @@ def _check_rule(
             want = _along_smooth(compiled, args, i, direction, weights, limits, random)
             number, note = _rule_along(node, with_rule, args, i, want.direction, weights)
             status = "wrong" if note else _judge([want], number, limits)
-            if status == "wrong" and declared(node.name):
+            if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
             yield Checked(
                 f"{node.name}, input {i}",

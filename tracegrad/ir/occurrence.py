@@ -255,6 +255,11 @@ def is_own_file(file: str) -> bool:
     return _owner(file) == "jax"
 
 
+def is_jaxs_file(file: str) -> bool:
+    """Whether a file is one of JAX."""
+    return file.startswith(_JAX)
+
+
 @functools.lru_cache(maxsize=4096)
 def _owner(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""
