@@ -84,16 +84,18 @@ def _calls(nodes: Sequence[Occurrence], scopes: Sequence[tuple[Part, Part]]) -> 
     counts: list[Counter[str]] = [Counter()]  # by depth: how often each was opened there
     for node, (passed, inside), stack in zip(nodes, scopes, stacks, strict=True):
         names = passed + stack[shared:] + inside
+        called = range(len(passed), len(names) - len(inside))  # where calls stand among the names
         first = node.node.op, node.lines
         kept = 0
         while kept < min(len(calls), len(names)) and calls[kept][0] == names[kept]:
             kept += 1
-        again = [depth for depth in range(kept) if calls[depth][2] == first]
+        again = [depth for depth in called if depth < kept and calls[depth][2] == first]
         del calls[again[-1] if again else kept :]
-        for name in names[len(calls) :]:
-            del counts[len(calls) + 1 :]
-            counts[len(calls)][name] += 1
-            number = counts[len(calls)][name]
+        for depth in range(len(calls), len(names)):
+            name = names[depth]
+            del counts[depth + 1 :]
+            counts[depth][name] += 1
+            number = counts[depth][name] if depth in called else 1
             calls.append((name, name if number == 1 else f"{name} · {number}", first))
             counts.append(Counter())
         found.append(tuple(call[1] for call in calls))
