@@ -101,6 +101,12 @@ def test_a_part_that_is_stopped_is_a_constant():
 def test_an_integer_source_has_none_and_may_be_watched():
     n = jnp.int32(10)
     assert grad_of(lambda n: n * n, n) == [None]
+    with GradientTape() as tape:
+        with pytest.warns(UserWarning, match="dtype int32, which has no gradient") as warned:
+            tape.watch(n)
+        y = n * n
+    assert tape.gradient(y, n) is None
+    assert [each.filename for each in warned] == [__file__]
 
 
 def test_an_integer_in_between_cuts():

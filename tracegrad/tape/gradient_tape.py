@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
+from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered, Structure
 from tracegrad.tape.record import Block, Record, block_between, graph_of
@@ -136,8 +137,8 @@ class GradientTape:
     def watch(self, tensor: Any) -> None:
         """Follows an array or a `Variable`, or every one of a tree, from now on.
 
-        Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over.
-        Raises ValueError for what is not a JAX array (a NumPy array, a Python number: they have
+        Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over;
+        one that is not a part of a tree with a `UserWarning`. Raises ValueError for what is not a JAX array (a NumPy array, a Python number: they have
         no identity that JAX would keep).
         """
         self._check_thread()
@@ -152,6 +153,12 @@ class GradientTape:
                 )
             if _jax.has_gradient(leaf):
                 self._record.watch(leaf)
+            elif leaf is tensor:
+                warn_where_called(
+                    f"a tape watches an array of dtype {leaf.dtype}, which has no gradient: the "
+                    "answer for it will be None. Convert it to a float dtype first",
+                    UserWarning,
+                )
 
     @contextmanager
     def stop_recording(self) -> Any:
