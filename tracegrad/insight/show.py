@@ -22,7 +22,7 @@ from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
     """Shows the graph of a function, and what becomes of the gradient at each of its operations.
 
-    In a notebook it folds by region and by named scope (where nobody named one, by the functions
+    In a notebook it folds by region and by named scope (where few are named, by the functions
     and layers that are called), and can be searched; an operation's line of code appears when the
     mouse rests on it. In a terminal it is the text of the graph, in colour
     (`NO_COLOR <https://no-color.org>`_ in the environment leaves it plain). Nothing is computed.
