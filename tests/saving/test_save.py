@@ -314,6 +314,34 @@ def test_programs_for_other_platforms_are_written_here(path):
         elsewhere(X)
 
 
+def test_a_function_of_several_devices_is_saved_for_as_many(path):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("i")
+    summed = jax.shard_map(
+        lambda x: x * jax.lax.psum(jnp.sum(x), "i"), mesh=mesh, in_specs=rows, out_specs=rows
+    )
+    x = jnp.arange(8.0)
+    loaded = saved(path, summed, [x])
+    spread = jax.device_put(x, jax.NamedSharding(mesh, rows))
+    np.testing.assert_array_equal(loaded(spread), x * x.sum())
+    slope = jax.grad(lambda x: jnp.sum(loaded(x)))(spread)
+    np.testing.assert_array_equal(slope, np.full(8, 2 * x.sum()))
+    with pytest.raises(ValueError, match="exported for 4 devices") as refused:
+        loaded(x)
+    assert "jax.device_put" in refused.value.__notes__[-1]
+
+
+def test_what_writes_to_a_place_of_its_own_is_no_effect(path):
+    def f(x):
+        place = jax.new_ref(x)
+        place[...] = place[...] * x
+        return place[...]
+
+    loaded = saved(path, f, [X])
+    np.testing.assert_array_equal(loaded(X), X * X)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(loaded(x)))(X), 2 * X)
+
+
 # ------------------------------------------------------------------------------ what is connected
 
 

@@ -368,6 +368,14 @@ class LoadedFunction:
         except TypeError:
             self._check_arrays(args, kwargs)
             raise
+        except ValueError as error:
+            if "was exported for" in str(error):
+                error.add_note(
+                    "It can be saved for several platforms at once, save(..., platforms=[...]). "
+                    "What was traced for a mesh of devices (jax.shard_map) wants arguments that "
+                    "lie on as many: jax.device_put(x, sharding)."
+                )
+            raise
         count = len(results) - len(self.assigns)
         for variable, value in zip(self.assigns, results[count:], strict=True):
             variable.assign(value)
