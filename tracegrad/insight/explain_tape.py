@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
@@ -55,8 +56,11 @@ def explain_tape(
         leaf.value if is_variable(leaf) else leaf
         for leaf in jax.tree.leaves(target, is_leaf=is_variable)
     ]
-    seeds = seeds_for(targets, output_gradients)
-    made = {id(result) for operation in record.operations for result in operation.results}
+    seeds = [
+        jnp.ones_like(target) if seed is None else seed  # as the tape has it
+        for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
+    ]
+    made = {slot for operation in record.operations() for slot in operation.results}
     # What the tape did not compute itself is explained in one go, the rest one by one.
     together: dict[str, Any] = {}
     single: list[dict[str, Any]] = []
@@ -70,7 +74,7 @@ def explain_tape(
             continue
         for i, array in enumerate(record.reads_of(leaf)):
             name = path if i == 0 else f"{path} (read {i + 1})"
-            if id(array) in made:
+            if record.slots[id(array)] in made:
                 single.append({name: array})
             else:
                 together[name] = array
@@ -133,8 +137,9 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     twin = next(
         (
             array
-            for array in record.tracked.values()
-            if array.shape == leaf.shape
+            for array in record.arrays
+            if id(array) in record.tracked
+            and array.shape == leaf.shape
             and array.dtype == leaf.dtype
             and not _jax.is_tracer(array)
             and np.array_equal(np.asarray(array), np.asarray(leaf))
@@ -164,24 +169,27 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
 def _explain(
     record: Record, sources: dict[str, Any], targets: Sequence[Any], seeds: Sequence[Any]
 ) -> Explanation:
-    operations = _following(record, sources.values())
-    arrays: dict[int, Any] = {id(array): array for array in sources.values()}
-    for operation in operations:
-        arrays.update((id(a), a) for a in (*operation.args, *operation.results))
-    slots = {identity: i for i, identity in enumerate(arrays)}
-    graph, values = graph_of(operations, list(arrays.values()), slots)
-    inside = [i for i, t in enumerate(targets) if id(t) in slots]
-    used = {id(arg) for operation in operations for arg in operation.args}
-    ends = [
-        result
-        for operation in operations
-        for result in operation.results
-        if not _jax.has_gradient(result) and id(result) not in used
+    slots = {path: record.slots[id(array)] for path, array in sources.items()}
+    operations, types = _following(record, slots.values()), record.types()
+    graph, values, _ = graph_of(operations, types, as_called=True)
+    inside = [
+        i
+        for i, target in enumerate(targets)
+        if record.slots.get(id(target)) in values and _jax.has_gradient(target)
     ]
-    graph.outputs = [values[slots[id(a)]] for a in (*(targets[i] for i in inside), *ends)]
-    inputs = [array for array in arrays.values() if values[slots[id(array)]] in graph.inputs]
+    used = {slot for operation in operations for slot in operation.args}
+    ends = [
+        slot
+        for operation in operations
+        for slot in operation.results
+        if slot in values and slot not in used and not _jax.has_gradient(types[slot])
+    ]
+    outputs = [*(record.slots[id(targets[i])] for i in inside), *ends]
+    graph.outputs = [values[slot] for slot in outputs]
+    slot_of = {value: slot for slot, value in values.items()}
+    inputs = [record.arrays[slot_of[value]] for value in graph.inputs]
     number = {value: i for i, value in enumerate(graph.inputs)}
-    positions = {path: number[values[slots[id(a)]]] for path, a in sources.items()}
+    positions = {path: number[values[slot]] for path, slot in slots.items()}
     explanation = explain_graph(
         graph,
         inputs,
@@ -201,13 +209,14 @@ _UNSEEN = (
 )
 
 
-def _following(record: Record, sources: Any) -> list[Operation]:
-    reached = {id(source) for source in sources}
+def _following(record: Record, sources: Iterable[int]) -> list[Operation]:
+    """The operations to which data flows from some slots."""
+    reached = set(sources)
     found = []
-    for operation in record.operations:
-        if any(id(arg) in reached for arg in operation.args):
+    for operation in record.operations():
+        if not reached.isdisjoint(operation.args):
             found.append(operation)
-            reached.update(map(id, operation.results))
+            reached.update(operation.results)
     return found
 
 
