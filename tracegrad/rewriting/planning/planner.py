@@ -33,6 +33,7 @@ from tracegrad.rewriting.planning.simulation import (
 
 EXACT = 14  # operations up to which all plans are compared
 MOST_CUTS = 40
+LONGEST = 20  # cuts that one recomputed segment may span
 SIDEWAYS = 0.05  # bytes across that a cut may have more for a byte nearer to the middle
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
@@ -97,7 +98,8 @@ class Planner:
         self._choices: dict[tuple[int, int], _Choices] = {}
         pairs = [(i, j) for i in range(len(self.cuts) - 1) for j in range(i + 1, len(self.cuts))]
         for done, (i, j) in enumerate(pairs):
-            self._choices[i, j] = self._choices_of(self.cuts[i], self.cuts[j])
+            is_short = self.exact or j - i <= LONGEST
+            self._choices[i, j] = self._choices_of(self.cuts[i], self.cuts[j], is_short)
             progress((done + 1) / len(pairs))
 
     # --------------------------------------------------------------------------------- segments
@@ -127,17 +129,21 @@ class Planner:
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
         return sorted(chosen)
 
-    def _choices_of(self, start: int, stop: int) -> _Choices:
-        """The ways to run a segment, none of which another is as good as in every respect."""
-        key = tuple(self._tokens[start:stop])
+    def _choices_of(self, start: int, stop: int, recompute: bool) -> _Choices:
+        """The ways to run a segment, none of which another is as good as in every respect.
+
+        `recompute`: whether to look for ways that recompute.
+        """
+        key = (recompute, *self._tokens[start:stop])
         if key not in self._alike:
             piece = Piece(self.model, start, stop)
-            saves = self._all_save_sets(piece) if self.exact else self._saves(piece)
+            if not recompute or any(self.model.fixed[start:stop]):
+                saves = []
+            else:
+                saves = self._all_save_sets(piece) if self.exact else self._saves(piece)
             runs: list[tuple[frozenset[int] | None, Local]] = [
                 (None, piece.run(False, frozenset()))
             ]
-            if any(self.model.fixed[start:stop]):
-                saves = []
             runs += [(saved, piece.run(True, saved)) for saved in saves]
             rows = []
             for _, local in runs:

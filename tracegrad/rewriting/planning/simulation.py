@@ -84,6 +84,15 @@ class Piece:
         self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
+        # In the forward pass: where each value is read last, and the bytes that this frees.
+        self._last = list(range(stop - start))
+        for i, found in enumerate(self.args):
+            for v in found:
+                self._last[v] = i
+        self._freed = [0] * (stop - start)
+        for v, at in enumerate(self._last):
+            if not self.leaves[v]:
+                self._freed[at] += self.sizes[v]
 
     def run(self, recompute: bool, saved: AbstractSet[int]) -> Local:
         """Simulates it; positions in `saved` and in the result count from its start."""
@@ -156,15 +165,10 @@ class Piece:
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
-        sizes = self.sizes
-        last = list(range(len(sizes)))
-        for i, found in enumerate(self.args):
-            for v in found:
-                last[v] = i
-        freed = [0] * len(sizes)
-        for v, at in enumerate(last):
-            if v not in stored and not self.leaves[v]:
-                freed[at] += sizes[v]
+        sizes, freed = self.sizes, self._freed.copy()
+        for v in stored:
+            if not self.leaves[v]:
+                freed[self._last[v]] -= sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i]

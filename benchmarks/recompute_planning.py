@@ -1,0 +1,412 @@
+"""What planned recompute costs, beside the other ways to save as much memory.
+
+Five programs: a 12-layer transformer, a ResNet, a U-Net, a 12-layer MLP-mixer and a GRU of 64
+unrolled steps. For each budget the extra FLOPs, in percent of the forward pass, of
+
+- the plan, and the lower bound that comes with it,
+- `jax.checkpoint` around parts of the program, cut evenly at its cheapest places, which saves
+  nothing inside them (Chen et al. 2016; the best number of parts) or the results of all products
+  (`dots_saveable`; the best number of parts),
+- a minimum cut of the whole program that saves as many bytes as fit (as PyTorch's partitioner with
+  a memory budget does), run again on demand.
+
+All are simulated by the same model. A budget is a share of the peak of the program with everything
+kept, counted as XLA holds it; or, with ``--share-of-residuals``, of all that JAX hands from the
+forward to the backward pass before XLA fuses anything, which is what other planners count.
+
+``--xla`` compiles instead and compares XLA's temporary bytes with the simulated peaks;
+``--time`` measures planning for programs of 2,000 and 20,000 operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformer
+from report import print_table
+
+import tracegrad
+from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
+from tracegrad.rewriting.planning.cuts import Network
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.modelling import model
+from tracegrad.rewriting.planning.planner import Planner, crossing_bytes, flops_bound
+from tracegrad.rewriting.planning.simulation import Segment, keep_all, simulate
+
+MIB = 2**20
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# --------------------------------------------------------------------------------------- programs
+
+
+def transformer_program(layers: int = 12) -> Program:
+    params = jax.eval_shape(lambda: transformer.init(layers, 256, 512))
+    tokens = jax.ShapeDtypeStruct((8, 257), jnp.int32)
+    return transformer.loss_with(transformer.block), (params, tokens)
+
+
+def norm_shapes(width: int) -> dict[str, Any]:
+    return {"scale": f32(width), "bias": f32(width)}
+
+
+def mixer_program(
+    layers: int = 12, batch: int = 16, tokens: int = 256, width: int = 256
+) -> Program:
+    def mlp(p: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
+
+    def loss(blocks: Any, head: jax.Array, x: jax.Array) -> jax.Array:
+        for p in blocks:
+            mixed = mlp(p["tokens"], jnp.swapaxes(transformer.layer_norm(p["norm_1"], x), 1, 2))
+            x = x + jnp.swapaxes(mixed, 1, 2)
+            x = x + mlp(p["channels"], transformer.layer_norm(p["norm_2"], x))
+        return jnp.mean((x.mean(1) @ head) ** 2)
+
+    def mlp_shapes(size: int, hidden: int) -> dict[str, Any]:
+        return {
+            "up": f32(size, hidden),
+            "up_bias": f32(hidden),
+            "down": f32(hidden, size),
+            "down_bias": f32(size),
+        }
+
+    block = {
+        "norm_1": norm_shapes(width),
+        "norm_2": norm_shapes(width),
+        "tokens": mlp_shapes(tokens, 2 * tokens),
+        "channels": mlp_shapes(width, 4 * width),
+    }
+    return loss, ([block] * layers, f32(width, 10), f32(batch, tokens, width))
+
+
+def gru_program(steps: int = 64, batch: int = 2048, width: int = 128) -> Program:
+    def loss(p: Any, xs: jax.Array, h: jax.Array) -> jax.Array:
+        for t in range(steps):
+            zx, rx, cx = jnp.split(xs[t] @ p["w"] + p["b"], 3, axis=-1)
+            zh, rh, ch = jnp.split(h @ p["u"], 3, axis=-1)
+            z, r = jax.nn.sigmoid(zx + zh), jax.nn.sigmoid(rx + rh)
+            h = (1 - z) * h + z * jnp.tanh(cx + r * ch)
+        return jnp.mean(h**2)
+
+    params = {"w": f32(width, 3 * width), "b": f32(3 * width), "u": f32(width, 3 * width)}
+    return loss, (params, f32(steps, batch, width), f32(batch, width))
+
+
+def convolution(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
+    )
+
+
+def batch_norm(p: Any, x: jax.Array) -> jax.Array:
+    centred = x - x.mean((0, 1, 2))
+    variance = jnp.mean(centred**2, (0, 1, 2))
+    return centred * jax.lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"]
+
+
+def two_convolutions(fan_in: int, fan_out: int) -> dict[str, Any]:
+    return {
+        "first": f32(3, 3, fan_in, fan_out),
+        "second": f32(3, 3, fan_out, fan_out),
+        "norm_1": norm_shapes(fan_out),
+        "norm_2": norm_shapes(fan_out),
+    }
+
+
+def resnet_program(batch: int = 16, size: int = 32, width: int = 32) -> Program:
+    plan = [
+        (width * 2**stage, 2 if k == 0 and stage else 1) for stage in range(4) for k in range(3)
+    ]
+    blocks, fan_in = [], width
+    for features, _ in plan:
+        block = two_convolutions(fan_in, features)
+        if fan_in != features:
+            block["skip"] = f32(1, 1, fan_in, features)
+        blocks.append(block)
+        fan_in = features
+    strides = [stride for _, stride in plan]
+
+    def loss(stem: jax.Array, blocks: Any, head: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.nn.relu(convolution(x, stem))
+        for p, stride in zip(blocks, strides, strict=True):
+            y = jax.nn.relu(batch_norm(p["norm_1"], convolution(x, p["first"], stride)))
+            y = batch_norm(p["norm_2"], convolution(y, p["second"]))
+            x = jax.nn.relu(y + (convolution(x, p["skip"], stride) if "skip" in p else x))
+        return jnp.mean((x.mean((1, 2)) @ head) ** 2)
+
+    return loss, (f32(3, 3, 3, width), blocks, f32(fan_in, 10), f32(batch, size, size, 3))
+
+
+def unet_program(batch: int = 8, size: int = 64, width: int = 16, depth: int = 4) -> Program:
+    widths = [width * 2**level for level in range(depth)]
+    down = [two_convolutions(a, b) for a, b in zip([3, *widths], widths, strict=False)]
+    middle = two_convolutions(widths[-1], 2 * widths[-1])
+    up = [
+        {"reduce": f32(1, 1, 2 * w, w), "pair": two_convolutions(2 * w, w)}
+        for w in reversed(widths)
+    ]
+
+    def pair(p: Any, x: jax.Array) -> jax.Array:
+        x = jax.nn.relu(batch_norm(p["norm_1"], convolution(x, p["first"])))
+        return jax.nn.relu(batch_norm(p["norm_2"], convolution(x, p["second"])))
+
+    def loss(down: Any, middle: Any, up: Any, head: jax.Array, x: jax.Array) -> jax.Array:
+        skipped = []
+        for p in down:
+            x = pair(p, x)
+            skipped.append(x)
+            n, rows, columns, features = x.shape
+            x = x.reshape(n, rows // 2, 2, columns // 2, 2, features).mean((2, 4))
+        x = pair(middle, x)
+        for p, skip in zip(up, reversed(skipped), strict=True):
+            x = convolution(jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), p["reduce"])
+            x = pair(p["pair"], jnp.concatenate([x, skip], -1))
+        return jnp.mean(convolution(x, head) ** 2)
+
+    return loss, (down, middle, up, f32(1, 1, width, 1), f32(batch, size, size, 3))
+
+
+PROGRAMS: dict[str, tuple[Callable[[], Program], list[float]]] = {
+    "transformer": (transformer_program, [0.6, 0.4, 0.3, 0.25, 0.15]),
+    "resnet": (resnet_program, [0.6, 0.4, 0.3, 0.25]),
+    "unet": (unet_program, [0.6, 0.5, 0.4, 0.3]),
+    "mixer": (mixer_program, [0.6, 0.4, 0.25, 0.2]),
+    "gru": (gru_program, [0.7, 0.5, 0.3]),
+}
+
+
+# ------------------------------------------------------------------------------------ other plans
+
+
+def parts(m: MemoryModel, count: int) -> list[tuple[int, int]]:
+    """So many parts of about equal bytes, cut at the cheapest place near each even one."""
+    crossing, total = crossing_bytes(m), sum(m.sizes)
+    edges, seen, window = [0], 0, total / count / 2
+    bytes_before = [seen := seen + size for size in [0, *m.sizes[:-1]]]
+    for k in range(1, count):
+        near = [
+            i
+            for i in range(edges[-1] + 1, len(m))
+            if abs(bytes_before[i] - total * k / count) < window
+        ]
+        if near:
+            edges.append(min(near, key=lambda i: crossing[i]))
+    return list(zip(edges, [*edges[1:], len(m)], strict=True))
+
+
+def policies(m: MemoryModel) -> dict[str, list[tuple[int, int]]]:
+    """Peak and extra FLOPs of `jax.checkpoint` around every part, and around all but the last."""
+    products = {i for i, n in enumerate(m.nodes) if n.op in ("dot_general", "conv_general_dilated")}
+    found: dict[str, list[tuple[int, int]]] = {"Chen": [], "dots_saveable": []}
+    for name, saved in (("Chen", set()), ("dots_saveable", products)):
+        for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+            cut = parts(m, count)
+            for kept in (0, 1):
+                plan = [
+                    Segment(a, b, k < len(cut) - kept, frozenset(saved & set(range(a, b))))
+                    for k, (a, b) in enumerate(cut)
+                ]
+                result = simulate(m, plan)
+                found[name].append((result.peak, result.flops))
+    return found
+
+
+def on_demand(m: MemoryModel, saved: frozenset[int]) -> tuple[int, int]:
+    """Peak and FLOPs if each value that is not saved runs again when it is first read."""
+    needed = {v for found in m.needs for v in found}
+    again, pending = set(), [v for v in needed if v not in saved]
+    pending += [i for i, size in enumerate(m.extra) if size]
+    while pending:
+        i = pending.pop()
+        if i not in again:
+            again.add(i)
+            pending += [v for v in m.args[i] if v not in saved]
+    reads = [0] * len(m)
+    for found in [*m.needs, *(m.args[i] for i in again)]:
+        for v in found:
+            reads[v] += 1
+    there = {v for v in range(len(m)) if reads[v] and v not in again}
+    live, peak = sum(m.sizes[v] for v in there), 0
+    for step in reversed(range(len(m))):
+        missing, stack = [], [v for v in m.needs[step] if v not in there]
+        while stack:
+            i = stack.pop()
+            if i not in there:
+                there.add(i)
+                missing.append(i)
+                stack += m.args[i]
+        for i in sorted(missing):
+            live += m.sizes[i]
+            peak = max(peak, live)
+            for v in m.args[i]:
+                reads[v] -= 1
+                live -= 0 if reads[v] else m.sizes[v]
+        peak = max(peak, live + m.cotangents[step] + m.gathered[step])
+        for v in m.needs[step]:
+            reads[v] -= 1
+            live -= 0 if reads[v] else m.sizes[v]
+    return peak, sum(m.flops[i] for i in again)
+
+
+def minimum_cuts(m: MemoryModel) -> list[tuple[int, int]]:
+    needed = {v for found in m.needs for v in found}
+    must_run = [i for i, size in enumerate(m.extra) if size]
+    return [on_demand(m, cut.saved) for cut in Network(m, needed, must_run).hull(40)]
+
+
+def best(points: Sequence[tuple[int, int]], budget: int, m: MemoryModel) -> str:
+    fits = [flops for peak, flops in points if peak <= budget]
+    return f"{100 * min(fits) / m.total_flops:.1f}" if fits else "-"
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def residual_bytes(fun: Callable[..., Any], shapes: Any) -> int:
+    """What JAX hands to the backward pass beside arguments."""
+    leaves, tree = jax.tree.flatten(shapes)
+    chosen = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    def pulled(*flat: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            args = list(flat)
+            for i, value in zip(chosen, floats, strict=True):
+                args[i] = value
+            return fun(*jax.tree.unflatten(tree, args))
+
+        return jax.vjp(of_floats, *(flat[i] for i in chosen))[1]
+
+    program = jax.make_jaxpr(pulled)(*leaves).jaxpr
+    given = set(program.invars)
+    kept = {v for v in program.outvars if not hasattr(v, "val") and v not in given}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+def plan_rows(of_residuals: bool, only: str | None) -> Iterator[list[str]]:
+    for name, (build, shares) in PROGRAMS.items():
+        if only not in (None, name):
+            continue
+        fun, shapes = build()
+        m = model(flatten(tracegrad.graph(fun)(*shapes)))
+        whole = residual_bytes(fun, shapes) if of_residuals else keep_all(m).peak
+        planner, peers, cuts = Planner(m), policies(m), minimum_cuts(m)
+        for share in shares:
+            budget = int(share * whole)
+            try:
+                _, result = planner.plan(budget)
+                ours, peak = (
+                    f"{100 * result.flops / m.total_flops:.1f}",
+                    f"{result.peak / whole:.3f}",
+                )
+            except BudgetTooSmall as error:
+                ours, peak = "-", f"({error.lowest / whole:.3f})"
+            yield [
+                f"{name} {share:.2f}",
+                peak,
+                ours,
+                f"{100 * flops_bound(m, budget) / m.total_flops:.1f}",
+                best(peers["Chen"], budget, m),
+                best(peers["dots_saveable"], budget, m),
+                best(cuts, budget, m),
+            ]
+
+
+def xla_rows(only: str | None) -> Iterator[list[str]]:
+    smaller: dict[str, Callable[[], Program]] = {
+        "transformer": functools.partial(transformer_program, 4),
+        "resnet": resnet_program,
+        "unet": unet_program,
+        "mixer": functools.partial(mixer_program, 4),
+        "gru": functools.partial(gru_program, 16),
+    }
+    for name, build in smaller.items():
+        if only not in (None, name):
+            continue
+        fun, shapes = build()
+        floats = [
+            i
+            for i, arg in enumerate(shapes)
+            if all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(arg))
+        ]
+
+        def temporary(f: Callable[..., Any], floats: Any = floats, shapes: Any = shapes) -> int:
+            step = tracegrad.trace(jax.grad(lambda *a: f(*a), floats))
+            return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+        whole = temporary(fun)
+        for share in (0.7, 0.5, 0.35):
+            try:
+                plan = plan_recompute(fun, share)(*shapes)
+            except BudgetTooSmall:
+                continue
+            simulated, found = plan.peak / plan.peak_without, temporary(plan.apply()) / whole
+            yield [
+                f"{name} {share:.2f}",
+                f"{plan.peak_without / MIB:.1f}",
+                f"{whole / MIB:.1f}",
+                f"{simulated:.3f}",
+                f"{found:.3f}",
+                f"{found / simulated - 1:+.0%}",
+            ]
+
+
+def time_rows() -> Iterator[list[str]]:
+    for layers in (26, 262):
+        fun, shapes = transformer_program(layers)
+        graph = tracegrad.graph(fun)(*shapes)
+        flat = flatten(graph)
+        seconds = []
+        for _ in range(3 if layers < 100 else 1):
+            began = time.process_time()
+            m = model(flatten(graph))
+            planner = Planner(m)
+            planner.plan(int(0.3 * keep_all(m).peak))
+            seconds.append(time.process_time() - began)
+        yield [f"{len(flat.nodes):,} nodes", f"{len(m):,}", f"{statistics.median(seconds):.2f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share-of-residuals", action="store_true")
+    parser.add_argument("--xla", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--only", choices=list(PROGRAMS))
+    options = parser.parse_args()
+    if options.xla:
+        header = ["program, budget", "MiB simulated", "MiB XLA", "planned", "XLA", "difference"]
+        print_table(
+            "Peak, share of the program with everything kept", header, list(xla_rows(options.only))
+        )
+    elif options.time:
+        header = ["transformer", "buffers", "CPU seconds"]
+        print_table("Planning for 30 % of the peak", header, list(time_rows()))
+    else:
+        header = [
+            "program, budget",
+            "peak",
+            "planned %",
+            "bound %",
+            "Chen %",
+            "dots_saveable %",
+            "min-cut %",
+        ]
+        rows = list(plan_rows(options.share_of_residuals, options.only))
+        print_table("Extra FLOPs in percent of the forward pass", header, rows)
+
+
+if __name__ == "__main__":
+    main()
