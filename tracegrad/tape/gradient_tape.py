@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
+from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
@@ -138,8 +139,8 @@ class GradientTape:
         """Follows an array or a `Variable`, or every one of a tree, from now on.
 
         Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over;
-        one that is not a part of a tree with a `UserWarning`. Raises ValueError for what is not a JAX array (a NumPy array, a Python number: they have
-        no identity that JAX would keep).
+        one that is not a part of a tree with a `UserWarning`. Raises ValueError for what is not a
+        JAX array (a NumPy array, a Python number: they have no identity that JAX would keep).
         """
         self._check_thread()
         for leaf in jax.tree.leaves(tensor, is_leaf=is_variable):
@@ -223,7 +224,7 @@ class GradientTape:
         self._check_usable()
         targets = _arrays(target)
         seeds = seeds_for(targets, output_gradients)
-        kind = _SPARSE_GRADIENT if sparse else _GRADIENT
+        kind = SPARSE_GRADIENT if sparse else GRADIENT
         return self._differentiate(targets, sources, unconnected, kind, seeds)
 
     def jacobian(
@@ -261,7 +262,7 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        return self._differentiate([_real(_one(target))], sources, unconnected, _JACOBIAN)
+        return self._differentiate([_real(_one(target))], sources, unconnected, JACOBIAN)
 
     def batch_jacobian(
         self,
@@ -326,7 +327,7 @@ class GradientTape:
         targets: Sequence[Any],
         sources: Any,
         unconnected: UnconnectedGradients,
-        kind: _Kind,
+        kind: Kind,
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
@@ -352,7 +353,7 @@ class GradientTape:
         return jax.tree.unflatten(tree, found)
 
     def _pull_back(
-        self, targets: Sequence[Any], sources: Sequence[Any], kind: _Kind, seeds: Sequence[Any]
+        self, targets: Sequence[Any], sources: Sequence[Any], kind: Kind, seeds: Sequence[Any]
     ) -> list[Any]:
         record = self._record
         tracked = record.tracked
@@ -368,7 +369,7 @@ class GradientTape:
             return [None] * len(sources)
         to_targets = tuple([record.slot(targets[i]) for i in inside])
         given = [seeds[i] for i in inside] if seeds else []
-        backward = _backward(
+        backward = compiled_backward(
             record,
             tuple(from_sources.values()),
             to_targets,
@@ -429,7 +430,7 @@ Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """What is made of a backward pass: how it is run, and what zeros have what shape."""
 
     run: Callable[[Backward, Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]]
@@ -469,10 +470,10 @@ def _basis(shape: Sequence[int], dtype: Any) -> Any:
     return jnp.eye(size, dtype=dtype).reshape(size, *shape)
 
 
-_GRADIENT = _Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
-_SPARSE_GRADIENT = replace(_GRADIENT, sparse=True)
-_JACOBIAN = _Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
-_BATCH_JACOBIAN = _Kind(
+GRADIENT = Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+SPARSE_GRADIENT = replace(GRADIENT, sparse=True)
+JACOBIAN = Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
+_BATCH_JACOBIAN = Kind(
     _run_batch_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf, skipped=1)
 )
 
@@ -499,7 +500,9 @@ class _Placed:
     slots: tuple[int, ...]
 
 
-class _Backward(NamedTuple):
+class CompiledBackward(NamedTuple):
+    """From the arrays of these slots and the seeds to the cotangents of the connected sources."""
+
     run: Callable[..., list[Any]]
     connected: tuple[bool, ...]
     slots: tuple[int, ...]
@@ -508,29 +511,42 @@ class _Backward(NamedTuple):
 _programs = Remembered(256)
 
 
-def _backward(
+def compiled_backward(
     record: Record,
     sources: tuple[int, ...],
     targets: tuple[int, ...],
-    kind: _Kind,
+    kind: Kind,
     given: tuple[bool, ...],
-) -> _Backward:
-    """The compiled backward of a record's structure."""
+    stopped: frozenset[int] = frozenset(),
+    aggregate: Aggregation = running_sum,
+    gated: bool = False,
+) -> CompiledBackward:
+    """The compiled backward of a record's structure, remembered by that.
+
+    Args:
+      record, sources, targets: the slots of arrays in a record.
+      kind: what is made of it.
+      given: for each target whether it has a seed, which comes after the arrays; else ones.
+      stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
+    """
     # One that only runs serves every block of the same gradient; one that may be differentiated in
     # its turn (by another tape, or a transformation) only those of the same derivatives.
     runs = isinstance(_jax.current_trace(None), _top_level())
     rules = rules_in_force()
-    here = kind, sources, targets, given, runs, rules
+    here = kind, sources, targets, given, runs, rules, stopped, aggregate, gated
     placed = record.step.programs.get(here)
     if placed is not None:
         known = placed.compiled()
         if known is not None and _programs.get(known.key) is known:
-            return _Backward(known.run, known.connected, placed.slots)
+            return CompiledBackward(known.run, known.connected, placed.slots)
     block = block_between(record, sources, targets)
-    key = Structure((kind, given, block.key if runs else block.exact_key, rules))
+    stops = tuple([i for i, slot in enumerate(block.slots) if slot in stopped])
+    structure = block.key if runs else block.exact_key
+    key = Structure((kind, given, structure, rules, stops, aggregate, gated))
     known = _programs.get(key)
     if known is None:
-        known = _compile(block, kind, given, key)
+        traced = trace_backward(block, stopped=stops, aggregate=aggregate, gated=gated)
+        known = _compile(block, traced, kind, given, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         if not _is_transforming() or all(o.computation.rule is None for o in block.operations):
             _programs.put(key, known)
@@ -538,7 +554,7 @@ def _backward(
         if len(record.step.programs) > 64:
             record.step.programs.clear()
         record.step.programs[here] = _Placed(weakref.ref(known), block.slots)
-    return _Backward(known.run, known.connected, block.slots)
+    return CompiledBackward(known.run, known.connected, block.slots)
 
 
 def _is_transforming() -> bool:
@@ -551,8 +567,14 @@ def _is_transforming() -> bool:
 _top_level = functools.cache(_jax.top_level_trace_type)
 
 
-def _compile(block: Block, kind: _Kind, given: Sequence[bool], key: Any) -> _Compiled:
-    program, connected = trace_backward(block)
+def _compile(
+    block: Block,
+    traced: tuple[Any, tuple[bool, ...]],
+    kind: Kind,
+    given: Sequence[bool],
+    key: Any,
+) -> _Compiled:
+    program, connected = traced
     run = jax.extend.core.jaxpr_as_fun(program)
     if kind.sparse:
         run = with_slices(program, [True] * len(block.sources))

@@ -20,7 +20,14 @@ from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.gradient_tape import UnconnectedGradients
+from tracegrad.tape.gradient_tape import (
+    GRADIENT,
+    JACOBIAN,
+    SPARSE_GRADIENT,
+    CompiledBackward,
+    UnconnectedGradients,
+    compiled_backward,
+)
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
@@ -180,7 +187,14 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
-    block, arrays = _block(_record_here([x]), [x], [first])
+    record = _record_here([x])
+    if _runs_at_once():
+        ends = (record.slot(x),), (record.slot(first),)
+        backward = compiled_backward(record, *ends, JACOBIAN, ())
+        for found in _run(record, backward, ()):
+            return found
+        return jnp.zeros((*x.shape, *x.shape), x.dtype)
+    block, arrays = _block(record, [x], [first])
     program, (connected,) = trace_backward(block)
     if not connected:
         return jnp.zeros((*x.shape, *x.shape), x.dtype)
@@ -262,8 +276,21 @@ def _pull_back(
     gated: bool,
     sparse: bool,
 ) -> list[Any]:
-    block, arrays = _block(record, sources, targets)
     stopped = {record.slots[id(array)] for array in stops if id(array) in record.slots}
+    if _runs_at_once():
+        backward = compiled_backward(
+            record,
+            tuple(map(record.slot, sources)),
+            tuple(map(record.slot, targets)),
+            SPARSE_GRADIENT if sparse else GRADIENT,
+            (True,) * len(targets),
+            frozenset(stopped),
+            aggregate,
+            gated,
+        )
+        results = _run(record, backward, seeds)
+        return [next(results) if linked else None for linked in backward.connected]
+    block, arrays = _block(record, sources, targets)
     program, connected = trace_backward(
         block,
         stopped=[i for i, slot in enumerate(block.slots) if slot in stopped],
@@ -276,6 +303,19 @@ def _pull_back(
     else:
         found = _jax.eval_program(program, [*arrays, *seeds])
     return [ct if linked else None for ct, linked in zip(found, connected, strict=True)]
+
+
+def _runs_at_once() -> bool:
+    """Whether nothing is being traced: then one compiled program is faster than its operations."""
+    recorder = _jax.current_trace(None)
+    return isinstance(recorder, Recorder) and recorder.is_top
+
+
+def _run(record: Record, backward: CompiledBackward, seeds: Sequence[Any]) -> Iterator[Any]:
+    """The cotangents of the connected sources."""
+    if not any(backward.connected):
+        return iter(())
+    return iter(backward.run(*(record.arrays[slot] for slot in backward.slots), *seeds))
 
 
 def _block(

@@ -53,7 +53,7 @@ class Recorder(jax.core.Trace):
         self.parent_trace = parent
         self.records: list[Record] = []
         self._installed: Any = None
-        self._is_top = isinstance(parent, _jax.top_level_trace_type())
+        self.is_top = isinstance(parent, _jax.top_level_trace_type())
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
@@ -122,7 +122,7 @@ class Recorder(jax.core.Trace):
             return self._process_any(primitive, args, params)
         computation.is_used = True
         run = computation.run
-        if run is None or not self._is_top or computation.saves:
+        if run is None or not self.is_top or computation.saves:
             return self._process(computation, args, primitive, args, params)
         # A compiled operation: its results are new arrays, and there is nothing else to heed.
         watching = [record for record in self.records if record.tracks(args)]
@@ -134,9 +134,9 @@ class Recorder(jax.core.Trace):
             out = run(*args)
         if watching:
             info = current_source_info()
-            results: Sequence[Any] = out if primitive.multiple_results else (out,)
+            made: Sequence[Any] = out if primitive.multiple_results else (out,)
             for record in watching:
-                record.add(computation, args, results, info)
+                record.add(computation, args, made, info)
         return out
 
     def _process_closure(
@@ -181,7 +181,7 @@ class Recorder(jax.core.Trace):
                 args = self._own_operands(primitive, args)
                 operands = [*captured, *args]
                 break
-        if computation.saves and self._is_top and len(watching) == 1 and not rules_in_force():
+        if computation.saves and self.is_top and len(watching) == 1 and not rules_in_force():
             results = self._run_and_save(computation, operands, watching[0])
             if results is not None:
                 return results
@@ -203,7 +203,7 @@ class Recorder(jax.core.Trace):
     ) -> Any:
         """Runs an operation, in the fastest way that there is."""
         with set_current_trace(self.parent_trace):
-            if computation.run is not None and self._is_top:
+            if computation.run is not None and self.is_top:
                 return computation.run(*operands)
             return primitive.bind(*args, **without_donation(params))
 
