@@ -115,6 +115,15 @@ def test_what_is_zero_by_structure_is_no_nan():
     assert explanation["x"].norm == 1
 
 
+def test_a_nan_in_an_argument_that_is_no_source_is_named():
+    def f(x, *, batch):
+        return jnp.sum(x * batch["scale"])
+
+    nan = {"scale": jnp.array([1.0, float("nan"), 1.0])}
+    (finding,) = explain(f, X, batch=nan).findings
+    assert finding.what == "the argument batch/scale has 1 NaN already"
+
+
 def test_a_variable_is_read_as_it_is_now():
     v = tg.Variable(1.0)
 
@@ -286,6 +295,17 @@ def test_a_function_that_fails_forward_raises_its_own_error():
         explain(broken, jnp.ones((2, 3)), jnp.ones((4, 5)))
     frames = [entry.path for entry in caught.traceback]
     assert Path(__file__) in [Path(str(frame)) for frame in frames]
+
+
+def test_a_reference_is_followed_inside_of_a_jitted_function_alone():
+    def doubled(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * 2
+        return jnp.sum(ref[...])
+
+    with pytest.raises(NotImplementedError, match=r"jax.Ref at test_explain.py:\d+.*under jax.jit"):
+        explain(doubled, X)
+    assert explain(jax.jit(doubled), X)["x"].norm == pytest.approx(2 * 3**0.5)
 
 
 def test_it_refuses_tracers():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -51,6 +52,7 @@ from tracegrad.insight.diagnosis import (
 from tracegrad.insight.explain_pass import Measured, compile_pass
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir import CustomGradient, Graph, Literal, Occurrence, StopGradient, Value
+from tracegrad.ir.dependence import is_reference
 from tracegrad.tape.keys import Remembered, program_key
 from tracegrad.tracing.graphs import function_name, graph
 
@@ -110,7 +112,8 @@ def explain(
     _check_sources(fun, wrt)
     selection = resolve(fun, wrt, args, kwargs)
     _require_alive(args, kwargs)
-    program, dynamic, positions = _trace(selection, has_aux)
+    program, dynamic, positions, others = _trace(selection, has_aux)
+    _refuse_references(program)
     seeds = _seeds(fun, program, cotangent)
     return explain_graph(
         program,
@@ -123,6 +126,7 @@ def explain(
             for path, leaf, i in zip(selection.paths, selection.leaves, positions, strict=True)
             if i is None
         },
+        others=others,
     )
 
 
@@ -155,8 +159,11 @@ def _require_alive(args: Any, kwargs: Any) -> None:
             )
 
 
-def _trace(selection: Selection, has_aux: bool) -> tuple[Graph, list[Any], list[int | None]]:
-    """The graph of the call, its inputs, and for each selected leaf which of them it is.
+def _trace(
+    selection: Selection, has_aux: bool
+) -> tuple[Graph, list[Any], list[int | None], dict[int, str]]:
+    """The graph of the call, its inputs, for each selected leaf which of them it is, and the names
+    of the others.
 
     The inputs are all arrays among the arguments; where the function needs the value of one that
     is not selected (an `if` on a flag), the selected leaves alone, as under `jax.grad`.
@@ -186,11 +193,33 @@ def _trace(selection: Selection, has_aux: bool) -> tuple[Graph, list[Any], list[
     arrays = [others[i] for i in rest]
     try:
         program, dynamic = graph(of_all)(chosen, arrays), [*chosen, *arrays]
+        names = _argument_paths(selection)
+        names_of_others = {len(chosen) + k: names[i] for k, i in enumerate(rest)}
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        program, dynamic = graph(of_selected)(chosen), list(chosen)
+        program, dynamic, names_of_others = graph(of_selected)(chosen), list(chosen), {}
+    for k, variable in enumerate(program.variables, len(dynamic)):
+        names_of_others[k] = f"the Variable {variable.name}"
     dynamic += [variable.value for variable in program.variables]
     numbers = iter(range(len(chosen)))
-    return program, dynamic, [next(numbers) if fits else None for fits in is_input]
+    positions = [next(numbers) if fits else None for fits in is_input]
+    return program, dynamic, positions, names_of_others
+
+
+def _argument_paths(selection: Selection) -> list[str]:
+    """The path of every leaf of the arguments, in the order in which JAX flattens them."""
+    args, kwargs = selection.args, selection.kwargs
+    return resolve(selection.fun, (*range(len(args)), *sorted(kwargs)), args, kwargs).paths
+
+
+def _refuse_references(program: Graph) -> None:
+    for node in program.nodes:
+        if any(is_reference(value.aval) for value in node.outputs):
+            place = Occurrence((), node).origin
+            raise NotImplementedError(
+                f"the function makes a jax.Ref{f' at {place}' if place else ''}: what is written "
+                "to it can be differentiated only as a whole. Put the part that uses it in a function "
+                "of its own under jax.jit, which is then one operation to explain"
+            )
 
 
 def _with_arguments(selection: Selection, args: Any, kwargs: Any) -> Selection:
@@ -247,6 +276,7 @@ def explain_graph(
     name: str,
     unselectable: dict[str, Any],
     why_unused: Callable[[str], str | None] = lambda path: None,
+    others: Mapping[int, str] = MappingProxyType({}),
 ) -> Explanation:
     """Explains the gradients of a graph.
 
@@ -259,6 +289,7 @@ def explain_graph(
       unselectable: the sources without an input.
       why_unused: words for a source that nothing leads from to the result, if there are better
         ones than that.
+      others: the names of inputs that are no sources.
     """
     seeded = [seed is not None for seed in seeds]
     targets = [i for i, is_seeded in enumerate(seeded) if is_seeded]
@@ -276,7 +307,7 @@ def explain_graph(
     findings += _refusals(observed, measured)
     if _looks_bad(observed):
         observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=True)
-        findings += _not_finite(observed, measured, program, sources, targets)
+        findings += _not_finite(observed, measured, program, sources, targets, others)
     reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += _all_zero(observed, reports, sources)
@@ -476,6 +507,7 @@ def _not_finite(
     program: Graph,
     sources: dict[str, int | None],
     targets: Sequence[int],
+    others: Mapping[int, str],
 ) -> list[Finding]:
     stats = observed.stats
     names = {i: path for path, i in sources.items() if i is not None}
@@ -492,7 +524,7 @@ def _not_finite(
         if out is not None and out[NAN] + out[INF] > 0:
             which = NAN if out[NAN] else INF
             culprit = forward_culprit(observed, (), (), program.outputs[target], which)
-            found += _forward_findings(observed, program, culprit, which, names, touched)
+            found += _forward_findings(observed, culprit, which, names, others, touched)
     found += [
         Finding(
             "NaN in an input",
@@ -513,10 +545,10 @@ def _not_finite(
 
 def _forward_findings(
     observed: Observed,
-    program: Graph,
     culprit: Culprit | Given | None,
     which: int,
     names: dict[int, str],
+    others: Mapping[int, str],
     touched: tuple[str, ...],
 ) -> Iterator[Finding]:
     kind = "NaN" if which == NAN else "Inf"
@@ -528,7 +560,7 @@ def _forward_findings(
                 f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
             )
             return
-        path = names.get(culprit.index) or _argument_name(program, culprit.index)
+        path = names.get(culprit.index) or others.get(culprit.index, "that is not a source")
         count = int(observed.stats["input", (), 0, culprit.index][which])
         yield Finding(
             f"{kind} in an input",
@@ -645,10 +677,6 @@ def _operand_ranges(observed: Observed, spot: Spot) -> str:
                 _number(low) if low == high else f"{_number(low)} to {_number(high)}"
             )
     return " and ".join(from_values)
-
-
-def _argument_name(program: Graph, index: int) -> str:
-    return program.inputs[index].name
 
 
 def _number(x: float) -> str:

@@ -10,6 +10,7 @@ NaN or Inf first stands.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -551,14 +552,33 @@ def compile_pass(
 
 def is_entered(node: Node) -> bool:
     """Whether the passes go through the regions of a node rather than take it as one operation."""
-    if any(is_reference(v.aval) for v in (*node.inputs, *node.outputs)):
-        return False
-    return (
+    if not (
         isinstance(node, Recompute)
         or node.op in _ENTERED
         or node.primitive is _jax.SCAN
         or node.primitive is _jax.COND
+    ):
+        return False
+    # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
+    values = (*node.inputs, *node.outputs)
+    return not (
+        any(is_reference(v.aval) for v in values)
+        or any(map(_has_references, node.regions.values()))
     )
+
+
+def _has_references(graph: Graph) -> bool:
+    known = _with_references.get(graph)
+    if known is None:
+        known = _with_references[graph] = any(
+            any(is_reference(v.aval) for v in node.outputs)
+            or any(map(_has_references, node.regions.values()))
+            for node in graph.nodes
+        )
+    return known
+
+
+_with_references: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
