@@ -86,7 +86,33 @@ def by_accumulator(f):
     return accumulator.jvp(y)
 
 
-WAYS = [reverse, reverse_of_ours, forward, forward_of_ours, rewritten, mapped, by_tape]
+def as_it_runs(f):
+    return tg.grad(f)(0.5)
+
+
+def of_a_jitted_function(f):
+    return tg.grad(jax.jit(f))(0.5)
+
+
+def in_a_traced_step(f):
+    return tg.trace(lambda x: tg.value_and_grad(f)(x))(0.5)
+
+
+def by_jacobian(f):
+    return tg.jacobian(f)(0.5)
+
+
+def by_hessian(f):
+    return tg.hessian(f)(0.5)
+
+
+def by_product(f):
+    return tg.hvp(f, (0.5,), 1.0)
+
+
+AS_IT_RUNS = [as_it_runs, of_a_jitted_function, in_a_traced_step]
+OF_GRAPHS = [reverse, reverse_of_ours, forward, forward_of_ours, rewritten, mapped, by_tape]
+WAYS = [*AS_IT_RUNS, by_jacobian, by_hessian, by_product, *OF_GRAPHS]
 
 
 @pytest.mark.parametrize("way", [*WAYS, by_gradients, by_accumulator])
@@ -98,7 +124,7 @@ def test_differentiating_it_names_the_value_and_the_line(way):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", [reverse, forward_of_ours, by_tape])
+@pytest.mark.parametrize("way", [as_it_runs, reverse, forward_of_ours, by_tape])
 def test_wherever_the_function_is_called(way, place):
     with pytest.raises(ValueError, match="quantised closes over a value"):
         way(place)
@@ -133,7 +159,7 @@ def test_what_is_used_as_a_constant_may_be_closed_over():
     def counted(scale):
         return quantised_by(jnp.argmax(jnp.stack([scale, 1.0]))) * scale
 
-    for way in (reverse_of_ours, by_tape, by_gradients):
+    for way in (of_a_jitted_function, reverse_of_ours, by_tape, by_gradients):
         assert way(stopped) == quantised_by(0.5)
         assert way(rounded) == 1.0
         assert way(counted) == quantised_by(1)
@@ -152,6 +178,32 @@ def test_what_is_used_as_a_constant_may_be_closed_over():
 def test_what_jax_closes_over_in_its_own_functions_is_no_matter(f):
     args = (1.5, 0.5) if f is jax.scipy.special.xlogy else (jnp.array([0.5, 1.5]),)
     expected = jax.grad(lambda *a: jnp.sum(f(*a)))(*args)
-    np.testing.assert_allclose(
-        jax.grad(tg.trace(lambda *a: jnp.sum(f(*a))))(*args), expected, rtol=1e-6
-    )
+
+    def total(*args):
+        return jnp.sum(f(*args))
+
+    for gradient in (jax.grad(tg.trace(total)), tg.grad(total)):
+        np.testing.assert_allclose(gradient(*args), expected, rtol=1e-6)
+
+
+def test_what_is_not_differentiated_may_be_closed_over():
+    def f(x, scale):
+        return quantised_by(scale, x) * x
+
+    expected = 2.0 * 1.4 + 1.4  # with the rule's derivative and the rule's value
+    for wrap in (lambda f: f, jax.jit, tg.trace):
+        assert tg.grad(wrap(f))(1.4, 0.5) == pytest.approx(expected)
+        with pytest.raises(ValueError, match="quantised closes over"):
+            tg.grad(wrap(f), wrt=1)(1.4, 0.5)
+
+
+def test_a_function_that_asks_for_values_is_left_alone():
+    def f(x, offset):
+        @jax.custom_jvp
+        def positive(x):
+            return x if offset > 0 else -x
+
+        positive.defjvp(lambda primals, tangents: (primals[0], tangents[0] * 3))
+        return positive(x)
+
+    assert tg.grad(f)(2.0, 1.0) == 3.0

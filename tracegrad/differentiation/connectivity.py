@@ -180,7 +180,12 @@ class Walk:
                     None if lost else _rows(node.primitive, params, avals, out_avals, reached)
                 )
             rows = self.rules[key]
-        return tuple(node_dependence(node)) if rows is None else rows
+        if rows is not None:
+            return rows
+        if isinstance(node, CustomGradient):  # its rule may use what its primal does not
+            everything = joined(1 << i for i, is_reached in enumerate(reached) if is_reached)
+            return tuple(everything if _jax.has_gradient(aval) else 0 for aval in out_avals)
+        return tuple(node_dependence(node))
 
     def cuts(
         self, graph: Graph, ins: Masks, wanted: Sequence[bool], bit: int, path: Path

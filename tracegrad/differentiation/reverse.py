@@ -21,6 +21,7 @@ from tracegrad.differentiation.checks import (
     pair,
     scalar_result,
 )
+from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import (
     UnconnectedError,
     connections,
@@ -161,7 +162,7 @@ def value_and_grad(
         def result(leaves: list[Any]) -> Any:
             return scalar_result(fun, chosen.call(leaves), has_aux)
 
-        scalar = under_rules(result, function_name(fun))
+        scalar = refusing(under_rules(result, function_name(fun)))
         run = jax.value_and_grad(
             scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
         )
@@ -228,7 +229,7 @@ def jacobian(
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
             return flat_outputs, aux
 
-        flat = under_rules(result, function_name(fun))
+        flat = refusing(under_rules(result, function_name(fun)))
         if chosen.leaves:
             run = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
             rows, aux = run(chosen.leaves)

@@ -16,6 +16,7 @@ from tracegrad.differentiation.checks import (
     pair,
     scalar_result,
 )
+from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
 from tracegrad.lowering import to_callable
@@ -71,7 +72,7 @@ def hessian(
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
             return flat_outputs, aux
 
-        flat = under_rules(result, function_name(fun))
+        flat = refusing(under_rules(result, function_name(fun)))
         first = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = selection.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
@@ -155,7 +156,7 @@ def hvp(
         def result(leaves: list[Any]) -> Any:
             return scalar_result(fun, selection.call(leaves))
 
-        results: list[Any] = jax.grad(under_rules(result, function_name(fun)))(leaves)
+        results: list[Any] = jax.grad(refusing(under_rules(result, function_name(fun))))(leaves)
         return results
 
     _, product = jvp(gradient, (leaves,), (vector,))

@@ -18,6 +18,7 @@ import jax
 import jax.extend
 
 from tracegrad import _jax
+from tracegrad.differentiation.closing_over import has_closed_over
 from tracegrad.ir import CustomGradient
 from tracegrad.rewriting.host_calls import calls_host
 from tracegrad.tape.effects import has_effects
@@ -92,7 +93,9 @@ class Computation:
             if not _jax.is_plain_jit(self.params):
                 return
             count, heavy = _weight(self.params["jaxpr"])
-            self.saves = ((heavy and count > 1) or count > 32) and not calls_host(self.params)
+            # What says something of their derivatives is asked in the backward pass.
+            is_plain = not calls_host(self.params) and not has_closed_over(self.params)
+            self.saves = ((heavy and count > 1) or count > 32) and is_plain
             if not self.saves or count <= _SMALL:
                 self.run = _compiled_program(self.params)
         elif self.primitive is _jax.CUSTOM_JVP or (

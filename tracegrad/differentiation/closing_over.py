@@ -1,0 +1,149 @@
+"""Refuses, while a function is being differentiated, what a custom derivative would lose.
+
+JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments, and takes
+zero for what the function closes over, in silence. A graph is lowered with a check of that (see
+`tracegrad.lowering.closed_over`); what is differentiated as it runs is checked as it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, RegionNode, Source
+from tracegrad.lowering import Lowering
+from tracegrad.lowering.closed_over import refuse_derivatives
+from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.tracing.importer import make_node, sub_programs
+
+
+def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function. Differentiated by JAX, it raises ValueError where a `jax.custom_jvp` in it
+    closes over a value that is differentiated, and its result depends on that value."""
+
+    @functools.wraps(fun, updated=())
+    def checked(*args: Any) -> Any:
+        with _jax.set_current_trace(_Checking(_jax.current_trace(None))):
+            return fun(*args)
+
+    return checked
+
+
+class _Checking(jax.core.Trace):
+    """Hands every operation on to `parent_trace`, and looks at those that have such a rule."""
+
+    def __init__(self, parent: Any):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parent_trace = parent
+        self.requires_low = parent.requires_low
+
+    def stage_value(self, value: Any) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(value)
+
+    def process_primitive(
+        self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        node = _closing_over(primitive, params, args)
+        if node is None:
+            return self.parent_trace.process_primitive(primitive, args, params)
+        with _jax.set_current_trace(self.parent_trace):
+            results = evaluate_node(node, list(args), Lowering())
+            return results if primitive.multiple_results else results[0]
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        def bound(*args: Any) -> list[Any]:
+            return list(primitive.bind(*args, subfuns=(fun, jvp), **params))
+
+        with _jax.set_current_trace(self.parent_trace):
+            if _may_close_over(_jax.rule_functions((fun, jvp))[0][0]):
+                _refuse(bound, args)
+                _jax.forget_result_trees(fun)
+            return bound(*args)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        with _jax.set_current_trace(self.parent_trace):  # JAX refuses it itself
+            return list(primitive.bind(*args, subfuns=(fun, fwd, bwd), **params))
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
+    ) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+
+
+def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
+    """Raises if a call of a function with a rule loses a derivative."""
+    source = Source(_jax.current_source_info(), None)
+    try:
+        # Anew for each call: what it closes over may be another value each time.
+        program = jax.make_jaxpr(lambda *args: bound(*args))(*args)
+    except Exception:  # it cannot be traced by itself, where it asks for values
+        return
+    open_form = _jax.opened(program)
+    values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
+    values.update(zip(open_form.invars, args, strict=True))
+    for equation in open_form.eqns:
+        if equation.primitive is _jax.CUSTOM_JVP:
+            operands = [v.val if hasattr(v, "val") else values[v] for v in equation.invars]
+            graph = Graph("operands")
+            inputs = tuple(graph.add_input(atom.aval) for atom in equation.invars)
+            node = make_node(equation.primitive, equation.params, inputs, source, (), {})
+            assert isinstance(node, CustomGradient)
+            refuse_derivatives(node, operands)
+
+
+def _may_close_over(function: Any) -> bool:
+    """Whether a function can hold values of the one that calls it."""
+    while isinstance(function, functools.partial):
+        if function.args or function.keywords:
+            return True
+        function = function.func
+    function = inspect.unwrap(function)
+    return bool(getattr(function, "__closure__", None)) or not inspect.isfunction(function)
+
+
+# ------------------------------------------------------------------------- programs as operations
+
+_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> Any:
+    """The node of an operation with programs in which something closes over; else None."""
+    if not params or not has_closed_over(params):
+        return None
+    graph = Graph("operands")
+    inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in args)
+    source = Source(_jax.current_source_info(), None)
+    node = make_node(primitive, params, inputs, source, (), {})
+    if not isinstance(node, RegionNode):
+        return None
+    graph.append(node, [])
+    return node
+
+
+def has_closed_over(params: Mapping[str, Any]) -> bool:
+    """Whether a `jax.custom_jvp` in the programs of an operation closes over something."""
+    return any(_program_closes_over(program) for _, program in sub_programs(params))
+
+
+def _program_closes_over(program: Any) -> bool:
+    known = _known.get(program)
+    if known is None:
+        known = _known[program] = any(
+            equation.params.get("num_consts", 0) > 0
+            if equation.primitive is _jax.CUSTOM_JVP
+            else has_closed_over(equation.params)
+            for equation in _jax.opened(program).eqns
+        )
+    return known
