@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -398,3 +400,43 @@ def test_what_cannot_be_led_out_is_refused():
         tg.intermediate_gradients(jnp.sin, SIN)(X)
     with pytest.raises(TypeError, match="expected a selector"):
         tg.intermediates(jnp.sin, "sin")
+
+
+def test_the_program_is_that_of_the_same_edit_by_hand():
+    def f(w, x, stop):
+        for _ in range(2):
+            x = jnp.tanh(x @ stop(w))
+        return jnp.sum(x)
+
+    edited = tg.rewrite(
+        lambda w, x: f(w, x, lambda w: w), rules.stop_gradient(match.op("dot_general"), inputs=1)
+    )
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+    texts = [
+        jax.jit(jax.grad(g, 1)).lower(w, x).compile().as_text()
+        for g in (edited, lambda w, x: f(w, x, jax.lax.stop_gradient))
+    ]
+    ours, by_hand = (operations(text) for text in texts)
+    assert ours == by_hand
+
+
+def operations(text):
+    """Of an optimised program what is computed: without names and source lines."""
+    kinds = re.findall(r"= (\S+) ([a-z-]+)\(", text)
+    assert kinds
+    return sorted(kinds)
+
+
+def test_edits_inside_a_shard_map_and_under_shardings():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def f(x):
+        inner = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jnp.sum(inner(x) * ARRIVING)
+
+    edited = tg.rewrite(f, rules.scale_gradient(SIN, 3.0))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    gradient = jax.jit(jax.grad(edited), in_shardings=sharding, out_shardings=sharding)(X)
+    np.testing.assert_allclose(gradient, 3 * ARRIVING * COS, rtol=1e-6)
+    assert gradient.sharding == sharding
