@@ -214,11 +214,11 @@ def _argument_paths(selection: Selection) -> list[str]:
 def _refuse_references(program: Graph) -> None:
     for node in program.nodes:
         if any(is_reference(value.aval) for value in node.outputs):
-            place = Occurrence((), node).origin
+            line = Occurrence((), node).origin
             raise NotImplementedError(
-                f"the function makes a jax.Ref{f' at {place}' if place else ''}: what is written "
-                "to it can be differentiated only as a whole. Put the part that uses it in a function "
-                "of its own under jax.jit, which is then one operation to explain"
+                f"the function makes a jax.Ref{f' at {line}' if line else ''}, and what is written "
+                "to it can be differentiated only as a whole. Put the part that uses it in a "
+                "function of its own under jax.jit, which is then one operation to explain"
             )
 
 
