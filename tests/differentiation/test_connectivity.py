@@ -557,3 +557,16 @@ def test_every_cut_is_found_in_a_function_called_several_times():
     assert len(few.find(lambda o: o.node.op == "round")) == 8
     many = tg.graph(doubled(12))(1.0, 2.0)
     assert "round at test_connectivity.py" in explain_unconnected(many, 1, 0)
+
+
+def test_a_rule_that_refuses_one_operand_is_connected_to_the_others():
+    # JAX cannot be asked about all operands at once: `scale` is closed over, and differentiated.
+    def f(x, scale):
+        rounded = tg.custom_gradient(lambda x: (jnp.round(x * scale) / scale, lambda dy: dy))
+        return rounded(x)
+
+    assert connections(tg.graph(f)(1.0, 2.0)) == [frozenset({0, 1})]
+    marked = jax.vjp(lambda x: f(x, 2.0), 1.0)[1]
+    assert float(marked(3.0)[0]) == 3.0
+    value = tg.graph(lambda x, scale: jax.vjp(lambda x: f(x, scale), x)[0])(1.0, 2.0)
+    assert 0 in connections(value)[0]
