@@ -359,6 +359,39 @@ def test_what_gets_no_gradient_gets_none_after_loading(path):
         assert found == [[None, 1.0], [3.0, None], [None, None]]
 
 
+def test_what_a_rule_closes_over_is_refused_and_the_rest_differentiated(path):
+    scale = tg.Variable(4.0, trainable=False, name="scale")
+
+    @tg.custom_gradient
+    def rounded(x):  # a gradient straight through; none for the scale
+        return jnp.round(x * scale.value) / scale.value, lambda dy: dy
+
+    def f(x):
+        return jnp.sum(rounded(x) ** 2)
+
+    def curvature(fun):
+        return jax.grad(lambda x: jnp.sum(jax.grad(fun)(x) ** 2))
+
+    x = jnp.array([0.3, 1.2])
+    save(f, path, [x], gradient_order=2)
+    save(load(path), path)
+    loaded = load(path)
+    np.testing.assert_array_equal(loaded(x), f(x))
+    np.testing.assert_array_equal(jax.grad(loaded)(x), [0.5, 2.5])
+    np.testing.assert_array_equal(jax.grad(loaded)(x), jax.grad(f)(x))
+    np.testing.assert_array_equal(curvature(loaded)(x), curvature(f)(x))
+    np.testing.assert_array_equal(jax.vmap(jax.grad(loaded))(x[None]), [[0.5, 2.5]])
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = loaded(x)
+    np.testing.assert_array_equal(tape.gradient(y, x), [0.5, 2.5])
+    with tg.GradientTape() as tape:
+        tape.watch(loaded.variables["scale"])
+        y = loaded(x)
+    with pytest.raises(ValueError, match=r"'rounded' \(test_save.py:\d+\).* is being diff"):
+        tape.gradient(y, loaded.variables["scale"])
+
+
 def test_many_results_that_depend_on_different_arguments_have_right_gradients(path):
     def f(*xs):  # more patterns than are kept apart
         return [xs[i] * xs[(i + 1) % 6] for i in range(6)]

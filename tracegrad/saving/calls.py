@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
+from tracegrad import _jax
 from tracegrad.saving.program import gets_gradient, has_cotangent
 
 Flat = Callable[..., list[Any]]
@@ -29,6 +31,7 @@ class Step:
 
     exported: Any
     connected: tuple[tuple[int, ...], ...]
+    refused: tuple[tuple[int, str], ...]
     value: Step | None
     gradient: Step | None
 
@@ -49,7 +52,7 @@ def differentiable(
     """
     run = _one_by_one(step.exported.call)
     flowing = has_cotangent(step.exported.out_avals, assigned)
-    active = gets_gradient(step.exported.in_avals)
+    active = gets_gradient(step.exported.in_avals, step.refused)
     groups = _groups({i: {j for j in flowing if i in step.connected[j]} for i in active})
     gradient = value = None
     if step.gradient is not None:
@@ -78,8 +81,40 @@ def differentiable(
                 gradients[i] = found[i]
         return tuple(gradients)
 
-    call.defvjp(forward, backward)
+    if not step.refused:
+        call.defvjp(forward, backward)
+        return call
+
+    # Only a rule that is told about symbolic zeros learns what is being differentiated.
+    def forward_if(*marked: Any) -> tuple[list[Any], Any]:
+        reason = next((why for i, why in step.refused if marked[i].perturbed), None)
+        results, inputs = forward(*(each.value for each in marked))
+        return results, (inputs, _Refusal(reason))
+
+    def backward_if(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        inputs, refusal = residuals
+        if refusal.reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
+            raise ValueError(refusal.reason)
+        return backward(inputs, [_materialised(ct) for ct in cotangents])
+
+    call.defvjp(forward_if, backward_if, symbolic_zeros=True)
     return call
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Refusal:
+    """Why what goes on now cannot be differentiated; None if it can."""
+
+    reason: str | None
+
+
+def _materialised(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    if not _jax.has_gradient(cotangent):
+        return None  # nothing is made of the cotangents of integers
+    return jnp.zeros(cotangent.shape, cotangent.dtype)
 
 
 def _groups(sources: dict[int, set[int]]) -> list[tuple[list[int], set[int]]]:

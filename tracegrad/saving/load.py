@@ -148,7 +148,7 @@ def _function(
 def _step(record: ProgramRecord, read: Mapping[str, Any]) -> Step:
     value = None if record.value is None else _step(record.value, read)
     gradient = None if record.gradient is None else _step(record.gradient, read)
-    return Step(read[record.member], record.connected, value, gradient)
+    return Step(read[record.member], record.connected, record.refused, value, gradient)
 
 
 def _read(member: str, contents: bytes, manifest: Manifest) -> Any:
@@ -192,7 +192,8 @@ def _check_program(
     """Those below a program, of `left` orders, are there; they take and return what fits it."""
     exported = step.exported
     ins, outs = exported.in_avals, exported.out_avals
-    if len(step.connected) != len(outs) or any(i >= len(ins) for r in step.connected for i in r):
+    named = [*(i for row in step.connected for i in row), *(i for i, _ in step.refused)]
+    if len(step.connected) != len(outs) or any(i >= len(ins) for i in named):
         raise ArtefactError(
             MANIFEST, f"what is connected in {record.member} does not fit its operands and results"
         )
@@ -201,7 +202,10 @@ def _check_program(
             record.member,
             f"it is for {list(exported.platforms)}, and not {list(function.platforms)}",
         )
-    flowing, active = program.has_cotangent(outs, assigned), program.gets_gradient(ins)
+    flowing, active = (
+        program.has_cotangent(outs, assigned),
+        program.gets_gradient(ins, record.refused),
+    )
     if (record.gradient is None) == bool(left and flowing and active):
         fault = "has no gradient" if record.gradient is None else "has a gradient too many"
         raise ArtefactError(

@@ -48,12 +48,14 @@ class ProgramRecord:
     """One program: the function itself, or a derivative of it.
 
     `connected` has, for each result, the operands (by position) from which a gradient arrives.
-    `value` is what is run in its place where it is differentiated (None: itself), `gradient` its
-    derivative (None: there is none, or it was not saved).
+    `refused` has the operands with respect to which it cannot be differentiated, and why. `value`
+    is what is run in its place where it is differentiated (None: itself), `gradient` its derivative
+    (None: there is none, or it was not saved).
     """
 
     member: str
     connected: tuple[tuple[int, ...], ...]
+    refused: tuple[tuple[int, str], ...]
     value: ProgramRecord | None
     gradient: ProgramRecord | None
 
@@ -159,9 +161,17 @@ _FUNCTION = {
     "program": structure.anything,
     "graph": str,
 }
+
+
+def _refusal(value: Any) -> str | None:
+    good = type(value) is list and len(value) == 2 and documents.natural(value[0]) is None
+    return None if good and type(value[1]) is str else "a pair of a position and a reason"
+
+
 _PROGRAM = {
     "member": str,
     "connected": [[documents.natural]],
+    "refused": [_refusal],
     "value": structure.anything,
     "gradient": structure.anything,
 }
@@ -238,7 +248,8 @@ def _program(value: Any, where: str, depth: int = 0) -> ProgramRecord:
         None if value[key] is None else _program(value[key], f"{where}.{key}", depth + 1)
         for key in ("value", "gradient")
     )
-    return ProgramRecord(value["member"], tuple(map(tuple, value["connected"])), *below)
+    connected, refused = (tuple(map(tuple, value[key])) for key in ("connected", "refused"))
+    return ProgramRecord(value["member"], connected, refused, *below)
 
 
 def _with_tuples(record: Mapping[str, Any], *fields: str) -> dict[str, Any]:

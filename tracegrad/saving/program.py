@@ -27,7 +27,7 @@ import jax.export
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
-from tracegrad.ir.dependence import is_reference, leading_to
+from tracegrad.ir.dependence import dependence, is_reference, leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -43,11 +43,12 @@ _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 class Exported:
     """A program as it is written, and what it is differentiated by.
 
-    `program` is a position in the list of programs, `connected` as in `manifest.ProgramRecord`.
+    `program` is a position in the list of programs, the rest as in `manifest.ProgramRecord`.
     """
 
     program: int
     connected: tuple[tuple[int, ...], ...]
+    refused: tuple[tuple[int, str], ...] = ()
     value: Exported | None = None
     gradient: Exported | None = None
 
@@ -61,11 +62,15 @@ class Programs:
     function: Exported
 
 
-def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> Programs:
+def export(
+    graph: Graph, again: Callable[[], Graph], order: int, platforms: Sequence[str] | None
+) -> Programs:
     """The programs of a function and of its derivatives.
 
     Args:
       graph: of the function.
+      again: makes the same graph once more. (A rule that JAX has failed to differentiate it cannot
+        differentiate again in the same program.)
       order: how many times it can be differentiated.
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
 
@@ -75,7 +80,7 @@ def export(graph: Graph, order: int, platforms: Sequence[str] | None) -> Program
     """
     _warn_of_constants(graph, order + 1)
     writer = _Writer(graph.name, platforms)
-    function = writer.write(graph, len(graph.assigned), 0, order)
+    function = writer.write(graph, again, len(graph.assigned), 0, order)
     return Programs(tuple(writer.contents), writer.written_for, function)
 
 
@@ -89,18 +94,27 @@ class _Writer:
     written_for: tuple[str, ...] = ()
     places: dict[str, int] = field(default_factory=dict)  # by the text of the program
 
-    def write(self, graph: Graph, assigned: int, order: int, left: int) -> Exported:
+    def write(
+        self, graph: Graph, again: Callable[[], Graph], assigned: int, order: int, left: int
+    ) -> Exported:
         """Exports a derivative of some order, and those of up to `left` orders more."""
         described = f"the derivative of order {order} of {self.name}" if order else self.name
         refuse_host(graph, described)
         program = self._place(graph, described)
-        connected = tuple(tuple(sorted(inputs)) for inputs in connections(graph))
+        connected = [set(inputs) for inputs in connections(graph)]
         active = gets_gradient(graph.in_avals)
         flowing = has_cotangent(graph.out_avals, assigned)
         if not left or not active or not flowing:
-            return Exported(program, connected)
+            return Exported(program, _sorted(connected))
         try:
-            gradient = _gradient(graph, active, flowing)
+            gradient, refused = _gradient_where_possible(graph, again, active, flowing)
+            active = [i for i in active if i not in dict(refused)]
+            # What the derivative really depends on never counts as unconnected.
+            for i, mask in zip(active, dependence(gradient), strict=True):
+                for place, j in enumerate(flowing, len(graph.inputs)):
+                    if mask >> place & 1:
+                        connected[j].add(i)
+            graph = again() if refused else graph
             value = _value(graph, active) if _has_rules(graph) else None
         except Exception as error:
             raise ValueError(
@@ -109,9 +123,14 @@ class _Writer:
             ) from error
         return Exported(
             program,
-            connected,
-            None if value is None else self.write(value, assigned, order + 1, left - 1),
-            self.write(gradient, 0, order + 1, left - 1),
+            _sorted(connected),
+            refused,
+            None
+            if value is None
+            else self.write(value, lambda: _value(again(), active), assigned, order + 1, left - 1),
+            self.write(
+                gradient, lambda: _gradient(again(), active, flowing), 0, order + 1, left - 1
+            ),
         )
 
     def _place(self, graph: Graph, described: str) -> int:
@@ -122,6 +141,10 @@ class _Writer:
             self.places[text] = len(self.contents)
             self.contents.append(contents)
         return self.places[text]
+
+
+def _sorted(connected: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(inputs)) for inputs in connected)
 
 
 def _text(exported: Any) -> str:
@@ -147,9 +170,10 @@ def has_cotangent(avals: Sequence[Any], assigned: int) -> list[int]:
     return [j for j in range(len(avals) - assigned) if _jax.has_gradient(avals[j])]
 
 
-def gets_gradient(avals: Sequence[Any]) -> list[int]:
+def gets_gradient(avals: Sequence[Any], refused: Sequence[tuple[int, str]] = ()) -> list[int]:
     """Which operands of a program get gradients."""
-    return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
+    without = dict(refused)
+    return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval) and i not in without]
 
 
 def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:
@@ -165,6 +189,34 @@ def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Gr
     gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
     cotangents = [_strong(graph.out_avals[j]) for j in flowing]
     return trace_graph(gradient)(*graph.in_avals, *cotangents)
+
+
+def _gradient_where_possible(
+    graph: Graph, again: Callable[[], Graph], active: Sequence[int], flowing: Sequence[int]
+) -> tuple[Graph, tuple[tuple[int, str], ...]]:
+    """The gradient, and the operands for which there is none, with the reason.
+
+    A rule has no gradient for what its function closes over, a Variable that is not trainable for
+    example, and refuses to be differentiated with respect to it. For the rest it has.
+    """
+    try:
+        return _gradient(graph, active, flowing), ()
+    except Exception:
+        refused: dict[int, str] = {}
+        for i in active:
+            try:
+                _gradient(again(), [i], flowing)
+            except Exception as error:
+                refused[i] = _without_folders(str(error))
+        rest = [i for i in active if i not in refused]
+        if not rest or not refused:
+            raise
+    return _gradient(again(), rest, flowing), tuple(refused.items())
+
+
+def _without_folders(text: str) -> str:
+    """Words about somebody's source lines, for others."""
+    return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 
 def _value(graph: Graph, active: Sequence[int]) -> Graph:

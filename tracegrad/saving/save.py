@@ -264,7 +264,7 @@ def _saved(
         return _as_loaded(name, fun, order, platforms, number, variables)
     traced = _traced(name, fun, specs)
     parameters, arguments, result = _interface(traced, name)
-    programs = program.export(traced, order, platforms)
+    programs = program.export(traced, lambda: _traced(name, fun, specs), order, platforms)
     record = FunctionRecord(
         name=name,
         parameters=parameters,
@@ -288,7 +288,7 @@ def _program_record(exported: program.Exported, number: int) -> ProgramRecord:
         for each in (exported.value, exported.gradient)
     )
     member = _program_member(number, exported.program)
-    return ProgramRecord(member, exported.connected, value, gradient)
+    return ProgramRecord(member, exported.connected, exported.refused, value, gradient)
 
 
 def _as_loaded(
@@ -328,7 +328,7 @@ def _moved(record: ProgramRecord, names: Mapping[str, str]) -> ProgramRecord:
     value, gradient = (
         None if each is None else _moved(each, names) for each in (record.value, record.gradient)
     )
-    return ProgramRecord(names[record.member], record.connected, value, gradient)
+    return replace(record, member=names[record.member], value=value, gradient=gradient)
 
 
 def _program_member(number: int, place: int) -> str:
