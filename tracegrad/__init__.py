@@ -21,6 +21,9 @@ from tracegrad.differentiation import select as select
 from tracegrad.differentiation import value_and_grad as value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSlices
 from tracegrad.differentiation.indexed_slices import apply_rows as apply_rows
+from tracegrad.insight import check_grads as check_grads
+from tracegrad.insight import explain as explain
+from tracegrad.insight import show as show
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.ir import NoMatchError as NoMatchError
@@ -29,6 +32,10 @@ from tracegrad.rewriting import intermediate_gradients as intermediate_gradients
 from tracegrad.rewriting import intermediates as intermediates
 from tracegrad.rewriting import rewrite as rewrite
 from tracegrad.rewriting import rules as rules
+from tracegrad.rewriting.planning import plan_recompute as plan_recompute
+from tracegrad.saving import ArtefactError as ArtefactError
+from tracegrad.saving import load as load
+from tracegrad.saving import save as save
 from tracegrad.tape import AggregationMethod as AggregationMethod
 from tracegrad.tape import GradientTape as GradientTape
 from tracegrad.tape import UnconnectedGradients as UnconnectedGradients
