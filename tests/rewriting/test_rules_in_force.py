@@ -189,3 +189,38 @@ def test_a_tap_without_a_callback_has_no_way_out_of_a_trace():
     for fun in (loss, lambda x: tg.grad(loss)(x)):
         with pytest.raises(tg.GraphError, match="give it a callback"):
             tg.trace(fun, rules=[rules.tap_gradient(SIN, "t")])(X)
+
+
+# -------------------------------------------------------------------------------- memory budgets
+
+
+def deep(w, x):
+    for _ in range(24):
+        x = jnp.tanh(jnp.sin(x @ w))
+    return jnp.sum(x)
+
+
+def temporary_bytes(traced, *args):
+    return traced.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_memory_budget_reaches_the_loss_inside_a_step():
+    w, x = jnp.eye(64) / 8, jnp.ones((512, 64))
+
+    def step(w, x):
+        return w - 0.1 * tg.grad(deep)(w, x)
+
+    plain, fitted = tg.trace(step), tg.trace(step, memory_budget="60%")
+    np.testing.assert_allclose(fitted(w, x), plain(w, x), rtol=1e-5)
+    assert temporary_bytes(fitted, w, x) < 0.8 * temporary_bytes(plain, w, x)
+    around = tg.trace(deep, memory_budget="60%")
+    assert around.graph(w, x).recomputes
+    with pytest.raises(tg.GraphError, match=r"memory_budget='60%'.*differentiated already"):
+        tg.trace(lambda w, x: jax.grad(deep)(w, x), memory_budget="60%")(w, x)
+
+
+def test_a_budget_that_is_none_is_refused_at_once():
+    with pytest.raises(ValueError, match="not above zero"):
+        tg.trace(deep, memory_budget=-1)
+    with pytest.raises(TypeError, match="memory budget is"):
+        tg.trace(deep, memory_budget=[1])

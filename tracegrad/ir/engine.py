@@ -1,7 +1,7 @@
-"""The two things that a graph needs of the rooms above it: to become a function, and to be traced.
+"""What a graph needs of the rooms above it: to become a function, to be traced, to be planned.
 
-`tracegrad.lowering` and `tracegrad.tracing` give theirs when they are imported, so that this room
-need not know them.
+`tracegrad.lowering`, `tracegrad.tracing` and `tracegrad.rewriting` give theirs when they are
+imported, so that this room need not know them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def _missing(*_: Any) -> Any:
 @dataclass
 class Engine:
     """`to_callable`: the function that a graph computes. `trace_at`: the graph of a function on
-    flat arguments of these types, in the place of a graph that it is to be written into."""
+    flat arguments of these types, in the place of a graph that it is to be written into.
+    `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget."""
 
     to_callable: Callable[[Graph], Callable[..., Any]] = _missing
     trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
+    fit_to_budget: Callable[[Any], Callable[[Graph], Graph]] = _missing
 
 
 engine = Engine()

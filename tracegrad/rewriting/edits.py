@@ -46,7 +46,7 @@ def matches_to_edit(
     found = where.look(graph).matches
     matches = [match for match in found if not is_under_rules(match)]
     for match in matches:
-        _refuse_differentiated(match, rule)
+        refuse_differentiated(match, rule)
         refuse_inside_custom_gradient(match, rule)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: no_match(graph, where, rule))
@@ -69,7 +69,8 @@ def no_match(graph: Graph, where: Selector, rule: object) -> str:
     )
 
 
-def _refuse_differentiated(match: Occurrence, rule: object) -> None:
+def refuse_differentiated(match: Occurrence, rule: object) -> None:
+    """Raises GraphError for what JAX has differentiated, naming where."""
     steps = [node for node, _ in match.path] + [match.node]
     for node in steps:
         if node.source is not None and "jvp(" in _jax.name_stack(node.source.info):
@@ -100,6 +101,7 @@ def _grad_call(node: Node) -> str:
 
 
 def refuse_inside_custom_gradient(match: Occurrence, rule: object) -> None:
+    """Raises GraphError for what lies in the primal of a custom gradient."""
     for node, _ in match.path:
         if isinstance(node, CustomGradient):
             raise GraphError(

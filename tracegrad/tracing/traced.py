@@ -20,6 +20,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
@@ -382,14 +383,26 @@ class BoundTracedFunction:
 
 @overload
 def trace(
-    fun: Callable[..., Any], *, rules: Sequence[Rule] = (), **jit_options: Any
+    fun: Callable[..., Any],
+    *,
+    rules: Sequence[Rule] = (),
+    memory_budget: int | float | str | None = None,
+    **jit_options: Any,
 ) -> TracedFunction: ...
 @overload
 def trace(
-    fun: None = None, *, rules: Sequence[Rule] = (), **jit_options: Any
+    fun: None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    memory_budget: int | float | str | None = None,
+    **jit_options: Any,
 ) -> Callable[[Callable[..., Any]], TracedFunction]: ...
 def trace(
-    fun: Callable[..., Any] | None = None, *, rules: Sequence[Rule] = (), **jit_options: Any
+    fun: Callable[..., Any] | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    memory_budget: int | float | str | None = None,
+    **jit_options: Any,
 ) -> Any:
     """Compiles a function by way of its `Graph`, where its gradient annotations are nodes.
 
@@ -405,6 +418,9 @@ def trace(
         happens: on the program of `fun`, for who differentiates it, and on what the
         `tracegrad.grad`, tapes and `tracegrad.gradients` inside it differentiate. A rule that
         matches in neither raises, and so does one that matches what `jax.grad` has differentiated.
+      memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
+        share of those without recompute (``0.4``, ``"40%"``): what has to is recomputed, at the
+        least cost that is found; see `tracegrad.plan_recompute`. A rule after the others.
       **jit_options: every keyword of `jax.jit`: ``static_argnums``, ``donate_argnums``,
         ``in_shardings``, ``compiler_options``, ...
 
@@ -431,9 +447,11 @@ def trace(
       return mul
     """
     if fun is None:
-        return functools.partial(trace, rules=rules, **jit_options)
+        return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     if callable(rules) or not all(map(callable, rules)):
         raise TypeError(f"rules is a sequence of functions Graph -> Graph; it was given {rules!r}")
+    if memory_budget is not None:
+        rules = (*rules, engine.fit_to_budget(memory_budget))
     return TracedFunction(fun, rules, jit_options)
 
 

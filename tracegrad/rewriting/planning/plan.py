@@ -15,7 +15,10 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Value
+from tracegrad.ir.engine import engine
+from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.lowering import to_callable
+from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.model import MemoryModel
@@ -336,15 +339,36 @@ def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
       memory_budget: as for `plan_recompute`.
 
     Returns:
-      A function ``Graph -> Graph``. A graph that fits is returned as it is.
+      A function ``Graph -> Graph``. A graph that fits is returned as it is, and so is one that
+      holds a loss to which the rule was applied where `tracegrad.grad` differentiated it.
+
+    Raises:
+      TypeError, ValueError: as `plan_recompute`, for a budget that is none.
+      GraphError: when it is applied to a program in which JAX has differentiated something, where
+        recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)
+    return _FitToBudget(memory_budget)
 
-    def rule(graph: Graph) -> Graph:
-        plan = plan_graph(graph, memory_budget)
+
+@dataclass(frozen=True)
+class _FitToBudget:
+    memory_budget: MemoryBudget
+
+    def __call__(self, graph: Graph) -> Graph:
+        places = list(graph.walk())
+        if any(map(is_under_rules, places)):
+            return graph
+        for place in places:
+            refuse_differentiated(place, self)
+        plan = plan_graph(graph, self.memory_budget)
         return plan.rewritten() if plan.is_needed else graph
 
-    return rule
+    def __repr__(self) -> str:
+        return f"memory_budget={self.memory_budget!r}"
+
+
+engine.fit_to_budget = recompute_to_fit
 
 
 def load_plan(
