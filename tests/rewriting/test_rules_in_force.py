@@ -149,6 +149,16 @@ def test_a_whole_training_step():
     np.testing.assert_allclose(moved, X - 0.1 * jnp.sign(gradient), rtol=1e-4)
 
 
+def test_gradients_inside_of_a_loss_go_by_the_rule():
+    def outer(x):
+        return loss(2 * x)
+
+    step = tg.trace(
+        lambda x: tg.intermediate_gradients(outer, match.op("mul"))(x)["mul"], rules=[TRIPLE]
+    )
+    np.testing.assert_allclose(step(X / 2), EXPECTED, rtol=1e-5)
+
+
 def test_sparse_gradients_under_rules():
     table, ids = jnp.ones((10, 2)), jnp.array([1, 1, 3])
 

@@ -22,7 +22,7 @@ from tracegrad.rewriting.edits import (
 )
 from tracegrad.rewriting.threading import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import apply_in_force
+from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 
 _TAP = "intermediate"
 
@@ -140,8 +140,10 @@ def intermediate_gradients(
                 )
             return value, (aux, results)
 
+        # The rules in force were applied; who applies them to what is around it leaves it alone.
+        marked = under_rules_already(result)
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
-        cotangents, (aux, results) = jax.grad(result, has_aux=True)(zeros)
+        cotangents, (aux, results) = jax.grad(marked, has_aux=True)(zeros)
         _assign(program, results)
         by_place: dict[str, Any] = dict.fromkeys(place_names(found))
         for name in by_place:
