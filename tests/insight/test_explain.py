@@ -16,6 +16,7 @@ from rich.console import Console
 import tracegrad as tg
 from tracegrad.insight import Explanation, explain
 from tracegrad.insight.diagnosis import whose
+from tracegrad.insight.explain import key_of
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -145,6 +146,27 @@ def test_what_a_function_closes_over_is_looked_at_anew():
     assert explain(f, X)["x"].zeros == 0
     scale[0] = 0.0
     assert explain(f, X)["x"].zeros == 1
+
+
+def test_a_program_with_rules_is_known_again_and_told_from_one_with_other_rules():
+    def loss_with(factor):
+        @jax.custom_vjp
+        def square(x):
+            return x**2
+
+        square.defvjp(lambda x: (x**2, x), lambda x, ct: (factor * ct * x,))
+
+        def loss(x):
+            doubled = tg.custom_gradient(lambda x: (2 * x, lambda dy: 2 * dy))
+            return jnp.sum(square(doubled(x)))
+
+        return loss
+
+    loss = loss_with(2.0)
+    assert key_of(tg.graph(loss)(X)) == key_of(tg.graph(loss)(X))
+    assert key_of(tg.graph(loss)(X)) != key_of(tg.graph(loss_with(3.0))(X))
+    norms = [explain(loss_with(factor), X)["x"].norm for factor in (2.0, 3.0)]
+    assert norms[1] == pytest.approx(1.5 * norms[0])
 
 
 def test_lines_are_those_of_the_function_that_is_asked_about():

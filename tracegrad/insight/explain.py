@@ -49,11 +49,11 @@ from tracegrad.insight.diagnosis import (
     value_statistic,
     whose,
 )
-from tracegrad.insight.explain_pass import Measured, compile_pass
+from tracegrad.insight.explain_pass import Measured, compile_pass, is_jaxs_rule
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir import CustomGradient, Graph, Literal, Occurrence, StopGradient, Value
 from tracegrad.ir.dependence import is_reference
-from tracegrad.tape.keys import Remembered, program_key
+from tracegrad.tape.keys import Remembered, program_key, rule_keys
 from tracegrad.tracing.graphs import function_name, graph
 
 
@@ -331,12 +331,33 @@ def _remembered(program: Graph, key: Hashable, make: Callable[[], T]) -> T:
     """What was made before for a graph of the same program; a recorded one is like no other."""
     if program.program is None:
         return make()
-    whole = program_key(program.program), key
+    whole = key_of(program), key
     known: T | None = _programs.get(whole)
     if known is None:
         known = make()
         _programs.put(whole, known)
     return known
+
+
+def key_of(program: Graph) -> Hashable:
+    """Equal for programs that compute the same with the same derivatives.
+
+    JAX makes the functions of a custom rule anew whenever it traces a call, so that by these no
+    program with a rule would be known again; what a rule says is in what it traces to.
+    """
+    nodes = (o.node for o in program.walk() if isinstance(o.node, CustomGradient))
+    rules = tuple(map(_rule_key, dict.fromkeys(nodes)))
+    return program_key(program.program, as_run=True), rules
+
+
+def _rule_key(node: CustomGradient) -> Hashable:
+    if is_jaxs_rule(node):
+        return node.primal.function_source
+    try:
+        key: Hashable = rule_keys(node)[0]
+    except Exception:  # it cannot be traced by itself: then it is like no other
+        return object()
+    return key
 
 
 def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:

@@ -518,6 +518,7 @@ def compile_pass(
     if close:
         # Operation by operation: as one program it would be the largest of all, for a single run.
         def look(args: Sequence[Any], seeds: Sequence[Any]) -> dict[Key, np.ndarray[Any, Any]]:
+            measured.lines.clear()
             _, found = measured.run(args, place(seeds))
             numbers = jax.device_get(found)
             return {measured.keys[key]: stat for key, stat in numbers.items()}
