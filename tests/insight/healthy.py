@@ -144,6 +144,19 @@ def rule_that_is_right(w, x):
     return jnp.sum(log1pexp(x @ w))
 
 
+@healthy(0.5 * W, jnp.ones((4, 3)))
+def rule_whose_gradient_cancels(w, x):
+    """Along its argument the derivative of a normalisation is zero, up to rounding."""
+
+    def plain(x):
+        return x / jnp.sqrt(jnp.mean(x**2))
+
+    normalise = jax.custom_vjp(plain)
+    normalise.defvjp(lambda x: (plain(x), x), lambda x, ct: jax.vjp(plain, x)[1](1.0 * ct))
+    y = normalise(x)
+    return jnp.sum(normalise(y * jnp.sum(w**2)) * y)
+
+
 @healthy(W, X)
 def straight_through(w, x):
     @jax.custom_vjp

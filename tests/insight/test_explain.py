@@ -53,6 +53,7 @@ def test_a_healthy_program_has_no_problem(name):
     fun, arguments, wrt = healthy.PROGRAMS[name]
     explanation = explain(fun, *arguments, wrt=wrt)
     assert explanation.problems == ()
+    assert bool(explanation.notes) == (name == "straight_through")  # deliberate, and told
     assert all(source.connected for source in explanation.sources)
 
 

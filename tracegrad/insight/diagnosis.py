@@ -633,12 +633,12 @@ def changed_rules(observed: Observed) -> Iterator[tuple[Spot, int, float, float,
     which operand, and the norms of what they give, of the derivative and of the difference."""
     for (kind, at, number, i), stat in observed.stats.items():
         if kind == "rule":
-            sums = stat.reshape(-1, 3)
+            sums = stat.reshape(-1, 4)
             sums = sums[~np.isnan(sums).any(axis=1)].sum(axis=0)
-            given, own, difference = (math.sqrt(x) if x >= 0 else math.nan for x in sums)
-            if all(map(math.isfinite, (given, own, difference))) and difference > 1e-3 * max(
-                given, own
-            ):
+            given, own, difference, incoming = (math.sqrt(x) if x >= 0 else x for x in sums)
+            # What cancels leaves rounding errors, in proportion to what came in.
+            limit = 1e-3 * max(given, own) + 1e-5 * incoming
+            if all(map(math.isfinite, (given, own, difference))) and difference > limit:
                 yield Spot(at, number), i, given, own, difference
 
 

@@ -427,7 +427,7 @@ class MeasuredPass:
         for i, ct in zip(active, results, strict=True):
             zeros = jnp.zeros(operands[i].shape, operands[i].dtype)
             pair = (zeros if ct is None else ct, zeros if own[i] is None else own[i])
-            self._note("rule", at, number, i, difference, *pair)
+            self._note("rule", at, number, i, difference, *pair, _first(given))
 
     def _look_into_rule(
         self,

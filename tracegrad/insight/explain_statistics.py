@@ -99,10 +99,12 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
 
 
 @_by_place
-def difference(xp: Any, given: Any, own: Any) -> Any:
-    """The squares of three norms: of what a rule gives, of the derivative, of the difference."""
-    given, own = _real(xp, given), _real(xp, own)
-    return _vector(xp, xp.sum(given**2), xp.sum(own**2), xp.sum((given - own) ** 2))
+def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
+    """The squares of four norms: of what a rule gives, of the derivative, of the difference, and of
+    the cotangent that came in."""
+    given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
+    terms = given, own, given - own, cotangent
+    return _vector(xp, *(xp.sum(x**2) for x in terms))
 
 
 @_by_place
