@@ -25,8 +25,6 @@ import optax
 import orbax.checkpoint as ocp
 
 import tracegrad as tg
-from tracegrad.saving import load, save
-from tracegrad.saving.variables import variables_of
 
 STEPS, EVERY, STOP = 120, 25, 70  # it stops after 70, and goes on from 50
 BATCH, WIDTH, RATE = 64, 32, 0.01
@@ -66,7 +64,7 @@ class Run:
 
     def __init__(self, seed: int):
         self.network = Network(seed)
-        self.weights = variables_of(self.network)  # by paths such as layers.0.weight
+        self.weights = tg.variables_of(self.network)  # by paths such as layers.0.weight
         self.memory = optimiser.init(tg.values_of(self.weights))
         self.step = 0
         self.losses: list[float] = []
@@ -135,8 +133,8 @@ def main() -> None:
 
     path = folder / "network.tracegrad"
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 1"), "float32")
-    save({"network": (resumed.network, [rows])}, path)
-    network = load(path).network
+    tg.save({"network": (resumed.network, [rows])}, path)
+    network = tg.load(path).network
     size = path.stat().st_size
     print(f"{path.name}: {network.signature}, {len(network.variables)} Variables, {size} bytes.")
     x = jnp.linspace(-1, 1, 5)[:, None]

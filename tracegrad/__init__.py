@@ -34,8 +34,13 @@ from tracegrad.rewriting import rewrite as rewrite
 from tracegrad.rewriting import rules as rules
 from tracegrad.rewriting.planning import plan_recompute as plan_recompute
 from tracegrad.saving import ArtefactError as ArtefactError
+from tracegrad.saving import LoadedFunction as LoadedFunction
+from tracegrad.saving import LoadedFunctions as LoadedFunctions
 from tracegrad.saving import load as load
+from tracegrad.saving import load_variables as load_variables
 from tracegrad.saving import save as save
+from tracegrad.saving import save_variables as save_variables
+from tracegrad.saving import variables_of as variables_of
 from tracegrad.tape import AggregationMethod as AggregationMethod
 from tracegrad.tape import GradientTape as GradientTape
 from tracegrad.tape import UnconnectedGradients as UnconnectedGradients

@@ -7,3 +7,4 @@ from tracegrad.saving.load import load as load
 from tracegrad.saving.save import save as save
 from tracegrad.saving.variables import load_variables as load_variables
 from tracegrad.saving.variables import save_variables as save_variables
+from tracegrad.saving.variables import variables_of as variables_of
