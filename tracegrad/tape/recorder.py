@@ -335,7 +335,7 @@ class Recorder(jax.core.Trace):
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
         _refuse_references(primitive, args)
         for arg in args:
-            if isinstance(arg, jax.Array) and not _jax.is_tracer(arg):
+            if isinstance(arg, jax.Array | np.generic) and not _jax.is_tracer(arg):
                 _PLAIN.add(type(arg))
         if not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
@@ -362,25 +362,37 @@ class Recorder(jax.core.Trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         known = None if key is None else _own_rules.get(key)
         if known is not None:
-            program, stores = known
+            program, stores, own = known
             _jax.leave_result_trees(fun, stores)
         else:
+            own = None if key is None else {}
             with set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
-                _own_rules.put(key, (program, _jax.result_trees(fun)))
-        results = self._run_program(program, args, is_new=key is None)
+                _own_rules.put(key, (program, _jax.result_trees(fun), own))
+        results = self._run_program(program, args, is_new=key is None, own=own)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
         if _jax.has_run(rule):
             _jax.forget_result_trees(fun)
         return results
 
-    def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
-        """Runs a program operation by operation; `is_new`: it was traced for this one run."""
+    def _run_program(
+        self,
+        program: Any,
+        args: Sequence[Any],
+        *,
+        is_new: bool = False,
+        own: dict[int, Computation] | None = None,
+    ) -> list[Any]:
+        """Runs a program operation by operation.
+
+        `is_new`: it was traced for this one run. `own`: of a function of JAX's own with a rule, the
+        computations of its equations that are known, by their identity.
+        """
         open_form = _jax.opened(program)
         values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
         values.update(zip(open_form.invars, args, strict=True))
@@ -391,16 +403,22 @@ class Recorder(jax.core.Trace):
         for equation in open_form.eqns:
             operands = [read(atom) for atom in equation.invars]
             if equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
-                results = self._run_equation(equation, operands, is_new)
+                results = self._run_equation(equation, operands, is_new, own)
             else:
                 out = self.process_primitive(equation.primitive, operands, equation.params)
                 results = list(out) if equation.primitive.multiple_results else [out]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in open_form.outvars]
 
-    def _run_equation(self, equation: Any, args: Sequence[Any], is_new: bool) -> list[Any]:
+    def _run_equation(
+        self,
+        equation: Any,
+        args: Sequence[Any],
+        is_new: bool,
+        own: dict[int, Computation] | None,
+    ) -> list[Any]:
         """Runs an equation that has a rule."""
-        primitive, params = equation.primitive, dict(equation.params)
+        primitive, params = equation.primitive, equation.params
         watching = [r for r in self.records if r.tracks(args)]
         if not watching:
             with set_current_trace(self.parent_trace):
@@ -413,12 +431,21 @@ class Recorder(jax.core.Trace):
                 "it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
+        known = None if own is None else own.get(id(equation))
         with set_current_trace(self.parent_trace):
-            results = _jax.bind(primitive, args, params)
+            if known is not None and known.run is not None and self.is_top:
+                results = list(known.run(*args))
+            else:
+                results = _jax.bind(primitive, args, params)
+        if known is not None:
+            known.is_used = True
+            return self._record(known, args, results, watching)
         if is_new:
-            computation = Computation(primitive, params, constants, _node_of(equation))
+            computation = Computation(primitive, dict(params), constants, _node_of(equation))
         else:
             computation = rule_computation(primitive, params, constants)
+            if own is not None:
+                own[id(equation)] = computation
         return self._record(computation, args, results, watching)
 
 
