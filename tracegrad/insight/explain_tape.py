@@ -15,6 +15,7 @@ from tracegrad.differentiation.selection import path_text
 from tracegrad.insight.explain import explain_graph, findings_of_cuts
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir import Graph
+from tracegrad.ir.engine import engine
 from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.record import Operation, Record, graph_of
@@ -239,3 +240,6 @@ def _with_ends(
         for r in explanation.sources
     )
     return replace(explanation, findings=tuple(findings), sources=reports)
+
+
+engine.explain_tape = explain_tape

@@ -1,7 +1,6 @@
-"""What a graph needs of the rooms above it: to become a function, to be traced, to be planned.
+"""What lower rooms need of those above them: to lower, trace, plan and explain.
 
-`tracegrad.lowering`, `tracegrad.tracing` and `tracegrad.rewriting` give theirs when they are
-imported, so that this room need not know them.
+Each room gives its own when it is imported, so that the lower ones need not know it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ def _missing(*_: Any) -> Any:
 class Engine:
     """`to_callable`: the function that a graph computes. `trace_at`: the graph of a function on
     flat arguments of these types, in the place of a graph that it is to be written into.
-    `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget."""
+    `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget.
+    `explain_tape`: why the gradients of a tape are what they are."""
 
     to_callable: Callable[[Graph], Callable[..., Any]] = _missing
     trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
     fit_to_budget: Callable[[Any], Callable[[Graph], Graph]] = _missing
+    explain_tape: Callable[..., Any] = _missing
 
 
 engine = Engine()

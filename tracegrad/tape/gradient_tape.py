@@ -20,6 +20,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
+from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered, Structure
@@ -188,6 +189,25 @@ class GradientTape:
         record = self._record
         graph, _, _ = graph_of(record.operations(), record.types(), as_called=True)
         return graph
+
+    def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Why the gradients of a target are what they are: None, zero, NaN, or far too large.
+
+        Takes what `gradient` takes, and uses nothing up: ask before `gradient`, or of a persistent
+        tape. Prints the worst first, each with the line of the code that did it.
+
+        Returns:
+          A `tracegrad.insight.Explanation`; see `tracegrad.explain`.
+
+        >>> import jax.numpy as jnp, tracegrad as tg
+        >>> x = jnp.array(2.0)
+        >>> with tg.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = jnp.round(x) * 3
+        >>> [finding.cause for finding in tape.explain(y, x).findings]
+        ['rounding']
+        """
+        return engine.explain_tape(self, target, sources, output_gradients)
 
     # -------------------------------------------------------------------------------- gradients
 
