@@ -366,6 +366,11 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
     plan = plan_recompute(deep, "100%")(f32(1024))  # nothing to plan
     assert not plan.is_needed
 
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=4)[0].sum()
+
+    assert not plan_recompute(loop, "100%")(f32(1024)).is_needed
+
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="expected a function to plan for"):

@@ -270,19 +270,23 @@ def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
     best: RecomputePlan | None = None
     smallest: BudgetTooSmall | None = None
     bar = _Progress()
-    for k, variant in enumerate(variants(whole)):
-        if best is not None and variant.flops >= best.flops:
-            continue
-        planned = model(variant.graph) if k else whole
-        try:
-            segments, simulation = _segments(planned, budget, bar)
-        except BudgetTooSmall as error:
-            if smallest is None or error.lowest < smallest.lowest:
-                smallest = error
-            continue
-        if best is None or simulation.flops + variant.flops < best.flops:
-            best = _plan(flat, whole, planned, variant, k, budget, segments, simulation)
-    bar.close()
+    try:
+        for k, variant in enumerate(variants(whole)):
+            if best is not None and variant.flops >= best.flops:
+                continue
+            planned = model(variant.graph) if k else whole
+            try:
+                segments, simulation = _segments(planned, budget, bar)
+            except BudgetTooSmall as error:
+                if smallest is None or error.lowest < smallest.lowest:
+                    smallest = error
+                continue
+            if best is None or simulation.flops + variant.flops < best.flops:
+                best = _plan(flat, whole, planned, variant, k, budget, segments, simulation)
+            if best.flops == 0:
+                break
+    finally:
+        bar.close()
     if best is None:
         assert smallest is not None
         raise smallest
