@@ -148,6 +148,22 @@ def test_results_used_in_a_gradient_have_that_gradient_themselves():
     np.testing.assert_allclose(jax.jit(third)(jnp.float32(0.3)), 8 * np.exp(0.6), rtol=1e-5)
 
 
+def test_a_gradient_function_may_call_its_own_function_twice():
+    def product(x, y):
+        def gradient(op, dz):
+            x, y = op.inputs
+            return product(dz, y), product(dz, x)
+
+        return numpy_function(np.multiply, [x, y], "float32", gradient)
+
+    def cube(x):
+        return product(product(x, x), x)
+
+    assert tg.grad(cube)(2.0) == 12.0
+    assert tg.trace(tg.grad(tg.grad(cube)))(2.0) == 12.0
+    np.testing.assert_allclose(tg.jacobian(cube)(X), np.diag(3 * X**2), rtol=1e-6)
+
+
 def test_derivatives_of_second_order_on_tapes():
     x = jnp.float32(0.3)
     with tg.GradientTape() as outer:

@@ -8,6 +8,7 @@ put on the results by a rule around them, so that the function runs once, differ
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -299,6 +300,13 @@ def _call(host: _Host, arrays: Sequence[Any], stateful: bool) -> list[Any]:
 # ----------------------------------------------------------------------------- its gradient
 
 
+class _Active(threading.local):
+    tracing = False  # a gradient function
+
+
+_active = _Active()
+
+
 def _with_gradient(
     grad: Callable[..., Any],
     arrays: tuple[Any, ...],
@@ -322,24 +330,30 @@ def _with_gradient(
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
+    def untraced(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
+        return gradients(inputs, outputs, dys)
+
     # It is traced here, where what it closes over belongs. As operands of the rule such values
-    # are differentiated with it, and do not outlive the trace that they belong to.
-    pullback: Callable[..., list[Any]] | Exception
+    # are differentiated with it, and do not outlive the trace that they belong to. In a gradient
+    # function that is being traced, which may call the very same one, that would never end.
+    pullback: Callable[..., list[Any]] | Exception = untraced
     captured: list[Any] = []
-    try:
-        types = [jax.typeof(result).update(weak_type=False) for result in results]
-        traced, captured = Program.of(
-            jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), types, types)
-        )
+    if not _active.tracing:
+        _active.tracing = True
+        try:
+            types = [jax.typeof(result).update(weak_type=False) for result in results]
+            traced, captured = Program.of(
+                jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), types, types)
+            )
 
-        def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
-            return traced(captured, [*inputs, *outputs, *dys])
-    except NEEDS_VALUES:
-
-        def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
-            return gradients(inputs, outputs, dys)
-    except Exception as error:  # raised when a gradient is asked for
-        pullback = error
+            def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
+                return traced(captured, [*inputs, *outputs, *dys])
+        except NEEDS_VALUES:
+            pass
+        except Exception as error:  # raised when a gradient is asked for
+            pullback = error
+        finally:
+            _active.tracing = False
 
     rule = _rule(name, grad, pullback, given)
     return list(rule(list(arrays), list(results), captured))
