@@ -763,3 +763,14 @@ def test_an_exception_in_user_code_keeps_its_type_and_gets_a_note(transform):
         assert any(note.startswith(place) for note in error.value.__notes__)
         assert error.traceback[-1].path.name == "test_custom_gradient.py"
     assert backward(1.0) == jax.jit(backward)(1.0) == 1.0
+
+
+def test_a_gradient_function_may_call_its_own_function_twice():
+    @custom_gradient
+    def product(x, y):
+        return x * y, lambda dz: (product(dz, y), product(dz, x))
+
+    def cube(x):
+        return product(product(x, x), x)
+
+    assert [nth(cube, order)(2.0) for order in range(4)] == [8.0, 12.0, 12.0, 6.0]

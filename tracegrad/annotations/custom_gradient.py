@@ -14,6 +14,7 @@ error, because the gradient function has no way to give their gradient.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
@@ -126,6 +127,17 @@ def custom_gradient(f: Any = None) -> Any:
     return AnnotatedFunction(f, _call)
 
 
+# Gradient functions are traced with those that they call in their turn, which may be themselves:
+# as deep as this, each level for one more derivative.
+_DEEPEST = 5
+
+
+class _Within(threading.local):
+    pullbacks = 0  # being traced around one another
+
+
+_within = _Within()
+
 _top_level = functools.cache(_jax.top_level_trace_type)
 
 
@@ -220,12 +232,22 @@ class _Call:
         y, grad_fn = self.run(*arrays)
         pullback: Pullback | Exception
         values: list[Any] = []
+        if _within.pullbacks == _DEEPEST:
+            pullback = RecursionError(
+                f"the gradient function of {described(self.fun)} is called by gradient functions "
+                f"that call one another, {_DEEPEST} deep: derivatives are defined up to that order"
+            )
+            self.pullbacks[:] = [pullback]
+            return y, Residuals(values, 0)
+        _within.pullbacks += 1
         try:
             pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         except NEEDS_VALUES:
             raise
         except Exception as error:
             pullback = error
+        finally:
+            _within.pullbacks -= 1
         self.pullbacks[:] = [pullback]
         return y, Residuals(values, 0)
 
