@@ -94,6 +94,8 @@ def custom_gradient(f: Any = None) -> Any:
             one of a wrong shape; or if ``y`` depends on a value that ``f`` closes over, or is
             given by keyword, and that is being differentiated: it would silently get no gradient.
             Pass it as a positional argument, or through ``stop_gradient``.
+        RecursionError: a derivative of sixth or higher order, if ``grad_fn`` calls the function
+            itself, or one that calls it in its gradient.
 
     The logarithm of 1 + eˣ, whose derivative at 100, left to itself, is inf/inf:
 
