@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.tape import computations
 
 
 @jax.custom_vjp
@@ -192,3 +193,18 @@ def test_an_override_that_comes_too_late_for_a_second_derivative_raises():
         return jnp.sum(doubled(tanh(x @ w) @ w) ** 2)
 
     np.testing.assert_allclose(first, jax.grad(overridden)(w), rtol=1e-5)
+
+
+def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
+    monkeypatch.setattr(computations, "_LIMIT", 3)
+    x = jnp.ones(3)
+    sizes = []
+    for i in range(24):
+        times = jax.jit(lambda x, i=i: x * float(i))
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = jnp.sum(jnp.tanh(x)) + times(x)[0]
+        expected = 1 - np.tanh(1.0) ** 2 + np.array([i, 0, 0])
+        np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-6)
+        sizes.append(len(computations._known))
+    assert max(sizes) - sizes[0] < 12

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, when_forgetting
 
 
 class Step:
@@ -81,6 +81,9 @@ def begin_anew() -> None:
     global _root, _steps
     with _lock:
         _root, _steps = Step(None, (), (), (), is_shared=True), 0
+
+
+when_forgetting(begin_anew)  # structures hold computations
 
 
 # -------------------------------------------------------------------------------------- types
