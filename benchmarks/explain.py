@@ -77,11 +77,13 @@ def load(file: Path) -> Any:
     return module
 
 
-def line_of(file: Path) -> int | None:
+def cause_of(file: Path) -> tuple[list[str], int | None]:
+    """What is wrong there, in the words of the gallery, and on which line."""
     for number, line in enumerate(file.read_text().splitlines(), 1):
-        if "# cause:" in line:
-            return None if line.endswith("on no line") else number
-    return None
+        if "# cause: " in line:
+            causes = line.split("# cause: ")[1].removesuffix(", on no line").split(" | ")
+            return causes, None if line.endswith("on no line") else number
+    raise ValueError(f"{file} does not say what is wrong with it")
 
 
 def debug_nans(bug: Any, file: Path, line: int | None) -> str:
@@ -100,26 +102,32 @@ def debug_nans(bug: Any, file: Path, line: int | None) -> str:
     try:
         with jax.debug_nans(True):
             jax.grad(loss)([tree[i] for i in chosen])
-    except FloatingPointError as error:
+    except Exception as error:
+        name = type(error).__name__
+        if isinstance(error, FloatingPointError):
+            primitive = re.search(r"in (?:the output of )?(.+?)\.?$", str(error).split("\n")[0])
+            name = primitive[1] if primitive else "?"
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-        primitive = re.search(r"in (?:the output of )?(.+?)\.?$", str(error).split("\n")[0])
-        name = primitive[1] if primitive else "?"
-        where = "the line" if line in lines else f"line {lines[-1]}" if lines else "no line"
-        return f"{name}, {where}"
-    except Exception as error:
-        return type(error).__name__
+        other = "another line" if line else "a line of its use"
+        return f"{name}, {'the line' if line in lines else other if lines else 'no line'}"
     return "nothing"
 
 
+def said_of(file: Path) -> tuple[str, str]:
+    """What `explain` says of a bug, and what ``jax_debug_nans`` does."""
+    bug, (causes, line) = load(file), cause_of(file)
+    found = explain(bug.loss, *bug.ARGUMENTS, wrt=getattr(bug, "WRT", 0)).findings[0]
+    cause = found.cause if found.cause in causes else f"{found.cause}, which is wrong"
+    if found.origin is None:
+        where = "no line"
+    else:
+        where = "the line" if found.origin.line == line else "another line"
+    return f"{cause}, {where}", debug_nans(bug, file, line)
+
+
 def bugs() -> None:
-    rows = []
-    for file in sorted(GALLERY.glob("*.py")):
-        bug, line = load(file), line_of(file)
-        found = explain(bug.loss, *bug.ARGUMENTS, wrt=getattr(bug, "WRT", 0)).findings[0]
-        right = "the line" if found.origin is None or found.origin.line == line else "another line"
-        said = f"{found.cause}, {right if line else 'no line'}"
-        rows.append([file.stem.replace("_", " "), said, debug_nans(bug, file, line)])
+    rows = [[file.stem.replace("_", " "), *said_of(file)] for file in sorted(GALLERY.glob("*.py"))]
     print_table("What is said of seeded bugs", ["bug", "explain", "jax_debug_nans"], rows)
 
 

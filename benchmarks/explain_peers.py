@@ -1,226 +1,178 @@
-"""What PyTorch's anomaly mode and TensorFlow's ``check_numerics`` say of the gallery's bugs.
+"""What is said of the gallery's bugs: by `explain`, and by what other libraries have for it.
 
-Those of them that can be written in all three; run it where PyTorch or TensorFlow is installed
-(JAX is not needed). Beside it, ``explain.py --bugs``. Each says what was told, and whether the line
-of the bug (marked ``# here``) was among what was printed.
+`explain` and ``jax_debug_nans`` take tests/insight/gallery as it is; PyTorch's anomaly mode and
+TensorFlow's ``check_numerics``, eagerly and in a ``tf.function``, take the same bugs as written for
+them in bugs_in_torch.py and bugs_in_tensorflow.py, each in an environment of its own. Of each: what
+was said, whether the line of the bug was among the lines named, and, where nothing was said, what
+the gradient was.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
+import argparse
+import importlib
+import inspect
+import json
 import re
+import subprocess
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-LINES = Path(__file__).read_text().splitlines()
+NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+FINITE = ("nothing (finite)", "nothing (zero)")
+Said = tuple[str, str]  # in a word, and all that was printed
 
 
-def torch_bugs(torch: Any) -> dict[str, tuple[Callable[..., Any], Any]]:
-    t = torch.tensor
-
-    def norm_at_zero(a):
-        square = torch.sum((a - 1.0) ** 2)
-        return torch.sqrt(square) + torch.sum(a)  # here: norm_at_zero
-
-    def single_where_around_a_log(p):
-        return torch.where(p > 0, p * torch.log(p), 0.0).sum()  # here: single_where_around_a_log
-
-    def log_one_plus_exp(x):
-        return torch.log(1.0 + torch.exp(x)).sum()  # here: log_one_plus_exp
-
-    def written_out_sigmoid(x):
-        return (1.0 / (1.0 + torch.exp(-x))).sum()  # here: written_out_sigmoid
-
-    def written_out_softmax(x):
-        w = torch.exp(x)  # here: written_out_softmax
-        return (w / w.sum()).sum()
-
-    def division_that_is_masked_later(x):
-        return torch.where(x > 0, 1.0 / x, 0.0).sum()  # here: division_that_is_masked_later
-
-    def angle_of_parallel_vectors(a):
-        return torch.arccos(a[0])  # here: angle_of_parallel_vectors
-
-    def power_of_zero(x):
-        return (x**0.45).mean()  # here: power_of_zero
-
-    def row_masked_as_a_whole(x):
-        mask = torch.tensor([[True, False], [False, False]])
-        scores = torch.where(mask, x, -torch.inf)
-        return torch.softmax(scores, -1).sum()  # here: row_masked_as_a_whole
-
-    def quantised_weights(w):
-        return torch.round(w * 8.0).sum()  # here: quantised_weights
-
-    def indices_by_an_integer_cast(x):
-        index = x.long()  # here: indices_by_an_integer_cast
-        return torch.arange(3.0)[index].sum() + torch.ones((), requires_grad=True)
-
-    def stop_gradient_on_the_wrong_side(w):
-        stopped = w.detach()  # here: stop_gradient_on_the_wrong_side
-        return stopped.sum() + torch.ones((), requires_grad=True)
-
-    def dead_relu(w):
-        return torch.relu(w - 30.0).sum()  # here: dead_relu
-
-    def saturated_tanh(x):
-        return torch.tanh(x * 100.0).sum()  # here: saturated_tanh
-
-    def missing_value_in_the_data(w):
-        return (w * t([1.0, float("nan"), 1.0])).sum()  # here: missing_value_in_the_data
-
-    ones = t([1.0, 1.0, 1.0])
-    return {
-        "norm_at_zero": (norm_at_zero, ones),
-        "single_where_around_a_log": (single_where_around_a_log, t([0.5, 0.5, 0.0])),
-        "log_one_plus_exp": (log_one_plus_exp, t([300.0])),
-        "written_out_sigmoid": (written_out_sigmoid, t([-100.0, 1.0])),
-        "written_out_softmax": (written_out_softmax, t([200.0, 1.0])),
-        "division_that_is_masked_later": (division_that_is_masked_later, t([1.0, 0.0])),
-        "angle_of_parallel_vectors": (angle_of_parallel_vectors, t([1.0, 0.0])),
-        "power_of_zero": (power_of_zero, t([0.0, 0.5])),
-        "row_masked_as_a_whole": (row_masked_as_a_whole, t([[1.0, 2.0], [3.0, 4.0]])),
-        "quantised_weights": (quantised_weights, t([0.3, -0.2])),
-        "indices_by_an_integer_cast": (indices_by_an_integer_cast, t([0.3, 1.7])),
-        "stop_gradient_on_the_wrong_side": (stop_gradient_on_the_wrong_side, ones),
-        "dead_relu": (dead_relu, ones),
-        "saturated_tanh": (saturated_tanh, ones),
-        "missing_value_in_the_data": (missing_value_in_the_data, ones),
-    }
+# ---------------------------------------------------------------------- in the peers' environments
 
 
-def said_by_torch(torch: Any, bug: Callable[..., Any], x: Any) -> tuple[str, str]:
+def kind(gradient: Any) -> str:
+    """What the gradient is, where nobody complains."""
+    import numpy as np
+
+    if gradient is None:
+        return "nothing (None)"
+    values = np.asarray(gradient)
+    if np.isnan(values).any():
+        return "nothing (NaN)"
+    if np.isinf(values).any():
+        return "nothing (Inf)"
+    return "nothing (finite)" if values.any() else "nothing (zero)"
+
+
+def by_torch(bug: Callable[..., Any], x: Any) -> Said:
+    import torch
+
     x = x.clone().requires_grad_()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with torch.autograd.detect_anomaly():
                 bug(x).backward()
-        except RuntimeError as error:
-            found = re.search(r"Function '(\w+)' returned", str(error))
+        except Exception as error:
+            found = re.search(r"Function '(\w+)' returned nan", str(error))
             words = found[1] if found else type(error).__name__
             return words, "\n".join([*(str(w.message) for w in caught), traceback.format_exc()])
-    return ("None" if x.grad is None else "nothing"), ""
+    return kind(x.grad), ""
 
 
-def tensorflow_bugs(tf: Any) -> dict[str, tuple[Callable[..., Any], Any]]:
-    t = tf.constant
+def by_tensorflow(bug: Callable[..., Any], x: Any, traced: bool = False) -> Said:
+    import tensorflow as tf
 
-    def norm_at_zero(a):
-        square = tf.reduce_sum((a - 1.0) ** 2)
-        return tf.sqrt(square) + tf.reduce_sum(a)  # here: norm_at_zero
-
-    def single_where_around_a_log(p):
-        terms = tf.where(p > 0, p * tf.math.log(p), 0.0)  # here: single_where_around_a_log
-        return tf.reduce_sum(terms)
-
-    def log_one_plus_exp(x):
-        return tf.reduce_sum(tf.math.log(1.0 + tf.exp(x)))  # here: log_one_plus_exp
-
-    def written_out_sigmoid(x):
-        return tf.reduce_sum(1.0 / (1.0 + tf.exp(-x)))  # here: written_out_sigmoid
-
-    def written_out_softmax(x):
-        w = tf.exp(x)  # here: written_out_softmax
-        return tf.reduce_sum(w / tf.reduce_sum(w))
-
-    def division_that_is_masked_later(x):
-        mean = tf.where(x > 0, 1.0 / x, 0.0)  # here: division_that_is_masked_later
-        return tf.reduce_sum(mean)
-
-    def angle_of_parallel_vectors(a):
-        return tf.acos(a[0])  # here: angle_of_parallel_vectors
-
-    def power_of_zero(x):
-        return tf.reduce_mean(x**0.45)  # here: power_of_zero
-
-    def row_masked_as_a_whole(x):
-        scores = tf.where([[True, False], [False, False]], x, -float("inf"))
-        return tf.reduce_sum(tf.nn.softmax(scores))  # here: row_masked_as_a_whole
-
-    def quantised_weights(w):
-        return tf.reduce_sum(tf.round(w * 8.0))  # here: quantised_weights
-
-    def indices_by_an_integer_cast(x):
-        index = tf.cast(x, "int32")  # here: indices_by_an_integer_cast
-        return tf.reduce_sum(tf.gather(t([0.0, 1.0, 2.0]), index))
-
-    def stop_gradient_on_the_wrong_side(w):
-        return tf.reduce_sum(tf.stop_gradient(w) * 2.0)  # here: stop_gradient_on_the_wrong_side
-
-    def dead_relu(w):
-        return tf.reduce_sum(tf.nn.relu(w - 30.0))  # here: dead_relu
-
-    def saturated_tanh(x):
-        return tf.reduce_sum(tf.tanh(x * 100.0))  # here: saturated_tanh
-
-    def missing_value_in_the_data(w):
-        return tf.reduce_sum(w * t([1.0, float("nan"), 1.0]))  # here: missing_value_in_the_data
-
-    ones = t([1.0, 1.0, 1.0])
-    return {
-        "norm_at_zero": (norm_at_zero, ones),
-        "single_where_around_a_log": (single_where_around_a_log, t([0.5, 0.5, 0.0])),
-        "log_one_plus_exp": (log_one_plus_exp, t([300.0])),
-        "written_out_sigmoid": (written_out_sigmoid, t([-100.0, 1.0])),
-        "written_out_softmax": (written_out_softmax, t([200.0, 1.0])),
-        "division_that_is_masked_later": (division_that_is_masked_later, t([1.0, 0.0])),
-        "angle_of_parallel_vectors": (angle_of_parallel_vectors, t([1.0, 0.0])),
-        "power_of_zero": (power_of_zero, t([0.0, 0.5])),
-        "row_masked_as_a_whole": (row_masked_as_a_whole, t([[1.0, 2.0], [3.0, 4.0]])),
-        "quantised_weights": (quantised_weights, t([0.3, -0.2])),
-        "indices_by_an_integer_cast": (indices_by_an_integer_cast, t([0.3, 1.7])),
-        "stop_gradient_on_the_wrong_side": (stop_gradient_on_the_wrong_side, ones),
-        "dead_relu": (dead_relu, ones),
-        "saturated_tanh": (saturated_tanh, ones),
-        "missing_value_in_the_data": (missing_value_in_the_data, ones),
-    }
-
-
-def said_by_tensorflow(tf: Any, bug: Callable[..., Any], x: Any) -> tuple[str, str]:
-    try:
+    def gradient_of(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = bug(x)
-        gradient = tape.gradient(y, x)
-    except tf.errors.InvalidArgumentError as error:
-        text = str(error)
-        found = re.search(r"executing op \"?(?:b')?(\w+)", text)
-        return found[1] if found else type(error).__name__, text + traceback.format_exc()
-    return ("None" if gradient is None else "nothing"), ""
+        return tape.gradient(y, x)
+
+    try:
+        gradient = (tf.function(gradient_of) if traced else gradient_of)(x)
+    except Exception as error:
+        found = re.search(r"(?:executing|graph) op \"(\w+)\"", str(error))
+        return found[1] if found else type(error).__name__, str(error) + traceback.format_exc()
+    return kind(gradient), ""
 
 
-def line_of(name: str, start: int) -> int:
-    marked = [i for i, line in enumerate(LINES, 1) if line.endswith(f"# here: {name}")]
-    return next(i for i in marked if i >= start)
+# A bug by several ways: the first is written down, the others where they say something else.
+WAYS: dict[str, list[tuple[str, Callable[..., Said]]]] = {
+    "torch": [("anomaly mode", by_torch)],
+    "tensorflow": [
+        ("check_numerics", by_tensorflow),
+        ("in a tf.function", partial(by_tensorflow, traced=True)),
+    ],
+}
+
+
+def where(bug: Callable[..., Any], file: Path, text: str) -> str:
+    """Whether the line of the bug is among those of the bugs' file that were named.
+
+    A bug on no line has none marked.
+    """
+    source, first = inspect.getsourcelines(bug)
+    marked = {first + i for i, line in enumerate(source) if line.endswith("# here\n")}
+    named = re.findall(rf"{re.escape(file.name)}(?:\", line |:| \(L)(\d+)", text)
+    lines = {int(line) for line in named}
+    if not lines:
+        return "no line"
+    return "the line" if lines & marked else "another line" if marked else "a line of its use"
+
+
+def peer(library: str, only: str) -> dict[str, Any]:
+    """What the library says of each bug, and which version of it."""
+    module = importlib.import_module(library)
+    if library == "tensorflow":
+        module.debugging.enable_check_numerics()
+    bugs = importlib.import_module(f"bugs_in_{library}")
+    said = {name: [why] for name, why in bugs.ABSENT.items()}
+    for name, (bug, x) in bugs.BUGS.items():
+        if only not in name:
+            continue
+        said[name] = []
+        for way, said_by in WAYS[library]:
+            words, text = said_by(bug, x)
+            if only == name:
+                print(way, text, sep="\n", file=sys.stderr)
+            if text:
+                words = f"{words}, {where(bug, Path(bugs.__file__), text)}"
+            if words not in said[name]:
+                said[name].append(words)
+    return {"version": module.__version__, "said": said}
+
+
+# ------------------------------------------------------------------------------------ in ours
+
+
+def share(rows: list[list[str]], column: int, words: str) -> str:
+    """How many complain in these words, of the rows where there is something to complain of."""
+    cells = [row[column] for row in rows if not row[column].startswith(("no ", "JAX alone"))]
+    return f"{sum(words in c and not c.startswith('nothing') for c in cells)} of {len(cells)}"
 
 
 def main() -> None:
-    peers: list[tuple[str, Any, Any]] = []
-    if importlib.util.find_spec("torch"):
-        peers.append(("torch", torch_bugs, said_by_torch))
-    if importlib.util.find_spec("tensorflow"):
-        peers.append(("tensorflow", tensorflow_bugs, said_by_tensorflow))
-    for name, bugs, said in peers:
-        module = importlib.import_module(name)
-        if name == "tensorflow":
-            module.debugging.enable_check_numerics()
-        print(f"{name} {module.__version__}\n")
-        for bug, (function, x) in bugs(module).items():
-            with contextlib.redirect_stderr(io.StringIO()) as errors:
-                words, text = said(module, function, x)
-            line = line_of(bug, function.__code__.co_firstlineno)
-            found = re.search(
-                rf"{re.escape(Path(__file__).name)}\"?, line {line}\b|:{line}\b", text
-            )
-            where = "" if not text else ", the line" if found else ", no line"
-            errors.close()
-            print(f"| {bug.replace('_', ' '):32} | {words + where:40} |")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensorflow", help="a Python where TensorFlow is installed")
+    parser.add_argument("--torch", help="a Python where PyTorch is installed")
+    parser.add_argument("--only", default="", help="bugs with this in their name; a whole one: all")
+    parser.add_argument("--peer", choices=list(NAMES), help="be the process of this library")
+    options = parser.parse_args()
+    if options.peer:
+        print(json.dumps(peer(options.peer, options.only)))
+        return
+
+    from explain import GALLERY, cause_of, said_of
+    from report import print_table
+
+    files = [file for file in sorted(GALLERY.glob("*.py")) if options.only in file.stem]
+    header = ["bug", "explain", "jax_debug_nans"]
+    rows = [[file.stem.replace("_", " "), *said_of(file)] for file in files]
+    title = "What is said of seeded bugs"
+    for library, name in NAMES.items():
+        python = getattr(options, library)
+        if python is None:
+            continue
+        command = [python, __file__, "--peer", library, "--only", options.only]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        title += f", {name} {found['version']}"
+        ways = [way for way, _ in WAYS[library]]
+        header.append(f"{name}, {ways[0]}")
+        for file, row in zip(files, rows, strict=True):
+            first, *others = found["said"][file.stem]
+            if "in the reverse pass" in cause_of(file)[0][0] and first in FINITE:
+                first = f"no NaN there{first.removeprefix('nothing')}"
+            row.append("; ".join([first, *(f"{ways[1]} {other}" for other in others)]))
+    on_lines = [row for file, row in zip(files, rows, strict=True) if cause_of(file)[1]]
+    columns = range(1, len(header))
+    rows.append(["said something", *(share(rows, i, "") for i in columns)])
+    rows.append(
+        ["named the line, of those on one", *(share(on_lines, i, ", the line") for i in columns)]
+    )
+    print_table(title, header, rows)
 
 
 if __name__ == "__main__":
