@@ -110,9 +110,7 @@ def test_a_loop_in_a_loop_is_ambiguous():
             x = layers(x)
         return x
 
-    with pytest.raises(
-        tg.GraphError, match="a loop and has a loop of its own"
-    ):
+    with pytest.raises(tg.GraphError, match="a loop and has a loop of its own"):
         found(f, match.call("layers"))
 
     def told_apart(x):
