@@ -124,7 +124,7 @@ def peer(library: str, only: str) -> dict[str, Any]:
     return {"version": module.__version__, "said": said}
 
 
-# ------------------------------------------------------------------------------------ in ours
+# --------------------------------------------------------------------------------------- in ours
 
 
 def share(rows: list[list[str]], column: int, words: str) -> str:
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensorflow", help="a Python where TensorFlow is installed")
     parser.add_argument("--torch", help="a Python where PyTorch is installed")
-    parser.add_argument("--only", default="", help="bugs with this in their name; a whole one: all")
+    parser.add_argument("--only", default="", help="bugs with this in their name; one's name: all it printed")
     parser.add_argument("--peer", choices=list(NAMES), help="be the process of this library")
     options = parser.parse_args()
     if options.peer:
