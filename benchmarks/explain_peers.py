@@ -115,7 +115,7 @@ def peer(library: str, only: str) -> dict[str, Any]:
         said[name] = []
         for way, said_by in WAYS[library]:
             words, text = said_by(bug, x)
-            if only == name:
+            if only == name:  # asked for by its whole name
                 print(way, text, sep="\n", file=sys.stderr)
             if text:
                 words = f"{words}, {where(bug, Path(bugs.__file__), text)}"
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensorflow", help="a Python where TensorFlow is installed")
     parser.add_argument("--torch", help="a Python where PyTorch is installed")
-    parser.add_argument("--only", default="", help="bugs with this in their name; one's name: all it printed")
+    parser.add_argument("--only", default="", help="bugs with this in their name")
     parser.add_argument("--peer", choices=list(NAMES), help="be the process of this library")
     options = parser.parse_args()
     if options.peer:
