@@ -64,3 +64,25 @@ def compiled_programs_are_dropped() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+
+
+# What these hold does not depend on what XLA optimises, and compiling is most of their time.
+COMPILED_PLAINLY = {
+    "test_control_flow",
+    "test_forward_programs",
+    "test_random_programs",
+    "test_surgery_on_models",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leaves out what XLA optimises in the modules above."""
+    if request.node.name.removesuffix(".py").rpartition("/")[2] not in COMPILED_PLAINLY:
+        yield
+        return
+    import jax  # noqa: PLC0415 (the settings above come first)
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -15,6 +15,8 @@ MAIN = ROOT / "examples" / "train_digits.py"
 WORDS = ROOT / "examples" / "word_vectors.py"
 OTHERS = sorted(set((ROOT / "examples").glob("*.py")) - {MAIN, WORDS})
 
+LONG = {"gradient_reversal", "plan_recompute"}
+
 
 def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in a folder for what it writes, with this checkout; warnings are errors."""
@@ -29,6 +31,8 @@ def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("example", OTHERS, ids=lambda example: example.stem)
 def test_an_example_runs(example: Path, tmp_path: Path):
+    if example.stem in LONG and sys.version_info < (3, 12):
+        pytest.skip("long: it runs on the newest JAX, which has no Python 3.11")
     done = run(example, tmp_path)
     assert done.returncode == 0, done.stderr
 

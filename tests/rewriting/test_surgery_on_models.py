@@ -18,15 +18,6 @@ BATCH = jax.random.normal(jax.random.key(8), (2, LENGTH, WIDTH))
 each_library = pytest.mark.parametrize("library", MODELS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """What XLA optimises does not matter here, and takes half of the time."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @functools.cache
 def plain(library):
     return MODELS[library]()
