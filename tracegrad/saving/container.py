@@ -17,6 +17,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -243,16 +244,18 @@ def _write_member(
     blank = records.Entry(name, 0, 0, offset)
     file.write(bytes(blank.start - offset))
     length = crc = 0
-    for piece in (contents,) if isinstance(contents, bytes | memoryview) else contents:
-        view = memoryview(piece)
-        if view.nbytes == 0:  # which `cast` does not take
-            continue
-        flat = view.cast("B")
-        for part in _pieces(flat):
-            digest.update(part)
-            crc = zlib.crc32(part, crc)
-            file.write(part)
-        length += len(flat)
+    with ThreadPoolExecutor(1) as beside:  # the checksum takes as long as all the rest
+        for piece in (contents,) if isinstance(contents, bytes | memoryview) else contents:
+            view = memoryview(piece)
+            if view.nbytes == 0:  # which `cast` does not take
+                continue
+            flat = view.cast("B")
+            for part in _pieces(flat):
+                hashed = beside.submit(digest.update, part)
+                crc = zlib.crc32(part, crc)
+                file.write(part)
+                hashed.result()
+            length += len(flat)
     end = file.tell()
     entry = records.Entry(name, length, crc, offset)
     file.seek(offset)
