@@ -68,9 +68,16 @@ def compiled_programs_are_dropped() -> Iterator[None]:
 
 # What these hold does not depend on what XLA optimises, and compiling is most of their time.
 COMPILED_PLAINLY = {
+    "test_check_grads",
+    "test_connectivity",
     "test_control_flow",
+    "test_custom_gradient",
+    "test_forward",
     "test_forward_programs",
+    "test_numpy_function",
+    "test_primitive_coverage",
     "test_random_programs",
+    "test_second_order",
     "test_surgery_on_models",
 }
 
