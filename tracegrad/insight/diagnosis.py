@@ -635,7 +635,8 @@ def changed_rules(observed: Observed) -> Iterator[tuple[Spot, int, float, float,
         if kind == "rule":
             sums = stat.reshape(-1, 4)
             sums = sums[~np.isnan(sums).any(axis=1)].sum(axis=0)
-            given, own, difference, incoming = (math.sqrt(x) if x >= 0 else x for x in sums)
+            numbers = map(float, sums)
+            given, own, difference, incoming = (math.sqrt(x) if x >= 0 else x for x in numbers)
             # What cancels leaves rounding errors, in proportion to what came in.
             limit = 1e-3 * max(given, own) + 1e-5 * incoming
             if all(map(math.isfinite, (given, own, difference))) and difference > limit:
