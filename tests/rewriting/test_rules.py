@@ -440,3 +440,46 @@ def test_edits_inside_a_shard_map_and_under_shardings():
     gradient = jax.jit(jax.grad(edited), in_shardings=sharding, out_shardings=sharding)(X)
     np.testing.assert_allclose(gradient, 3 * ARRIVING * COS, rtol=1e-6)
     assert gradient.sharding == sharding
+
+
+def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
+    def f(x):
+        with jax.named_scope("layer"):  # entered twice, apart
+            y = jnp.sin(x)
+        y = y * 2
+        with jax.named_scope("layer"):
+            y = jnp.cos(y)
+        y = y * 3
+        with jax.named_scope("layer_1"):
+            return jnp.sum(jnp.tanh(y))
+
+    layers = match.scope("layer*")
+    values = tg.intermediates(f, layers)(X)[1]
+    expected = [jnp.sin(X), jnp.cos(2 * jnp.sin(X))]
+    assert len(values) == 3
+    for value, right in zip(values.values(), expected, strict=False):
+        np.testing.assert_allclose(value, right, rtol=1e-6)
+
+    def two_outputs(x):
+        with jax.named_scope("layer"):
+            a, b = jnp.sin(x), jnp.cos(x)
+        c = 5 * a
+        with jax.named_scope("layer.1"):
+            d = jnp.tanh(c) * 2
+        return jnp.sum(d * b)
+
+    def after(a, b):
+        return jnp.sum(jnp.tanh(5 * a) * 2 * b)
+
+    gradients = tg.intermediate_gradients(two_outputs, layers)(X)
+    assert list(gradients) == ["layer", "layer.1"]
+    of_layer = jax.grad(after, (0, 1))(jnp.sin(X), jnp.cos(X))
+    for found, right in zip(gradients["layer"], of_layer, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5)
+    np.testing.assert_allclose(gradients["layer.1"], jnp.cos(X), rtol=1e-6)
+
+    tapped = tg.rewrite(two_outputs, rules.tap_gradient(layers, "t"))
+    _, taps = tg.grad(tapped, wrt=("x", "taps"))(X, taps=tapped.taps(X))
+    assert len(taps["t"]) == 3
+    for found, right in zip(taps["t"].values(), (*of_layer, jnp.cos(X)), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5)

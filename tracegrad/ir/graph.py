@@ -39,9 +39,14 @@ from tracegrad.ir.occurrence import Matches, Occurrence, Path
 
 @dataclass(frozen=True)
 class Tap:
-    """An input whose gradient is the one that arrives at a place of the program."""
+    """An input whose gradient is the one that arrives at a place of the program.
+
+    `name` is what the user calls it, `match` the name of the match at which it is, and `place` that
+    of the one value of the match; each different among the taps of a name.
+    """
 
     name: str
+    match: str
     place: str
     aval: Any
 

@@ -185,11 +185,19 @@ def place_name(match: Occurrence) -> str:
 
 
 def place_names(matches: Sequence[Occurrence]) -> list[str]:
-    """The names of all matches, made different: ``sin``, ``sin_1``."""
-    taken: dict[str, int] = {}
-    names = []
-    for match in matches:
-        name = place_name(match)
-        taken[name] = taken.get(name, -1) + 1
-        names.append(f"{name}_{taken[name]}" if taken[name] else name)
-    return names
+    """The names of all matches, made different."""
+    return made_different([place_name(match) for match in matches])
+
+
+def made_different(names: Sequence[str]) -> list[str]:
+    """The first of each name as it is, further ones with a number that makes no other: ``sin``,
+    ``sin_1``."""
+    taken, number = set(names), dict.fromkeys(names, 0)
+    different: dict[str, None] = {}
+    for name in names:
+        unique = name
+        while unique in different or (unique != name and unique in taken):
+            number[name] += 1
+            unique = f"{name}_{number[name]}"
+        different[unique] = None
+    return list(different)

@@ -145,15 +145,11 @@ def intermediate_gradients(
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
         cotangents, (aux, results) = jax.grad(marked, has_aux=True)(zeros)
         _assign(program, results)
-        by_place: dict[str, Any] = dict.fromkeys(place_names(found))
-        for name in by_place:
-            own = [
-                cotangent
-                for tap, cotangent in zip(tapped.taps, cotangents, strict=True)
-                if tap.place == name or tap.place.rpartition(".")[0] == name
-            ]
-            by_place[name] = _alone(own)
-        return (by_place, aux) if has_aux else by_place
+        by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}
+        for tap, cotangent in zip(tapped.taps, cotangents, strict=True):
+            by_place[tap.match].append(cotangent)
+        answer = {name: _alone(own) for name, own in by_place.items()}
+        return (answer, aux) if has_aux else answer
 
     return gradients
 

@@ -18,7 +18,7 @@ from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, Value
 from tracegrad.ir.graph import Tap
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering import has_jit_settings
-from tracegrad.rewriting.edits import leaving, place_names
+from tracegrad.rewriting.edits import leaving, made_different, place_names
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,18 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
     new = graph.copy()
     ports = _thread(graph, new, [(match.path, match) for match in matches], _Inward(open_))
     # In the order of the matches, which that of the inputs need not be.
-    taps = []
-    for match, place in zip(matches, place_names(matches), strict=True):
-        own = [port for port in ports if port.match is match]
-        taps += [
-            (port.value, Tap(name, place if len(own) == 1 else f"{place}.{i}", port.value.aval))
-            for i, port in enumerate(own)
+    ordered: list[tuple[Value, str]] = []
+    wanted = []
+    for match, name_of_match in zip(matches, place_names(matches), strict=True):
+        own = [port.value for port in ports if port.match is match]
+        ordered += [(value, name_of_match) for value in own]
+        wanted += [
+            name_of_match if len(own) == 1 else f"{name_of_match}.{i}" for i in range(len(own))
         ]
+    taps = [
+        (value, Tap(name, of, place, value.aval))
+        for (value, of), place in zip(ordered, made_different(wanted), strict=True)
+    ]
     if any(tap.name == name for tap in graph.taps):
         raise GraphError(f"{graph.name} has a tap {name!r} already: choose another name")
     order = {value: i for i, (value, _) in enumerate(taps)}
