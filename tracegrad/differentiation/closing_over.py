@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, RegionNode, Source
+from tracegrad.ir import CustomGradient, RegionNode, Source
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.importer import lone_node, sub_programs
+from tracegrad.tracing.overriding import ForwardingTrace
 
 
 def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,17 +36,12 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _Checking(jax.core.Trace):
-    """Hands every operation on to `parent_trace`, and looks at those that have such a rule."""
+class _Checking(ForwardingTrace):
+    """Looks at the operations that have such a rule."""
 
     def __init__(self, parent: Any):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parent_trace = parent
+        super().__init__(parent)
         self.requires_low = parent.requires_low
-
-    def stage_value(self, value: Any) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
-            return self.parent_trace.stage_value(value)
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
@@ -57,29 +53,20 @@ class _Checking(jax.core.Trace):
             results = evaluate_node(node, list(args), Lowering())
             return results if primitive.multiple_results else results[0]
 
-    def process_custom_jvp_call(
-        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
+    def run_rule(
+        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         def bound(*args: Any) -> list[Any]:
-            return list(primitive.bind(*args, subfuns=(fun, jvp), **params))
+            return list(primitive.bind(*args, subfuns=subfuns, **params))
 
+        function = subfuns[0]
         with _jax.set_current_trace(self.parent_trace):
-            if _may_close_over(_jax.rule_functions((fun, jvp))[0][0]):
+            # Of a custom_vjp JAX refuses it itself.
+            is_jvp = primitive is _jax.CUSTOM_JVP
+            if is_jvp and _may_close_over(_jax.rule_functions(subfuns)[0][0]):
                 _refuse(bound, args)
-                _jax.forget_result_trees(fun)
+                _jax.forget_result_trees(function)
             return bound(*args)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
-    ) -> list[Any]:
-        with _jax.set_current_trace(self.parent_trace):  # JAX refuses it itself
-            return list(primitive.bind(*args, subfuns=(fun, fwd, bwd), **params))
-
-    def process_shard_map(
-        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
-    ) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
-            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
 
 
 def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
@@ -96,9 +83,8 @@ def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
     for equation in open_form.eqns:
         if equation.primitive is _jax.CUSTOM_JVP:
             operands = [v.val if hasattr(v, "val") else values[v] for v in equation.invars]
-            graph = Graph("operands")
-            inputs = tuple(graph.add_input(atom.aval) for atom in equation.invars)
-            node = make_node(equation.primitive, equation.params, inputs, source, (), {})
+            avals = [atom.aval for atom in equation.invars]
+            node = lone_node(equation.primitive, equation.params, avals, source)
             assert isinstance(node, CustomGradient)
             refuse_derivatives(node, operands)
 
@@ -122,14 +108,9 @@ def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -
     """The node of an operation with programs in which something closes over; else None."""
     if not params or not has_closed_over(params):
         return None
-    graph = Graph("operands")
-    inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in args)
     source = Source(_jax.current_source_info(), None)
-    node = make_node(primitive, params, inputs, source, (), {})
-    if not isinstance(node, RegionNode):
-        return None
-    graph.append(node, [])
-    return node
+    node = lone_node(primitive, params, list(map(jax.typeof, args)), source)
+    return node if isinstance(node, RegionNode) else None
 
 
 def has_closed_over(params: Mapping[str, Any]) -> bool:

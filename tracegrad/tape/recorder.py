@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Source
+from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
@@ -36,21 +36,20 @@ from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
 from tracegrad.tape.record import Record
 from tracegrad.tracing.capture import tell_of_assigned
-from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.importer import lone_node, sub_programs
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.tracing.overriding import OverridingTrace
+from tracegrad.tracing.overriding import ForwardingTrace, OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
 
 
-class Recorder(jax.core.Trace):
+class Recorder(ForwardingTrace):
     """Runs every operation under `parent`, and adds it to the records that track an operand."""
 
     def __init__(self, parent: Any):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parent_trace = parent
+        super().__init__(parent)
         self.records: list[Record] = []
         self._installed: Any = None
         self.is_top = isinstance(parent, _jax.top_level_trace_type())
@@ -90,10 +89,6 @@ class Recorder(jax.core.Trace):
             installed.__exit__(None, None, None)
 
     # ------------------------------------------------------------------ what JAX asks of a trace
-
-    def stage_value(self, value: Any) -> Any:
-        with set_current_trace(self.parent_trace):
-            return self.parent_trace.stage_value(value)
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
@@ -259,16 +254,6 @@ class Recorder(jax.core.Trace):
         results = self._record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
 
-    def process_custom_jvp_call(
-        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
-    ) -> list[Any]:
-        return self._run_rule(primitive, (fun, jvp), args, params)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
-    ) -> list[Any]:
-        return self._run_rule(primitive, (fun, fwd, bwd), args, params)
-
     def process_shard_map(
         self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
     ) -> Any:
@@ -278,8 +263,7 @@ class Recorder(jax.core.Trace):
                 "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
                 "a function compiled by jax.jit or tracegrad.trace"
             )
-        with set_current_trace(self.parent_trace):
-            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+        return super().process_shard_map(primitive, fun, args, **params)
 
     # ------------------------------------------------------------------------------ recording
 
@@ -344,7 +328,7 @@ class Recorder(jax.core.Trace):
 
     # ---------------------------------------------------------------------------- custom rules
 
-    def _run_rule(
+    def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
@@ -491,21 +475,11 @@ def _own_rule_key(
 
 
 def _node_of(equation: Any) -> CustomGradient:
-    node = make_node(
-        equation.primitive,
-        equation.params,
-        tuple(_inputs(equation)),
-        Source(equation.source_info, equation.ctx),
-        (),
-        {},
-    )
+    avals = [atom.aval for atom in equation.invars]
+    source = Source(equation.source_info, equation.ctx)
+    node = lone_node(equation.primitive, equation.params, avals, source)
     assert isinstance(node, CustomGradient)
     return node
-
-
-def _inputs(equation: Any) -> list[Any]:
-    graph = Graph("operands")
-    return [graph.add_input(atom.aval) for atom in equation.invars]
 
 
 # ------------------------------------------------------------------------------ one per thread

@@ -117,6 +117,15 @@ def make_node(
     )
 
 
+def lone_node(
+    primitive: Any, params: Mapping[str, Any], avals: Sequence[Any], source: Source
+) -> Node:
+    """The node of one operation that stands in no program, on operands of these types."""
+    operands = Graph("operands")
+    inputs = tuple(map(operands.add_input, avals))
+    return make_node(primitive, params, inputs, source, (), {})
+
+
 def sub_programs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The sub-programs among a primitive's parameters, by the names of their regions.
 

@@ -1,4 +1,4 @@
-"""A JAX trace in which operations may be replaced by others, and otherwise go to what is below."""
+"""JAX traces that stand on top of another one, whose values they leave as they are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,49 @@ from tracegrad import _jax
 Instead = Callable[..., list[Any]]
 
 
-class OverridingTrace(jax.core.Trace):
-    """Stands on top of `parent`, and asks `instead` about each operation.
+class ForwardingTrace(jax.core.Trace):
+    """Sees every operation, and lets it go on to `parent_trace`.
 
-    Values stay those of the parent. A tape that is entered inside asks it too, since it sees
-    operations first.
+    A subclass has `process_primitive` for ordinary operations, and `run_rule` for functions with
+    rules of their own.
     """
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
+
+    @abstractmethod
+    def run_rule(
+        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        """Runs a function with a rule: `subfuns` are the function and its rule, as JAX has them."""
+
+    def stage_value(self, value: Any) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(value)
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        return self.run_rule(primitive, (fun, jvp), args, params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
+    ) -> list[Any]:
+        return self.run_rule(primitive, (fun, fwd, bwd), args, params)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
+    ) -> Any:
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+
+
+class OverridingTrace(ForwardingTrace):
+    """Asks about each operation what is to run `instead`.
+
+    A tape that is entered inside asks it too, since it sees operations first.
+    """
 
     @abstractmethod
     def instead(
@@ -36,10 +69,6 @@ class OverridingTrace(jax.core.Trace):
     ) -> Instead | None:
         """What runs in the place of a function with a rule of its own; None: that function."""
 
-    def stage_value(self, value: Any) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
-            return self.parent_trace.stage_value(value)
-
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
@@ -50,23 +79,7 @@ class OverridingTrace(jax.core.Trace):
             results = run(*args)
         return results if primitive.multiple_results else results[0]
 
-    def process_custom_jvp_call(
-        self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
-    ) -> list[Any]:
-        return self._run_rule(primitive, (fun, jvp), args, params)
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Sequence[Any], /, **params: Any
-    ) -> list[Any]:
-        return self._run_rule(primitive, (fun, fwd, bwd), args, params)
-
-    def process_shard_map(
-        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
-    ) -> Any:
-        with _jax.set_current_trace(self.parent_trace):
-            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
-
-    def _run_rule(
+    def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         with _jax.set_current_trace(self.parent_trace):
