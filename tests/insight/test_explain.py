@@ -15,8 +15,8 @@ from rich.console import Console
 
 import tracegrad as tg
 from tracegrad.insight import Explanation, explain
-from tracegrad.insight.diagnosis import whose
-from tracegrad.insight.explain import key_of
+from tracegrad.insight.explaining.authors import whose
+from tracegrad.insight.explaining.explain_graph import key_of
 
 X = jnp.array([0.3, -1.2, 2.0])
 

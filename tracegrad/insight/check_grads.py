@@ -17,7 +17,8 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import is_differentiable, resolve
-from tracegrad.insight.explain_pass import MeasuredPass, file_of_rule, is_jaxs_rule, occurrence
+from tracegrad.insight.explaining.authors import file_of_rule, is_jaxs_rule
+from tracegrad.insight.explaining.measuring import MeasuredPass, occurrence
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.lowering import Lowering, evaluate, evaluate_node

@@ -12,7 +12,8 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.selection import path_text
-from tracegrad.insight.explain import explain_graph, findings_of_cuts
+from tracegrad.insight.explaining.cut_off import findings_of_cuts
+from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine

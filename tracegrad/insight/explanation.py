@@ -275,3 +275,8 @@ def _in_step(finding: Finding) -> str:
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
+
+
+def number_text(x: float) -> str:
+    """A number as findings write it."""
+    return f"{x:.4g}"

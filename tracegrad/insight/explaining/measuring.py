@@ -23,7 +23,8 @@ from jax import lax
 
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
-from tracegrad.insight.explain_statistics import difference, edge, exact, norms, units
+from tracegrad.insight.explaining.authors import may_change
+from tracegrad.insight.explaining.statistics import difference, edge, exact, norms, units
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -37,9 +38,6 @@ from tracegrad.ir import (
 from tracegrad.ir.dependence import is_reference
 from tracegrad.ir.occurrence import (
     Origin,
-    is_jaxs_file,
-    is_own_file,
-    is_user_file,
     line_of_error,
 )
 from tracegrad.lowering import Lowering, evaluate_node
@@ -316,7 +314,7 @@ class MeasuredPass:
         except Exception as error:
             self.refused.setdefault((at, number), str(error).split("\n")[0])
             return [None] * len(active)
-        if isinstance(node, CustomGradient) and not self._muted and _may_change(node):
+        if isinstance(node, CustomGradient) and not self._muted and may_change(node):
             self._compare_with_primal(node, kept, given, active, results, at, number)
             if self.close:
                 self._look_into_rule(node, kept, given, active, at, number)
@@ -580,28 +578,6 @@ def _has_references(graph: Graph) -> bool:
 
 
 _with_references: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
-
-
-def is_jaxs_rule(node: CustomGradient) -> bool:
-    """Whether a rule is one of JAX's own, which are derivatives."""
-    return is_jaxs_file(file_of_rule(node))
-
-
-def _may_change(node: CustomGradient) -> bool:
-    """Whether a rule is the user's, or one that this package puts in to change a gradient."""
-    file = file_of_rule(node)
-    return is_user_file(file) or (is_own_file(file) and not is_jaxs_file(file)) if file else False
-
-
-def file_of_rule(node: CustomGradient) -> str:
-    """Where the rule is written; of a JVP its function. (The rule of ``custom_gradient(jnp.round)``
-    is not JAX's, though the function is.)"""
-    if node.kind == "vjp":
-        (backward,), _ = _jax.rule_functions([node.params["bwd"]])
-        code = getattr(backward, "__code__", None)
-        if code is not None:
-            return str(code.co_filename)
-    return node.primal.function_source.rpartition(" at ")[2].rpartition(":")[0]
 
 
 def _perturbed(node: Node, active: Sequence[int], first: int, count: int) -> list[bool]:

@@ -1,0 +1,69 @@
+"""Who wrote an annotation: the user, a library, this package or JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Occurrence, StopGradient
+from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file
+
+
+def whose(occurrence: Occurrence) -> str:
+    """Who wrote an annotation: ``"yours"``, or the library's name.
+
+    The function of the annotation itself is not asked, but the one that called it.
+    """
+    node = occurrence.node
+    stack = () if node.source is None else _jax.frames(node.source.info)
+    if isinstance(node, StopGradient):
+        stack = _above_stop_gradient(stack)
+        if stack and is_own_file(stack[0].file_name):
+            return "jax"
+    for frame in stack:
+        if is_user_file(frame.file_name):
+            return "yours"
+        if not is_own_file(frame.file_name):
+            return _package(frame.file_name)
+    return "yours"
+
+
+def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
+    """The frames around the call of `stop_gradient`, and of a `tree_map` of it."""
+    names = [str(f.function_name) if is_own_file(f.file_name) else "" for f in stack]
+    is_its = ["stop_gradient" in name for name in names]
+    if True not in is_its:
+        return stack
+    end = is_its.index(True)
+    while end < len(stack) and (is_its[end] or re.match(r"tree_map|map$", names[end])):
+        end += 1
+    return stack[end:]
+
+
+def _package(file: str) -> str:
+    match = re.search(r"(?:site|dist)-packages[\\/]([^\\/]+)", file)
+    return match[1].removesuffix(".py") if match else "a library"
+
+
+def is_jaxs_rule(node: CustomGradient) -> bool:
+    """Whether a rule is one of JAX's own, which are derivatives."""
+    return is_jaxs_file(file_of_rule(node))
+
+
+def may_change(node: CustomGradient) -> bool:
+    """Whether a rule is the user's, or one that this package puts in to change a gradient."""
+    file = file_of_rule(node)
+    return is_user_file(file) or (is_own_file(file) and not is_jaxs_file(file)) if file else False
+
+
+def file_of_rule(node: CustomGradient) -> str:
+    """Where the rule is written; of a JVP its function. (The rule of ``custom_gradient(jnp.round)``
+    is not JAX's, though the function is.)"""
+    if node.kind == "vjp":
+        (backward,), _ = _jax.rule_functions([node.params["bwd"]])
+        code = getattr(backward, "__code__", None)
+        if code is not None:
+            return str(code.co_filename)
+    return node.primal.function_source.rpartition(" at ")[2].rpartition(":")[0]

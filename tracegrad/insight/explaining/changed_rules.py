@@ -1,0 +1,46 @@
+"""Which custom rules give something else than the derivative of their function, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explanation import Finding, number_text
+from tracegrad.ir import CustomGradient
+
+
+def changed_rules(observed: Observed) -> Iterator[Finding]:
+    for spot, i, given, own, difference in _differences(observed):
+        found = observed.occurrence(spot)
+        assert isinstance(found.node, CustomGradient)
+        origin = found.origin
+        yield Finding(
+            "changed by a rule",
+            f"the rule of {found.node.name} gives input {i} a gradient of norm "
+            f"{number_text(given)}; the derivative of the function has {number_text(own)}, the "
+            f"difference {number_text(difference)}",
+            (),
+            origin=origin,
+            problem=False,
+            cure="check it by `check_grads`, or declare it deliberate there",
+            operation=found.node.name,
+            occurrence=found,
+        )
+
+
+def _differences(observed: Observed) -> Iterator[tuple[Spot, int, float, float, float]]:
+    """The user's rules that give something else than the derivative of their function: where, for
+    which operand, and the norms of what they give, of the derivative and of the difference."""
+    for (kind, at, number, i), stat in observed.stats.items():
+        if kind == "rule":
+            sums = stat.reshape(-1, 4)
+            sums = sums[~np.isnan(sums).any(axis=1)].sum(axis=0)
+            numbers = map(float, sums)
+            given, own, difference, incoming = (math.sqrt(x) if x >= 0 else x for x in numbers)
+            # What cancels leaves rounding errors, in proportion to what came in.
+            limit = 1e-3 * max(given, own) + 1e-5 * incoming
+            if all(map(math.isfinite, (given, own, difference))) and difference > limit:
+                yield Spot(at, number), i, given, own, difference

@@ -1,0 +1,195 @@
+"""Explains a graph: measures what flows in it, and asks every question of what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.differentiation.connectivity import connections
+from tracegrad.insight.explaining.authors import is_jaxs_rule
+from tracegrad.insight.explaining.changed_rules import changed_rules
+from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
+from tracegrad.insight.explaining.measuring import Measured, compile_pass
+from tracegrad.insight.explaining.not_finite import not_finite
+from tracegrad.insight.explaining.observed import INF, NAN, Observed
+from tracegrad.insight.explaining.slopes import scope_norms, slopes
+from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
+from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
+from tracegrad.ir import CustomGradient, Graph
+from tracegrad.tape.keys import Remembered, program_key, rule_keys
+
+
+def explain_graph(
+    program: Graph,
+    inputs: Sequence[Any],
+    sources: dict[str, int | None],
+    seeds: Sequence[Any],
+    *,
+    name: str,
+    unselectable: dict[str, Any],
+    why_unused: Callable[[str], str | None] = lambda path: None,
+    others: Mapping[int, str] = MappingProxyType({}),
+) -> Explanation:
+    """Explains the gradients of a graph.
+
+    Args:
+      program: the graph.
+      inputs: the arrays of its inputs.
+      sources: by path which input a source is; None for what is of no differentiable type.
+      seeds: for each output of the graph a cotangent, or None.
+      name: of the function.
+      unselectable: the sources without an input.
+      why_unused: words for a source that nothing leads from to the result, if there are better
+        ones than that.
+      others: the names of inputs that are no sources.
+    """
+    seeded = [seed is not None for seed in seeds]
+    targets = [i for i, is_seeded in enumerate(seeded) if is_seeded]
+    reached = _connected(program, targets)
+    findings: list[Finding] = []
+    flowing = [False] * len(program.inputs)
+    for path, i in sources.items():
+        if i is None:
+            findings.append(no_gradient(path, unselectable[path]))
+        elif i in reached:
+            flowing[i] = True
+        else:
+            findings += cut_off(program, inputs, path, i, targets, why_unused)
+    observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=False)
+    findings += refusals(observed, measured)
+    if _looks_bad(observed):
+        observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=True)
+        findings += not_finite(observed, measured, program, sources, targets, others)
+    reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
+    norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
+    findings += zero_gradients(observed, reports, sources)
+    findings += slopes(observed, norms)
+    findings += changed_rules(observed)
+    findings += dead_units(observed, findings)
+    value = observed.stats.get(("output", (), 0, targets[0])) if targets else None
+    return Explanation(
+        name,
+        tuple(reports),
+        tuple(sorted(_merged(findings), key=lambda f: f.rank)),
+        tuple(scope_norms(observed)),
+        "" if value is None else _output_text(value),
+    )
+
+
+def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
+    def find() -> frozenset[int]:
+        linked = connections(program)
+        return frozenset[int]().union(*(linked[t] for t in targets))
+
+    return _remembered(program, ("connections", tuple(targets)), find)
+
+
+def _measure(
+    program: Graph,
+    sources: Sequence[bool],
+    seeded: Sequence[bool],
+    inputs: Sequence[Any],
+    seeds: Sequence[Any],
+    close: bool,
+) -> tuple[Observed, Measured]:
+    compiled = _remembered(
+        program,
+        (tuple(sources), tuple(seeded), close),
+        lambda: compile_pass(program, sources, seeded, close),
+    )
+    stats = compiled.call(list(inputs), [seed for seed in seeds if seed is not None])
+    return Observed(program, stats), compiled
+
+
+def _looks_bad(observed: Observed) -> bool:
+    """Whether a result or a gradient is not finite (or a sum of squares overflows)."""
+    return any(
+        not np.isfinite(stat[..., :4]).all() or stat[..., NAN : INF + 1].any()
+        for (kind, *_), stat in observed.stats.items()
+        if kind in ("source", "output")
+    )
+
+
+def _report(
+    observed: Observed, program: Graph, path: str, i: int | None, findings: Sequence[Finding]
+) -> SourceReport:
+    stat = None if i is None else observed.stats.get(("source", (), 0, i))
+    aval = None if i is None else program.inputs[i].aval
+    size = 0 if aval is None else math.prod(aval.shape)
+    if stat is None:
+        reason = next((f.short for f in findings if path in f.sources), "")
+        type_text = "" if aval is None else _jax.type_text(aval)
+        return SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, size, reason)
+    return SourceReport(
+        path,
+        _jax.type_text(aval),
+        True,
+        float(np.sqrt(stat[0])),
+        float(stat[1]) / size if size else 0.0,
+        int(stat[NAN]),
+        int(stat[INF]),
+        size,
+        "",
+    )
+
+
+def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """One finding for all sources that one place concerns."""
+    groups: dict[Any, list[Finding]] = {}
+    for finding in findings:
+        key = finding.cause, finding.what, finding.origin, finding.step
+        groups.setdefault(key, []).append(finding)
+    for group in groups.values():
+        sources = tuple(dict.fromkeys(path for f in group for path in f.sources))
+        yield group[0].for_sources(sources)
+
+
+def _output_text(stat: np.ndarray[Any, Any]) -> str:
+    if stat[NAN] > 0:
+        return "NaN"
+    return number_text(float(stat[4])) if stat[4] == stat[5] else ""
+
+
+# ------------------------------------------------------------------- programs that were seen before
+
+
+_programs = Remembered(32)
+T = TypeVar("T")
+
+
+def _remembered(program: Graph, key: Hashable, make: Callable[[], T]) -> T:
+    """What was made before for a graph of the same program; a recorded one is like no other."""
+    if program.program is None:
+        return make()
+    whole = key_of(program), key
+    known: T | None = _programs.get(whole)
+    if known is None:
+        known = make()
+        _programs.put(whole, known)
+    return known
+
+
+def key_of(program: Graph) -> Hashable:
+    """Equal for programs that compute the same with the same derivatives.
+
+    JAX makes the functions of a custom rule anew whenever it traces a call, so that by these no
+    program with a rule would be known again; what a rule says is in what it traces to.
+    """
+    nodes = (o.node for o in program.walk() if isinstance(o.node, CustomGradient))
+    rules = tuple(map(_rule_key, dict.fromkeys(nodes)))
+    return program_key(program.program, as_run=True), rules
+
+
+def _rule_key(node: CustomGradient) -> Hashable:
+    if is_jaxs_rule(node):
+        return node.primal.function_source
+    try:
+        key: Hashable = rule_keys(node)[0]
+    except Exception:  # it cannot be traced by itself: then it is like no other
+        return object()
+    return key

@@ -1,0 +1,170 @@
+"""How the norm of the gradient changes along the layers, the steps of a scan and the scopes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.measuring import Steps, is_entered
+from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explanation import Finding, number_text
+from tracegrad.ir import Literal, Value
+
+FEWEST_LAYERS = 4
+FEWEST_STEPS = 8
+LAYER_LIMIT = 1e-4
+STEP_LIMIT = 1e-8
+
+
+def slopes(observed: Observed, norms: dict[str, float]) -> Iterator[Finding]:
+    for slope, limit in [
+        *((slope, LAYER_LIMIT) for slope in _layer_slopes(norms)),
+        *((slope, STEP_LIMIT) for slope in _step_slopes(observed)),
+    ]:
+        first, last = slope.norms[0], slope.norms[-1]
+        if not (math.isfinite(first) and math.isfinite(last)) or last == 0 or first == last == 0:
+            continue
+        shrinks, grows = slope.ratio < limit, slope.ratio > 1 / limit
+        if shrinks or grows:
+            yield _slope_finding(observed, slope, shrinks)
+
+
+def _slope_finding(observed: Observed, slope: _Slope, shrinks: bool) -> Finding:
+    spot = _steepest(observed, shrinks)
+    if spot is None:
+        spot = slope.spot
+    found = None if spot is None else observed.occurrence(spot)
+    what = "shrinks" if shrinks else "grows"
+    kind = "steps" if slope.spot is not None else "layers"
+    return Finding(
+        "vanishing" if shrinks else "exploding",
+        f"along {slope.name} the norm {what} from {number_text(slope.norms[-1])} to "
+        f"{number_text(slope.norms[0])} over {len(slope.norms)} {kind}"
+        + (f", most of it in {found.node.name}" if found is not None else ""),
+        (slope.name,),
+        origin=None if found is None else found.origin,
+        cure="residual connections, normalisation, another activation or initialisation"
+        if shrinks
+        else "normalisation, a smaller initialisation, clipping by the global norm",
+        operation="" if found is None else found.node.name,
+        occurrence=found,
+    )
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """How the norm of the gradient changes along a stack of layers, or the steps of a scan."""
+
+    name: str  # ``layers/*/kernel``, or the scan
+    norms: tuple[float, ...]  # from the input's side to the output's
+    spot: Spot | None = None  # of the scan
+
+    @property
+    def ratio(self) -> float:
+        """The norm on the input's side by that on the output's."""
+        return self.norms[0] / self.norms[-1] if self.norms[-1] else math.inf
+
+
+def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
+    """The norms of leaves whose paths differ in one number, in its order."""
+    groups: dict[str, dict[int, float]] = defaultdict(dict)
+    for path, norm in norms.items():
+        for match in re.finditer(r"\d+", path):
+            pattern = path[: match.start()] + "*" + path[match.end() :]
+            groups[pattern][int(match[0])] = norm
+    return [
+        _Slope(pattern, tuple(norm for _, norm in sorted(members.items())))
+        for pattern, members in groups.items()
+        if len(members) >= FEWEST_LAYERS
+    ]
+
+
+def _step_slopes(observed: Observed) -> list[_Slope]:
+    """The norms of the carries of scans (outside of other scans), step by step."""
+    found = []
+    for (kind, at, number, j), stat in observed.stats.items():
+        if kind == "carry" and stat.ndim == 2 and len(stat) >= FEWEST_STEPS:
+            node = observed.region(at).nodes[number]
+            norms = np.sqrt(stat[:, 0])
+            if node.params["reverse"]:
+                norms = norms[::-1]
+            name = f"carry {j} of the {node.op}"
+            found.append(_Slope(name, tuple(map(float, norms)), Spot(at, number)))
+    return found
+
+
+def _steepest(observed: Observed, shrinking: bool) -> Spot | None:
+    """A node on the line that shrinks (or grows) cotangents the most, all its runs together."""
+    totals: dict[str, float] = defaultdict(float)
+    example: dict[str, Spot] = {}
+    for (kind, at, number, k), stat in observed.stats.items():
+        if kind != "ct" or k:
+            continue
+        spot = Spot(at, number)
+        node = observed.node(spot)
+        if is_entered(node):
+            continue
+        change = [
+            c for value in node.inputs if (c := _change(observed, at, value, stat)) is not None
+        ]
+        origin = observed.occurrence(spot).origin
+        if change and origin is not None:
+            totals[origin.place] += max(change, key=abs)
+            example.setdefault(origin.place, spot)
+    if not totals:
+        return None
+    place = (min if shrinking else max)(totals, key=lambda p: totals[p])
+    return example[place]
+
+
+def _change(
+    observed: Observed, at: Steps, value: Value | Literal, stat: np.ndarray[Any, Any]
+) -> float | None:
+    """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
+    while isinstance(value, Value) and value.producer is None and at:
+        *outer, (number, _) = at
+        enclosing = observed.region(tuple(outer)).nodes[number]
+        if enclosing.primitive is _jax.SCAN or len(value.users) > 1:
+            return None
+        shift = 1 if enclosing.primitive is _jax.COND else 0
+        if value not in value.graph.inputs:
+            return None
+        value = enclosing.inputs[value.graph.inputs.index(value) + shift]
+        at = tuple(outer)
+    if not isinstance(value, Value) or value.producer is None or len(value.users) > 1:
+        return None
+    producer = value.producer
+    number = value.graph.nodes.index(producer)
+    before = observed.get("ct", Spot(at, number), producer.outputs.index(value))
+    if before is None:
+        return None
+    given, result = np.nansum(stat[..., 0]), np.nansum(before[..., 0])
+    if not (given > 0 and result > 0 and np.isfinite(given) and np.isfinite(result)):
+        return None
+    return 0.5 * float(np.log(result) - np.log(given))
+
+
+def scope_norms(observed: Observed) -> list[tuple[str, float]]:
+    """For every named scope, in the order of execution, the norm of the cotangent of its last
+    result; over all steps of a scan."""
+    found: dict[str, float] = {}
+    order: dict[str, tuple[int, ...]] = {}
+    for (kind, at, number, _), stat in observed.stats.items():
+        if kind != "ct":
+            continue
+        scope = _plain(observed.occurrence(Spot(at, number)).scope)
+        if scope and scope not in found:  # the reverse pass meets the last one first
+            found[scope] = float(np.sqrt(np.nansum(stat[..., 0])))
+            order[scope] = (*(n for n, _ in at), number)
+    return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
+
+
+def _plain(scope: str) -> str:
+    return "/".join(part for part in scope.split("/") if "(" not in part and part)

@@ -1,0 +1,182 @@
+"""Where a gradient that is connected becomes all zeros, and which units are never active."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.authors import whose
+from tracegrad.insight.explaining.measuring import Steps, is_entered
+from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explanation import Finding, SourceReport
+from tracegrad.ir import CustomGradient, Node, Value
+
+_ZERO_WORDS = {
+    "untaken branch": "its branch is not taken in this call",
+    "dead units": "no unit of it is active on this batch",
+    "clipped": "every element is outside of the bounds, where the derivative is zero",
+    "multiplied by zero": "it is multiplied by zeros",
+    "index out of bounds": "no index selects it (those out of bounds are dropped)",
+    "saturated": "it is saturated: its derivative is zero in this precision",
+    "custom rule": "its rule returns zeros",
+    "zero derivative": "its derivative is zero here",
+}
+_ZERO_CURES = {
+    "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
+    "multiplied by zero": "initialise with small random numbers",
+    "saturated": "normalise what goes in, or compute with the logarithm",
+    "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
+}
+
+
+def zero_gradients(
+    observed: Observed, reports: Sequence[SourceReport], sources: dict[str, int | None]
+) -> Iterator[Finding]:
+    for report in reports:
+        index = sources[report.path]
+        if not report.connected or index is None or report.zeros < 1 or report.size == 0:
+            continue
+        for killer in _killers(observed, index):
+            found = observed.occurrence(killer.spot)
+            yield Finding(
+                killer.cause,
+                f"{found.node.name}: {_ZERO_WORDS[killer.cause]}",
+                (report.path,),
+                origin=found.origin,
+                whose=whose(found),
+                cure=_ZERO_CURES.get(killer.cause, ""),
+                operation=found.node.name,
+                # At an extremum, say: that is no mistake.
+                problem=killer.cause != "zero derivative",
+                occurrence=found,
+            )
+
+
+@dataclass(frozen=True)
+class _Killer:
+    """A node that turns a cotangent that is there into zeros."""
+
+    spot: Spot
+    cause: str
+
+
+def _killers(observed: Observed, source: int) -> list[_Killer]:
+    """The nodes at which the gradient of a source, connected but zero, becomes zero."""
+    found: dict[_Killer, None] = {}
+    pending: list[tuple[Steps, Value]] = [((), observed.graph.inputs[source])]
+    seen = set()
+    while pending:
+        at, value = pending.pop()
+        if (at, value) in seen:
+            continue
+        seen.add((at, value))
+        for node in value.users:
+            spot = Spot(at, value.graph.nodes.index(node))
+            given = [observed.get("ct", spot, k) for k in range(len(node.outputs))]
+            if all(ct is None for ct in given):
+                continue
+            if not any(ct is not None and not _is_zero(ct) for ct in given):
+                pending += [(at, out) for out in node.outputs]
+            elif not is_entered(node):
+                found[_Killer(spot, _why_zero(observed, spot, value))] = None
+            else:
+                inside = list(_inside(observed, spot, node, value))
+                pending += [(*entry,) for entry in inside if entry is not None]
+                if None in inside:
+                    found[_Killer(spot, "untaken branch")] = None
+        pending += _outside(observed, at, value)
+    return list(found)
+
+
+def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
+    """Whether a cotangent was zero wherever it was computed. (Its square may underflow.)"""
+    norms = stat[..., 0]
+    return bool(np.all((norms == 0) | np.isnan(norms)))
+
+
+def _inside(
+    observed: Observed, spot: Spot, node: Node, value: Value
+) -> Iterator[tuple[Steps, Value] | None]:
+    """Where a value stands inside of a node's regions; None in a branch that was not taken."""
+    shift = 0
+    taken: set[int] | None = None
+    if node.primitive is _jax.COND:
+        shift = 1
+        index = observed.get("branch", spot)
+        assert index is not None
+        taken = {int(np.clip(i, 0, len(node.regions) - 1)) for i in index.ravel()}
+    for k, (name, region) in enumerate(node.regions.items()):
+        for i, operand in enumerate(node.inputs[shift:]):
+            if operand is value:
+                inner = region.inputs[i]
+                if taken is None or k in taken:
+                    yield (*spot.at, (spot.number, name)), inner
+                elif inner.users or inner in region.outputs:
+                    yield None
+
+
+def _outside(observed: Observed, at: Steps, value: Value) -> Iterator[tuple[Steps, Value]]:
+    """The results of the enclosing node that a value is, whose cotangents are zero; in a scan
+    also what it is in the next step."""
+    if not at:
+        return
+    *outer, (number, name) = at
+    node = observed.region(tuple(outer)).nodes[number]
+    for k, out in enumerate(value.graph.outputs):
+        if out is value and k < len(node.outputs):
+            ct = observed.get("ct", Spot(tuple(outer), number), k)
+            if ct is None or _is_zero(ct):
+                yield tuple(outer), node.outputs[k]
+            if node.primitive is _jax.SCAN:
+                first, count = _jax.scan_split(node.params)
+                if k < count:
+                    yield at, node.regions[name].inputs[first + k]
+
+
+def _why_zero(observed: Observed, spot: Spot, value: Value) -> str:
+    node = observed.node(spot)
+    if node.op == "select_n":
+        return "untaken branch"
+    if isinstance(node, CustomGradient):
+        return "dead units" if node.name == "relu" else "custom rule"
+    if node.op in ("max", "min", "clamp"):
+        units = observed.get("units", spot)
+        return "dead units" if units is not None and units[..., 1].max() > 0 else "clipped"
+    if node.op in ("mul", "dot_general", "conv_general_dilated", "div"):
+        return "multiplied by zero"
+    if node.op in ("gather", "scatter", "scatter-add", "dynamic_slice", "scatter_add"):
+        return "index out of bounds"
+    if node.op in ("tanh", "logistic", "exp", "erf", "exp2"):
+        return "saturated"
+    return "zero derivative"
+
+
+def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
+    known = {f.origin for f in findings if f.cause == "dead units"}
+    for spot, dead, total in _counted_units(observed):
+        found = observed.occurrence(spot)
+        if 2 * dead > total and found.origin not in known:
+            yield Finding(
+                "dead units",
+                f"{dead} of {total} units of {found.node.name} are active for no example",
+                (),
+                origin=found.origin,
+                problem=dead == total,
+                cure=_ZERO_CURES["dead units"],
+                operation=found.node.name,
+                occurrence=found,
+            )
+
+
+def _counted_units(observed: Observed) -> Iterator[tuple[Spot, int, int]]:
+    """Rectifiers with units that were never active: where, how many, of how many."""
+    for (kind, at, number, _), stat in observed.stats.items():
+        if kind == "units":
+            runs = stat.reshape(-1, 2)
+            runs = runs[~np.isnan(runs).any(axis=1)]
+            if len(runs) and runs[0, 1] > 0:
+                yield Spot(at, number), int(runs[:, 0].min()), int(runs[0, 1])
