@@ -1,7 +1,5 @@
 """What becomes of the gradient, for people: views of a graph, and what explains them."""
 
-from tracegrad.insight.check_grads import Checked as Checked
-from tracegrad.insight.check_grads import GradCheck as GradCheck
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads
 from tracegrad.insight.explain import explain as explain
@@ -9,5 +7,7 @@ from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport
+from tracegrad.insight.grad_check import Checked as Checked
+from tracegrad.insight.grad_check import GradCheck as GradCheck
 from tracegrad.insight.show import GraphView as GraphView
 from tracegrad.insight.show import show as show

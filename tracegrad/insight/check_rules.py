@@ -1,0 +1,182 @@
+"""The custom rules of a program, each checked on its own at the values that flow to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os.path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.authors import file_of_rule, is_jaxs_rule
+from tracegrad.insight.explaining.measuring import MeasuredPass, Steps, occurrence
+from tracegrad.insight.finite_differences import (
+    Function,
+    Limits,
+    along_smooth,
+    judge,
+    random_like,
+    weighed,
+)
+from tracegrad.insight.grad_check import Checked
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin
+from tracegrad.ir.occurrence import is_own_file
+from tracegrad.lowering import Lowering, evaluate, evaluate_node
+
+
+def check_rules(
+    program: Graph,
+    leaves: Sequence[Any],
+    declared: Callable[[str], Any],
+    limits: Limits,
+    random: Any,
+) -> Iterator[Checked]:
+    """Compares each rule's derivative with finite differences of its function.
+
+    Args:
+      program: a program in double precision.
+      leaves: the arrays of its inputs.
+      declared: of the name of a rule's function, whether it is meant to differ.
+      limits: for the differences.
+      random: of NumPy.
+    """
+    for (at, number), operands in _Operands(program).given(leaves).items():
+        args = [operands[i] for i in range(len(operands))]
+        yield from _check_rule(occurrence(program, at, number), args, declared, limits, random)
+
+
+class _Operands(MeasuredPass):
+    """A forward pass that keeps what each custom rule is given."""
+
+    def __init__(self, program: Graph):
+        super().__init__(program, [True] * len(program.inputs), close=False)
+
+    def given(self, leaves: Sequence[Any]) -> dict[tuple[Steps, int], dict[int, Any]]:
+        """By the place of each rule that runs its operands; in a scan stacked over the steps."""
+        with self._collecting() as found:
+            self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
+        measured = [(key, found[k]) for k, key in enumerate(self.keys) if k in found]
+        taken = {
+            (at, number): np.ravel(index)
+            for (kind, at, number, _), index in measured
+            if kind == "branch"
+        }
+        places: dict[tuple[Steps, int], dict[int, Any]] = {}
+        for (kind, at, number, i), operand in measured:
+            if kind == "operand" and _has_run(at, taken):
+                places.setdefault((at, number), {})[i] = operand
+        return places
+
+    def _forward_node(self, node: Node, args: list[Any], kept: Any, at: Any, number: int) -> Any:
+        if isinstance(node, CustomGradient) and not is_jaxs_rule(node):
+            for i, arg in enumerate(args):
+                self._note("operand", at, number, i, lambda x: x, jnp.asarray(arg))
+        return super()._forward_node(node, args, kept, at, number)
+
+
+def _has_run(at: Steps, taken: dict[tuple[Steps, int], Any]) -> bool:
+    """Whether every branch on the way was taken (in a loop: at every step)."""
+    for depth, (number, name) in enumerate(at):
+        index = taken.get((at[:depth], number))
+        if index is not None and name.startswith("branches["):
+            mine = int(name[len("branches[") : -1])
+            if not np.all(index == mine):
+                return False
+    return True
+
+
+def _check_rule(
+    rule: Occurrence,
+    stacked: Sequence[Any],
+    declared: Callable[[str], Any],
+    limits: Limits,
+    random: Any,
+) -> Iterator[Checked]:
+    node = rule.node
+    assert isinstance(node, CustomGradient)
+    # In scans the operands of all steps are stacked along leading axes.
+    steps: tuple[int, ...] = ()
+    if stacked:
+        steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
+    first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
+    closed_over = int(node.params.get("num_consts", 0))
+    active = [
+        i
+        for i, value in enumerate(node.inputs)
+        if i >= closed_over and _jax.has_gradient(value.aval)
+    ]
+
+    def primal(given: Sequence[Any]) -> list[Any]:
+        return evaluate(node.primal, given, Lowering())
+
+    def with_rule(given: Sequence[Any]) -> list[Any]:
+        return evaluate_node(node, list(given), Lowering())
+
+    compiled = jax.jit(primal)
+    for step in dict.fromkeys((first, last)):
+        args = [arg[step] for arg in stacked]
+        weights = random_like(random, [value.aval for value in node.outputs])
+        for i in active:
+            (direction,) = random_like(random, [args[i]])
+            want = along_smooth(compiled, args, i, direction, weights, limits, random)
+            number, note = _rule_along(node, with_rule, args, i, want.direction, weights)
+            status = "wrong" if note else judge([want], number, limits)
+            if status == "wrong" and (declared(node.name) or _is_meant(node)):
+                status = "deliberate"
+            yield Checked(
+                f"{node.name}, input {i}",
+                1,
+                "rev" if node.kind == "vjp" else "fwd",
+                want.value,
+                number,
+                status,
+                rule.origin,
+                _definition(node),
+                note,
+            )
+
+
+def _rule_along(
+    node: CustomGradient,
+    with_rule: Function,
+    args: Sequence[Any],
+    i: int,
+    direction: Any,
+    weights: Sequence[Any],
+) -> tuple[float, str]:
+    """What a rule gives for the derivative; and why, if it gives none."""
+    flowing = [k for k, weight in enumerate(weights) if weight is not None]
+
+    def of_input(x: Any) -> list[Any]:
+        outs = with_rule([*args[:i], x, *args[i + 1 :]])
+        return [outs[k] for k in flowing]
+
+    tangent = jnp.asarray(direction, jnp.result_type(args[i]))
+    try:
+        if node.kind == "jvp":
+            _, outs = jax.jvp(of_input, (args[i],), (tangent,))
+            return weighed(outs, [weights[k] for k in flowing]), ""
+        outs, vjp = jax.vjp(of_input, args[i])
+        cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
+        return weighed(vjp(cts), [direction]), ""
+    except Exception as error:
+        return math.nan, str(error).split("\n")[0]
+
+
+def _is_meant(node: CustomGradient) -> bool:
+    """Whether this package has put a rule in to change a gradient."""
+    frames = () if node.source is None else _jax.frames(node.source.info)
+    ours = itertools.takewhile(is_own_file, (frame.file_name for frame in frames))
+    named = {os.path.basename(file) for file in (*ours, file_of_rule(node))}
+    return not named.isdisjoint({"rules.py", "pass_through.py"})
+
+
+def _definition(node: CustomGradient) -> str:
+    """Where the function with the rule is: ``model.py:12``."""
+    file, _, line = node.primal.function_source.rpartition(" at ")[2].rpartition(":")
+    return Origin(file, int(line), "").place

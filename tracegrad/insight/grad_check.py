@@ -1,0 +1,67 @@
+"""What `check_grads` answers: one line for each comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracegrad.ir import Origin
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One comparison: a derivative along a direction, and what finite differences give for it.
+
+    `what` names the leaf (``params/w``) or the rule and its input (``clip, input 0``), `order` and
+    `mode` the derivative (``"rev"``, ``"fwd"``, ``"fwd of rev"``), `expected` is the number by
+    finite differences and `got` the derivative's; both are of the results, weighed by random
+    numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near
+    that differences say nothing), ``"none"`` (there is no such derivative; `got` is NaN) or
+    ``"deliberate"``; `note` says why there is none. `origin` is the user's line of a rule's call,
+    `defined` where the rule is.
+    """
+
+    what: str
+    order: int
+    mode: str
+    expected: float
+    got: float
+    status: str
+    origin: Origin | None = None
+    defined: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.origin}" if self.origin else ""
+        defined = f" (defined at {self.defined})" if self.defined else ""
+        said = self.note or f"expected {self.expected:.6g}, got {self.got:.6g}"
+        return f"{self.what}{where}{defined}, order {self.order}, {self.mode}: {said}"
+
+
+@dataclass(frozen=True)
+class GradCheck:
+    """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`."""
+
+    function: str
+    rules: tuple[Checked, ...]
+    leaves: tuple[Checked, ...]
+
+    @property
+    def wrong(self) -> tuple[Checked, ...]:
+        """What failed, rules first: a wrong rule is why a leaf is wrong."""
+        return tuple(c for c in (*self.rules, *self.leaves) if c.status == "wrong")
+
+    @property
+    def deliberate(self) -> tuple[Checked, ...]:
+        """The rules that differ from the derivative and were declared to."""
+        return tuple(c for c in self.rules if c.status == "deliberate")
+
+    def __str__(self) -> str:
+        lines = [
+            f"derivatives of {self.function}: "
+            + (f"{len(self.wrong)} wrong" if self.wrong else "right")
+        ]
+        marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "not smooth": "?", "none": "–"}
+        for check in (*self.rules, *self.leaves):
+            name = "" if check.status in ("right", "wrong") else f" [{check.status}]"
+            lines.append(f"{marks[check.status]} {check}{name}")
+        return "\n".join(lines)
