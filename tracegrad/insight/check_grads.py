@@ -110,7 +110,11 @@ def check_grads(
         limits = limits_of(program, rtol, atol)
         rules = tuple(check_rules(program, leaves, declared, limits, random))
         whole = _without(program, {c.what.split(",")[0] for c in rules if c.status == "deliberate"})
-        checks = tuple(_check_leaves(whole, leaves, paths, order, tuple(modes), limits, random))
+
+        def run(given: Sequence[Any]) -> list[Any]:
+            return evaluate(whole, given, Lowering(rebuild=True))
+
+        checks = tuple(_check_leaves(run, leaves, paths, order, tuple(modes), limits, random))
     report = GradCheck(function_name(fun), rules, checks)
     if report.wrong:
         raise GradientError(report)
@@ -150,36 +154,28 @@ def _flat(
 
 
 def _check_leaves(
-    program: Graph,
-    leaves: list[Any],
-    paths: list[str],
-    order: int,
-    modes: tuple[str, ...],
-    limits: Limits,
-    random: Any,
-) -> Iterator[Checked]:
-    def run(given: Sequence[Any]) -> list[Any]:
-        return evaluate(program, given, Lowering(rebuild=True))
-
-    yield from _check_order(run, leaves, paths, 1, order, modes, (), limits, random)
-
-
-def _check_order(
     fun: Function,
     leaves: list[Any],
     paths: list[str],
-    level: int,
     order: int,
     modes: tuple[str, ...],
-    before: tuple[str, ...],
     limits: Limits,
     random: Any,
+    before: tuple[str, ...] = (),
 ) -> Iterator[Checked]:
+    """Compares the derivatives of a function with its differences, and so on with those of the
+    derivatives; `before`: the modes by which it is one itself."""
+    level = len(before) + 1
     avals = jax.eval_shape(fun, leaves)
     weights = random_like(random, avals)
     flowing = [i for i, weight in enumerate(weights) if weight is not None]
     if not flowing:
         return
+
+    def of_flowing(given: Sequence[Any]) -> list[Any]:
+        outs = fun(given)
+        return [outs[i] for i in flowing]
+
     compiled = jax.jit(fun)
     expected = [
         along_smooth(compiled, leaves, i, direction, weights, limits, random)
@@ -188,14 +184,14 @@ def _check_order(
     directions = [estimate.direction for estimate in expected]
 
     def backward(given: Sequence[Any]) -> list[Any]:
-        outs, vjp = jax.vjp(lambda given: [fun(given)[i] for i in flowing], list(given))
+        outs, vjp = jax.vjp(of_flowing, list(given))
         cts = [jnp.asarray(weights[i], out.dtype) for i, out in zip(flowing, outs, strict=True)]
         return list(vjp(cts)[0])
 
     def forward(given: Sequence[Any]) -> list[Any]:
         tangents = [jnp.asarray(d, leaf.dtype) for d, leaf in zip(directions, given, strict=True)]
         primal = [jnp.asarray(leaf) for leaf in given]
-        return list(jvp(lambda given: [fun(given)[i] for i in flowing], (primal,), (tangents,))[1])
+        return list(jvp(of_flowing, (primal,), (tangents,))[1])
 
     derivatives = {"rev": backward, "fwd": forward}
     for mode in modes:
@@ -218,17 +214,11 @@ def _check_order(
             status = judge(expected, number, limits)
             yield Checked("all leaves", level, name, total, number, status)
         if level < order:
-            yield from _check_order(
-                derivatives[mode],
-                leaves,
-                paths,
-                level + 1,
-                order,
-                modes,
-                (mode, *before),
-                # A reverse pass need not be analytic where its function is.
-                dataclasses.replace(limits, exact=False),
-                random,
+            # A reverse pass need not be analytic where its function is.
+            inexact = dataclasses.replace(limits, exact=False)
+            higher = (mode, *before)
+            yield from _check_leaves(
+                derivatives[mode], leaves, paths, order, modes, inexact, random, higher
             )
 
 
