@@ -202,6 +202,20 @@ def test_complex_numbers_and_integers_beside_them():
     assert check_grads(f, (jnp.array([1 + 2j]), 3, "a string"), order=1, modes=["rev"]).wrong == ()
 
 
+def test_a_function_may_read_and_assign_variables():
+    scale, seen = tg.Variable(3.0), tg.Variable(0)
+
+    def f(x):
+        seen.assign_add(1)
+        return jnp.sum(scale * x**2)
+
+    report = check_grads(f, (X,), order=1, modes=("rev",))
+    (check,) = report.leaves
+    assert check.status == "right"
+    unscaled = check_grads(lambda x: jnp.sum(x**2), (X,), order=1, modes=("rev",)).leaves[0]
+    assert check.got == pytest.approx(3 * unscaled.got)
+
+
 def test_precision_is_that_of_the_caller_again_afterwards():
     check_grads(jnp.sin, (1.0,), order=1, modes=["rev"])
     assert jnp.ones(1).dtype == jnp.float32

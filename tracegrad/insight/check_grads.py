@@ -110,9 +110,10 @@ def check_grads(
         limits = limits_of(program, rtol, atol)
         rules = tuple(check_rules(program, leaves, declared, limits, random))
         whole = _without(program, {c.what.split(",")[0] for c in rules if c.status == "deliberate"})
+        values = [variable.value for variable in whole.variables]
 
         def run(given: Sequence[Any]) -> list[Any]:
-            return evaluate(whole, given, Lowering(rebuild=True))
+            return evaluate(whole, [*given, *values], Lowering(rebuild=True))
 
         checks = tuple(_check_leaves(run, leaves, paths, order, tuple(modes), limits, random))
     report = GradCheck(function_name(fun), rules, checks)
