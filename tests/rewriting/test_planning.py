@@ -20,9 +20,21 @@ from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import node_flops
 from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.planner import Planner, flops_bound, lowest_peak_bound
+from tracegrad.rewriting.planning.planner import (
+    EXACT,
+    Planner,
+    flops_bound,
+    lowest_peak_bound,
+)
 from tracegrad.rewriting.planning.residuals import NodeResiduals
-from tracegrad.rewriting.planning.simulation import Segment, keep_all, simulate
+from tracegrad.rewriting.planning.simulation import (
+    Leaving,
+    Piece,
+    Segment,
+    keep_all,
+    leaving,
+    simulate,
+)
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -48,6 +60,7 @@ def random_model(seed: int, count: int) -> MemoryModel:
         needs=needs,
         cotangents=[int(s) for s in rng.integers(1, 4, count)],
         extra=[int(e) for e in rng.integers(0, 4, count) * (rng.random(count) < 0.2)],
+        gathered=sorted((int(g) for g in rng.integers(0, 6, count)), reverse=True),
     )
 
 
@@ -114,7 +127,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
                 )
 
             alive = {v for v in (*kept, *done) if read_later(v) or v in left[:1]}
-            size = base + sum(m.sizes[v] for v in alive) + m.cotangents[step]
+            size = base + sum(m.sizes[v] for v in alive) + m.cotangents[step] + m.gathered[step]
             made = done if s.recompute else list(inside)
             size += sum(m.extra[i] for i in made if i <= step)
             peak = max(peak, size)
@@ -178,8 +191,79 @@ def test_plans_of_small_programs_are_the_best_of_all(seed: int):
     assert error.value.bound == lowest_peak_bound(m)
 
 
-def test_large_programs_keep_the_budget_between_bound_and_everything():
-    m = random_model(3, 40)
+Ways = dict[tuple[int, int], list[tuple[int, int, int, Leaving]]]
+
+
+def all_ways(m: MemoryModel) -> Ways:
+    """For every part what each way to run it as one segment costs: FLOPs, peaks, what it leaves."""
+    found: Ways = {}
+    for start, stop in itertools.combinations(range(len(m) + 1), 2):
+        piece = Piece(m, start, stop)
+        everything = piece.run(True, frozenset()).recomputed
+        runs = [piece.run(False, frozenset())] + [
+            piece.run(True, frozenset(saved))
+            for size in range(len(everything) + 1)
+            for saved in itertools.combinations(everything, size)
+        ]
+        found[start, stop] = list(
+            dict.fromkeys(
+                (
+                    local.flops,
+                    local.forward_peak,
+                    local.backward_peak + m.gathered[stop - 1],
+                    leaving(m, Segment(start, stop), local.shifted(start)),
+                )
+                for local in runs
+            )
+        )
+    return found
+
+
+def is_beaten(ways: Ways, count: int, budget: int, flops: int) -> bool:
+    """Whether any plan within a budget needs fewer FLOPs: each is followed, segment by segment,
+    until it needs too many bytes or FLOPs."""
+
+    def follow(
+        start: int, spent: int, kept: int, staying: int, waiting: list[tuple[int, int]]
+    ) -> bool:
+        if start == count:
+            return True
+        for stop in range(start + 1, count + 1):
+            read = sum(size for first, size in waiting if first < stop)
+            for more, forward, backward, left in ways[start, stop]:
+                if (
+                    spent + more < flops
+                    and kept + forward <= budget
+                    and staying + read + backward <= budget
+                    and follow(
+                        stop,
+                        spent + more,
+                        kept + left.staying + sum(size for _, size in left.until_read),
+                        staying + read + left.staying,
+                        [(u, size) for u, size in waiting if u >= stop] + [*left.until_read],
+                    )
+                ):
+                    return True
+        return False
+
+    return follow(0, 0, 0, 0, [])
+
+
+@pytest.mark.parametrize("count", [7, 10, EXACT])
+def test_no_plan_of_a_small_program_is_beaten(count: int):
+    m = random_model(count, count)
+    planner, ways = Planner(m), all_ways(m)
+    whole, lowest = keep_all(m).peak, planner.lowest_peak()
+    assert not is_beaten(ways, count, lowest - 1, m.total_flops + 1)
+    for budget in {lowest, (lowest + whole) // 2, whole - 1}:
+        _, simulation = planner.plan(budget)
+        assert not is_beaten(ways, count, budget, simulation.flops)
+        assert is_beaten(ways, count, budget, simulation.flops + 1)
+
+
+@pytest.mark.parametrize("count", [40, 150])
+def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
+    m = random_model(3, count)
     planner, again = Planner(m), Planner(m)
     whole = keep_all(m).peak
     for share in (0.9, 0.7, 0.5):

@@ -3,9 +3,10 @@
 1. Places to cut a program are where few bytes go from one side to the other.
 2. For the segment between any two of them, save sets by minimum cuts at all prices of a byte
    (`cuts.Network.hull`); segments that are alike are solved once.
-3. Dynamic programming from the first to the last operation chooses segments and save sets: a label
-   is what one such choice for a prefix costs and what it leaves in memory for the rest.
-4. Local search on the winner saves and frees single values.
+3. The part between two neighbouring places is cut once more, finely: the ways through it in several
+   short segments, each of which holds little while it runs again, are ways to run that part.
+4. Dynamic programming from the first to the last operation (`paths`) chooses among all of these.
+5. Local search on the winner saves and frees single values.
 
 Everything is deterministic. Programs of a few operations are solved exactly: all cuts, all save
 sets, and only labels dropped that another is at least as good as in every respect.
@@ -13,21 +14,21 @@ sets, and only labels dropped that another is at least as good as in every respe
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.paths import Choices, Labels, Paths, frontier, pareto
 from tracegrad.rewriting.planning.simulation import (
     Local,
     Piece,
     Segment,
     Simulation,
+    run_segment,
     simulate,
 )
 
@@ -37,7 +38,10 @@ LONGEST = 20  # cuts that one recomputed segment may span
 SIDEWAYS = 0.05  # bytes across that a cut may have more for a byte nearer to the middle
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
-MOST_LABELS = 40
+MOST_LABELS = 150
+MOST_FINE_CUTS = 12  # within the part between two neighbouring cuts
+MOST_FINE_LABELS = 8  # for each of so many heights of the peak:
+PEAKS = 6
 
 Progress = Callable[[float], None]  # told the share that is done
 
@@ -55,82 +59,56 @@ class BudgetTooSmall(ValueError):
         self.lowest, self.bound = lowest, bound
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """The ways to run segments that are alike, one row of the table for each.
-
-    `saved` counts from the segment's start; None: it is not recomputed. The columns of `table` are
-    the extra FLOPs, the bytes of the forward and of the backward peak, and those that stay for the
-    segment's backward pass. `leaves[k]` has the values that others read and the choice does not
-    keep for itself.
-    """
-
-    saved: list[frozenset[int] | None]
-    table: np.ndarray
-    leaves: list[tuple[int, ...]]
-
-
-@dataclass
-class _Labels:
-    """Prefixes that end at one cut, one row for each.
-
-    `held[l, j]`: bytes that it keeps during the backward pass of a segment from here to cut j;
-    `kept`: during the forward pass. `last`: where it came from: cut, row there, and the choice for
-    the segment between.
-    """
-
-    flops: np.ndarray
-    kept: np.ndarray
-    held: np.ndarray
-    last: np.ndarray
-
-
 class Planner:
     """Plans for one program, for any number of budgets."""
 
     def __init__(self, model: MemoryModel, progress: Progress = lambda share: None):
         self.model = model
         self.exact = len(model) <= EXACT
-        self.cuts = self._places()
-        self._alike: dict[Hashable, _Choices] = {}
-        self._left: dict[tuple[int, int], np.ndarray] = {}
+        self._crossing = crossing_bytes(model)
+        self._before = [0, *itertools.accumulate(model.sizes)]
+        self._alike: dict[Hashable, Choices] = {}
         self._tokens = _tokens(model)
-        self._choices: dict[tuple[int, int], _Choices] = {}
-        pairs = [(i, j) for i in range(len(self.cuts) - 1) for j in range(i + 1, len(self.cuts))]
+        cuts = self._places(0, len(model), MOST_CUTS)
+        choices: dict[tuple[int, int], Choices] = {}
+        pairs = [(i, j) for i in range(len(cuts) - 1) for j in range(i + 1, len(cuts))]
         for done, (i, j) in enumerate(pairs):
             is_short = self.exact or j - i <= LONGEST
-            self._choices[i, j] = self._choices_of(self.cuts[i], self.cuts[j], is_short)
+            choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short)
+            if j == i + 1 and not self.exact:
+                choices[i, j] = self._refined(cuts[i], cuts[j], choices[i, j])
             progress((done + 1) / len(pairs))
+        self.paths = Paths(model, cuts, choices, self._kept_labels)
 
-    # --------------------------------------------------------------------------------- segments
+    # ------------------------------------------------------------------------------------ places
 
-    def _places(self) -> list[int]:
-        """The operations before which a segment may begin, and the end."""
-        model = self.model
-        count = len(model)
-        allowed = [i for i in range(1, count) if model.cuts[i] is not None]
-        if self.exact or len(allowed) <= MOST_CUTS:
-            return [0, *allowed, count]
-        crossing = crossing_bytes(model)
-        before = [0, *itertools.accumulate(model.sizes)]
+    def _places(self, start: int, stop: int, most: int) -> list[int]:
+        """The operations before which a segment may begin, from `start` on, and `stop`."""
+        allowed = [i for i in range(start + 1, stop) if self.model.cuts[i] is not None]
+        if self.exact or len(allowed) <= most:
+            return [start, *allowed, stop]
+        crossing, before = self._crossing, self._before
         # The longest piece, by bytes, is cut where the fewest go across, near the middle if many
         # places are alike: in a program of layers, first between these, then inside them.
-        chosen = {0, count}
-        pieces = [(-before[count], 0, count)]
-        while pieces and len(chosen) < MOST_CUTS + 2:
-            _, start, stop = heapq.heappop(pieces)
-            places = [i for i in allowed if start < i < stop]
+        chosen = {start, stop}
+        pieces = [(before[start] - before[stop], start, stop)]
+        while pieces and len(chosen) < most + 2:
+            _, first, last = heapq.heappop(pieces)
+            places = [i for i in allowed if first < i < last]
             if not places:
                 continue
-            middle = (before[start] + before[stop]) / 2
+            middle = (before[first] + before[last]) / 2
             place = min(places, key=lambda i: crossing[i] + abs(before[i] - middle) * SIDEWAYS)
             chosen.add(place)
-            for left, right in ((start, place), (place, stop)):
+            for left, right in ((first, place), (place, last)):
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
         return sorted(chosen)
 
-    def _choices_of(self, start: int, stop: int, recompute: bool) -> _Choices:
-        """The ways to run a segment, none of which another is as good as in every respect.
+    # --------------------------------------------------------------------------------- segments
+
+    def _choices_of(self, start: int, stop: int, recompute: bool) -> Choices:
+        """The ways to run a part as one segment, none of which another is as good as in every
+        respect.
 
         `recompute`: whether to look for ways that recompute.
         """
@@ -154,10 +132,10 @@ class Planner:
             if self.exact:  # what others read and it does not keep itself is there for some only
                 left = [self._left_by(start, stop, local) for _, local in runs]
                 compared = np.column_stack([table, table[:, 3:] + np.array(left, float)])
-            chosen = _pareto(compared)
+            chosen = pareto(compared)
             leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
-            self._alike[key] = _Choices(
-                [runs[k][0] for k in chosen],
+            self._alike[key] = Choices(
+                [(_segment(len(piece.sizes), runs[k][0]),) for k in chosen],
                 table[chosen],
                 [tuple(v for v in leaving if v not in runs[k][1].stored) for k in chosen],
             )
@@ -188,87 +166,59 @@ class Planner:
             for saved in itertools.combinations(values, size)
         ]
 
+    def _refined(self, start: int, stop: int, whole: Choices) -> Choices:
+        """With the ways to run a part as several segments."""
+        key = ("refined", *self._tokens[start:stop])
+        if key not in self._alike:
+            cuts = self._places(start, stop, MOST_FINE_CUTS)
+            choices = {
+                (i, j): self._choices_of(cuts[i], cuts[j], True)
+                for i, j in itertools.combinations(range(len(cuts)), 2)
+                if (i, j) != (0, len(cuts) - 1)
+            }
+            choices[0, len(cuts) - 1] = whole
+            paths = Paths(self.model, cuts, choices, lambda labels, cut: _spread(labels))
+            at = paths.run(float("inf"))
+            final = at[-1]
+            assert final is not None
+            ways = [paths.way(at, row) for row in range(len(final))]
+            self._alike[key] = Choices(
+                [tuple(s.shifted(-start) for s in way) for way in ways],
+                np.column_stack([final.flops, final.forward, final.backward, final.held[:, -1]]),
+                [self._leaves(way, stop) for way in ways],
+            )
+        return self._alike[key]
+
+    def _leaves(self, way: Sequence[Segment], stop: int) -> tuple[int, ...]:
+        """What segments leave for operations from `stop` on, and none before reads."""
+        start = way[0].start
+        left = []
+        for segment in way:
+            stored = run_segment(self.model, segment).stored
+            for v in range(segment.start, segment.stop):
+                first = next((u for u in self.model.uses[v] if u >= segment.stop), 0)
+                if first >= stop and v not in stored and self.model.sizes[v]:
+                    left.append(v - start)
+        return tuple(left)
+
     # ------------------------------------------------------------------------ dynamic programming
 
     def best(self, budget: int) -> list[Segment] | None:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes, before local
         search; None if none was found."""
-        cuts, model = self.cuts, self.model
-        count = len(cuts) - 1
-        labels: list[list[tuple[np.ndarray, ...]]] = [[] for _ in cuts]
-        at: list[_Labels | None] = [None] * len(cuts)
-        at[0] = _Labels(
-            np.zeros(1), np.zeros(1), np.zeros((1, count + 1)), np.zeros((1, 3), np.int64)
-        )
-        for i in range(count):
-            if i:
-                at[i] = self._pruned(labels[i], i)
-            here = at[i]
-            if here is None:
-                continue
-            for j in range(i + 1, count + 1):
-                choices = self._choices[i, j]
-                flops, forward, backward, _ = choices.table.T
-                room = budget - model.gathered[cuts[j] - 1]
-                fits = (here.kept[:, None] + forward <= budget) & (
-                    here.held[:, j][:, None] + backward <= room
-                )
-                rows, chosen = np.nonzero(fits)
-                if not len(rows):
-                    continue
-                delta = self._deltas(i, j)
-                labels[j].append(
-                    (
-                        here.flops[rows] + flops[chosen],
-                        here.kept[rows] + delta[chosen, -1],
-                        here.held[rows] + delta[chosen],
-                        np.column_stack([np.full(len(rows), i), rows, chosen]),
-                    )
-                )
-        final = self._pruned(labels[count], count)
+        at = self.paths.run(budget - self.model.gathered[-1])
+        final = at[-1]
         if final is None:
             return None
-        at[count] = final
         # Of equal FLOPs the one that keeps least.
         row: int = np.lexsort((final.kept, final.flops))[0].item()
-        plan: list[Segment] = []
-        i = count
-        while i > 0:
-            labels_here = at[i]
-            assert labels_here is not None
-            before, row, chosen = labels_here.last[row].tolist()
-            plan.append(self._segment(before, i, chosen))
-            i = before
-        return plan[::-1]
+        return self.paths.way(at, row)
 
-    def _deltas(self, i: int, j: int) -> np.ndarray:
-        """For each choice of a segment the bytes that it leaves for the backward pass of a segment
-        that ends at each of the cuts. (Read by nobody before it, a value is not there any more.)"""
-        choices, start = self._choices[i, j], self.cuts[i]
-        if (i, j) not in self._left:
-            delta = np.repeat(choices.table[:, 3:4], len(self.cuts), axis=1)
-            for k, leaves in enumerate(choices.leaves):
-                for v in leaves:
-                    first = next(u for u in self.model.uses[start + v] if u >= self.cuts[j])
-                    delta[k, bisect.bisect_right(self.cuts, first) :] += self.model.sizes[start + v]
-            self._left[i, j] = delta
-        return self._left[i, j]
-
-    def _segment(self, i: int, j: int, chosen: int) -> Segment:
-        saved, start = self._choices[i, j].saved[chosen], self.cuts[i]
-        if saved is None:
-            return Segment(start, self.cuts[j])
-        return Segment(start, self.cuts[j], True, frozenset(v + start for v in saved))
-
-    def _pruned(self, found: list[tuple[np.ndarray, ...]], cut: int) -> _Labels | None:
-        if not found:
-            return None
-        flops, kept, held, last = (np.concatenate([label[k] for label in found]) for k in range(4))
+    def _kept_labels(self, labels: Labels, cut: int) -> list[int]:
         if self.exact:
-            chosen = _pareto(np.column_stack([flops, kept, held[:, cut + 1 :]]))
-        else:
-            chosen = _frontier(flops, kept, MOST_LABELS)
-        return _Labels(flops[chosen], kept[chosen], held[chosen], last[chosen])
+            later = labels.held[:, cut + 1 :]
+            return pareto(np.column_stack([labels.flops, labels.kept, later]))
+        return frontier(labels.flops, labels.kept, MOST_LABELS)
 
     # ------------------------------------------------------------------------------------- plans
 
@@ -308,32 +258,18 @@ class Planner:
         return high
 
 
-def _pareto(table: np.ndarray) -> list[int]:
-    """The rows than which no other is as small in every column, in the order of the first; of equal
-    rows the first."""
-    order = np.lexsort(table.T[::-1])
-    chosen: list[int] = []
-    kept = np.empty((0, table.shape[1]))
-    for k in order:
-        if not len(kept) or not np.any(np.all(kept <= table[k], axis=1)):
-            chosen.append(int(k))
-            kept = np.vstack([kept, table[k]])
-    return chosen
+def _segment(length: int, saved: frozenset[int] | None) -> Segment:
+    return Segment(0, length) if saved is None else Segment(0, length, True, saved)
 
 
-def _frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
-    """Rows of ever fewer bytes for ever more FLOPs, at most so many, spread over the bytes."""
-    order = np.lexsort((size, flops))
-    smallest = np.minimum.accumulate(size[order])
-    is_new = np.concatenate([[True], smallest[1:] < smallest[:-1]])
-    chosen = order[is_new]
-    if len(chosen) > most:
-        low, high = size[chosen].min(), size[chosen].max()
-        bucket = np.floor((size[chosen] - low) / (high - low) * (most - 1e-9)).astype(int)
-        # The least FLOPs of each bucket, which come first, and the fewest bytes of all.
-        _, firsts = np.unique(bucket, return_index=True)
-        chosen = chosen[sorted({*firsts.tolist(), len(chosen) - 1})]
-    return [int(k) for k in chosen]
+def _spread(labels: Labels) -> list[int]:
+    """Rows of few bytes for few FLOPs, for several heights of the peak."""
+    peak = np.maximum(labels.forward, labels.backward)
+    chosen: set[int] = set()
+    for level in np.linspace(peak.min(), peak.max(), PEAKS):
+        (low,) = np.nonzero(peak <= level)
+        chosen.update(low[frontier(labels.flops[low], labels.kept[low], MOST_FINE_LABELS)].tolist())
+    return sorted(chosen)
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:

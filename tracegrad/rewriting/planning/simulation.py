@@ -30,6 +30,11 @@ class Segment:
     recompute: bool = False
     saved: frozenset[int] = frozenset()
 
+    def shifted(self, by: int) -> Segment:
+        """The same, so many operations later."""
+        saved = frozenset([v + by for v in self.saved])
+        return Segment(self.start + by, self.stop + by, self.recompute, saved)
+
 
 @dataclass(frozen=True)
 class Local:
