@@ -19,8 +19,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence
-from tracegrad.ir.match import Found, Selector
 from tracegrad.ir.occurrence import UNDER_RULES, Path, calling_line
+from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import OverrideGradient, override, with_gradient

@@ -24,7 +24,6 @@ from tracegrad import _jax
 from tracegrad.ir import match, text, verification
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import GraphError
-from tracegrad.ir.match import Selector
 from tracegrad.ir.nodes import (
     Call,
     CustomGradient,
@@ -35,6 +34,7 @@ from tracegrad.ir.nodes import (
     Value,
 )
 from tracegrad.ir.occurrence import Matches, Occurrence, Path
+from tracegrad.ir.selector import Selector
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from tracegrad.ir import (
     Value,
 )
 from tracegrad.ir.errors import NoMatchError
-from tracegrad.ir.match import Selector
 from tracegrad.ir.occurrence import UNDER_RULES, Path, is_own_file, is_under_rules
+from tracegrad.ir.selector import Selector
 
 # Edits a graph at some nodes of it, which an occurrence in the original has become.
 Edit = Callable[[Graph, Sequence[Node], Occurrence], None]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.errors import NoMatchError
-from tracegrad.ir.match import Selector
+from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.edits import (
     matches_to_edit,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
-from tracegrad.ir.match import Selector
+from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.rewriting.edits import edited, entering, leaving, matches_to_edit, place_name
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents

@@ -1,0 +1,230 @@
+"""Selectors by the code that was run: what a call, or a line of source, has become.
+
+The operations of one execution are told from those of the next by the Python frames that JAX keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.frames import Frame, Stack, is_in_loop, loops_between, stack_of
+from tracegrad.ir.nodes import Node
+from tracegrad.ir.occurrence import Occurrence, Origin, Path, is_user_file
+from tracegrad.ir.selector import Group, Grouping, fits_any
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class _ByFrame(Grouping):
+    """Groups of nodes that came of one execution of a piece of Python code.
+
+    JAX keeps with each operation where every Python frame stood when it was bound. Operations of
+    one execution stand together in the program and have the same frames outside of that code.
+    Where it was executed several times in a row from one place, a frame that goes back tells
+    where the next began, unless a loop in the code itself can have brought it back.
+    """
+
+    @abstractmethod
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        """Which frame of a node (innermost first) is the one meant, and what tells its kind.
+
+        `known`: what was found out about code objects, by identity.
+        """
+
+    def _is_named(self, node: Node) -> bool:
+        return False
+
+    _each_time_round = False  # whether the next turn of a loop in the code is a match of its own
+
+    def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
+        groups: dict[Node, Group] = {}
+        run: list[_Bound] = []
+        last: Any = None
+        known: dict[int, bool] = {}
+
+        def finish() -> None:
+            for members in self._split(run):
+                group = (_short(members[0].inner[-1].code.co_qualname), [b.node for b in members])
+                groups.update(dict.fromkeys(group[1], group))
+            run.clear()
+
+        for node in graph.nodes:
+            stack = stack_of(node, graph, root=not path)
+            anchor = self._anchor(stack, known)
+            if anchor is None:
+                finish()
+                last = None
+                if self._is_named(node):
+                    groups[node] = (None, [node])
+                continue
+            index, kind = anchor
+            key = (stack.key(index + 1), id(stack.codes[index]), kind)
+            if key != last:
+                finish()
+            last = key
+            run.append(_Bound(node, stack.frames(0, index + 1), stack.frames(index + 1)))
+        finish()
+        return groups
+
+    def _split(self, run: Sequence[_Bound]) -> list[list[_Bound]]:
+        """A run of nodes of the same code, cut where it began again."""
+        if not run:
+            return []
+        level, may_loop = _deciding_level(run)
+        executions = [[run[0]]]
+        unsure: set[int] = set()  # of these it is not known whether they are new
+        for before, now in itertools.pairwise(run):
+            went_back = _went_back(before, now, level)
+            if not went_back:
+                executions[-1].append(now)
+                continue
+            if (may_loop or went_back == "in a loop") and not self._each_time_round:
+                unsure.add(len(executions))
+            executions.append([now])
+        if not unsure or _are_independent(executions):
+            return executions
+        if not any(map(is_in_loop, run[0].outer)):  # then the loop is the code's own
+            return _joined(executions, unsure)
+        name = _short(run[0].inner[-1].code.co_qualname)
+        raise GraphError(
+            f"{self!r}: {name} is called in a loop and has a loop of its own, so that its calls "
+            f"cannot be told apart from {Occurrence((), run[0].node)} on: put a jax.named_scope "
+            "around each call and use match.scope"
+        )
+
+
+class _Bound(NamedTuple):
+    """A node, its frames down to those of the code that is meant, and those around it."""
+
+    node: Node
+    inner: tuple[Frame, ...]  # innermost first; the last is that of the code itself
+    outer: tuple[Frame, ...]
+
+
+def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
+    """The outermost level (1: the code itself) at which the nodes' frames do not all stand at the
+    same instruction, and whether one of those further out stands in a loop of its own."""
+    may_loop = False
+    for level in range(1, min(len(bound.inner) for bound in run) + 1):
+        frames = {bound.inner[-level] for bound in run}
+        if len(frames) > 1:
+            return level, may_loop
+        may_loop = may_loop or is_in_loop(frames.pop())
+    return 0, may_loop
+
+
+def _went_back(before: _Bound, now: _Bound, level: int) -> str:
+    """Whether, at this level, execution stands further up than it did; ``""``: it does not."""
+    if level == 0:
+        return "again" if len(before.inner) == len(now.inner) else ""
+    old, new = before.inner[-level], now.inner[-level]
+    if old.code is not new.code or new.at >= old.at:
+        return ""
+    return "in a loop" if loops_between(new, old) else "again"
+
+
+def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Bound]]:
+    joined: list[list[_Bound]] = []
+    for i, members in enumerate(executions):
+        if i in unsure:
+            joined[-1].extend(members)
+        else:
+            joined.append(list(members))
+    return joined
+
+
+def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
+    """Whether none of these groups uses what another computes."""
+    owner = {bound.node: i for i, members in enumerate(executions) for bound in members}
+    for node, i in owner.items():
+        for value in node.inputs:
+            producer = getattr(value, "producer", None)
+            if producer is not None and owner.get(producer, i) != i:
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class CallOf(_ByFrame):
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        for index in range(len(stack.codes) - 1, -1, -1):
+            code = stack.codes[index]
+            found = known.get(id(code))
+            if found is None:
+                found = known[id(code)] = _is_function(code.co_qualname, self.patterns_)
+            if found:
+                return index, None
+        return None
+
+    def _is_named(self, node: Node) -> bool:
+        return bool(node.regions) and _is_function(node.name, self.patterns_)
+
+    def names(self, graph: Graph) -> list[str]:
+        found: dict[str, None] = {}
+        for o in graph.walk():
+            if o.node.regions:
+                found[o.node.name] = None
+            for code in stack_of(o.node, o.graph, root=not o.path).codes:
+                found[_short(code.co_qualname)] = None
+        return list(found)
+
+    def __repr__(self) -> str:
+        return f"match.call({', '.join(map(repr, self.patterns_))})"
+
+
+@functools.lru_cache(maxsize=16384)
+def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
+    names = {qualname, _short(qualname), qualname.rsplit(".", 1)[-1]}
+    return any(fits_any(name, patterns) for name in names)
+
+
+def _short(qualname: str) -> str:
+    """A function's name within its module: without the functions around it, and a class for the
+    call of its instances."""
+    return qualname.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
+
+
+@dataclass(frozen=True)
+class SourceOf(_ByFrame):
+    _each_time_round = True
+
+    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        for index, code in enumerate(stack.codes):
+            if id(code) not in known:
+                known[id(code)] = is_user_file(code.co_filename)
+            if known[id(code)]:
+                (frame,) = stack.frames(index, index + 1)
+                kind = next((p for p in self.patterns_ if _is_place(frame, p)), None)
+                return None if kind is None else (index, kind)
+        return None
+
+    def names(self, graph: Graph) -> list[str]:
+        origins = [o.origin for o in graph.walk()]
+        places = [name for o in origins if o is not None for name in (o.place, o.function)]
+        return list(dict.fromkeys(places))
+
+    def __repr__(self) -> str:
+        return f"match.source({', '.join(map(repr, self.patterns_))})"
+
+
+def _is_place(frame: Frame, pattern: str) -> bool:
+    origin = Origin(frame.code.co_filename, frame.line, frame.code.co_qualname)
+    if re.search(r":\d+$", pattern):
+        file, line = pattern.rsplit(":", 1)
+        return origin.line == int(line) and _is_file(origin, file)
+    return _is_file(origin, pattern) or _is_function(origin.function, (pattern,))
+
+
+def _is_file(origin: Origin, pattern: str) -> bool:
+    short = origin.place.rsplit(":", 1)[0]
+    file = origin.file.replace("\\", "/")
+    return fits_any(short, (pattern,)) or file == pattern or file.endswith("/" + pattern)

@@ -1,0 +1,221 @@
+"""What a selector is: what it finds in a graph, and how two combine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from tracegrad.ir.nodes import Node
+from tracegrad.ir.occurrence import Fragment, Occurrence, Path
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+Covers = Callable[[Path, Node], bool]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a selector found in a graph: its matches, and whether a node is part of one."""
+
+    matches: list[Occurrence]
+    covers: Covers
+
+
+class Selector(ABC):
+    """Finds places in a graph; combined with ``&``, ``|`` and ``~``.
+
+    ``a & b`` are the matches of either that lie within both, ``a | b`` those of both, ``~a`` all
+    single nodes outside of `a`.
+    """
+
+    @abstractmethod
+    def look(self, graph: Graph) -> Found:
+        """Its matches in a graph, in the order of execution."""
+
+    def names(self, graph: Graph) -> list[str]:
+        """What it could have been asked for in this graph: for messages, when nothing matches."""
+        return []
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What it was asked for, to find the nearest of `names`."""
+        return ()
+
+    def __and__(self, other: Selector) -> Selector:
+        return _And(self, _selector(other))
+
+    def __or__(self, other: Selector) -> Selector:
+        return _Or(self, _selector(other))
+
+    def __invert__(self) -> Selector:
+        return _Not(self)
+
+
+def within(matches: Sequence[Occurrence]) -> Covers:
+    """Whether a node belongs to one of these, or to a region below one."""
+    members = {(match.path, node) for match in matches for node in match.nodes}
+
+    def covers(path: Path, node: Node) -> bool:
+        if (path, node) in members:
+            return True
+        return any((path[:i], path[i][0]) in members for i in range(len(path)))
+
+    return covers
+
+
+# ------------------------------------------------------------------------------------- combinations
+
+
+@dataclass(frozen=True)
+class _And(Selector):
+    left: Selector
+    right: Selector
+
+    def look(self, graph: Graph) -> Found:
+        left, right = self.left.look(graph), self.right.look(graph)
+        both = [m for m in left.matches if _lies_in(m, right.covers)]
+        both += [m for m in right.matches if _lies_in(m, left.covers) and m not in both]
+        # Of a call and its own operations, both of them in a scope, the call is meant.
+        fragments = {(m.path, node): m for m in both if isinstance(m, Fragment) for node in m.nodes}
+        kept = [m for m in both if isinstance(m, Fragment) or (m.path, m.node) not in fragments]
+
+        def covers(path: Path, node: Node) -> bool:
+            return left.covers(path, node) and right.covers(path, node)
+
+        return Found(_in_order(graph, kept), covers)
+
+    def names(self, graph: Graph) -> list[str]:
+        """Of the side that finds nothing by itself."""
+        for side in (self.left, self.right):
+            if not side.look(graph).matches:
+                return side.names(graph)
+        return []
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (*self.left.patterns, *self.right.patterns)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} & {self.right!r})"
+
+
+@dataclass(frozen=True)
+class _Or(Selector):
+    left: Selector
+    right: Selector
+
+    def look(self, graph: Graph) -> Found:
+        left, right = self.left.look(graph), self.right.look(graph)
+        both = [*left.matches, *(m for m in right.matches if m not in left.matches)]
+
+        def covers(path: Path, node: Node) -> bool:
+            return left.covers(path, node) or right.covers(path, node)
+
+        return Found(_in_order(graph, both), covers)
+
+    def names(self, graph: Graph) -> list[str]:
+        return [*self.left.names(graph), *self.right.names(graph)]
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (*self.left.patterns, *self.right.patterns)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} | {self.right!r})"
+
+
+@dataclass(frozen=True)
+class _Not(Selector):
+    inner: Selector
+
+    def look(self, graph: Graph) -> Found:
+        inner = self.inner.look(graph)
+        # A call around a match is neither inside nor outside of it.
+        around = {(*m.path[:i], m.path[i][0]) for m in inner.matches for i in range(len(m.path))}
+        outside = [
+            o
+            for o in graph.walk()
+            if not inner.covers(o.path, o.node) and (*o.path, o.node) not in around
+        ]
+        return Found(outside, lambda path, node: not inner.covers(path, node))
+
+    def __repr__(self) -> str:
+        return f"~{self.inner!r}"
+
+
+def _lies_in(match: Occurrence, covers: Covers) -> bool:
+    return all(covers(match.path, node) for node in match.nodes)
+
+
+def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
+    if len(matches) < 2:
+        return matches
+    first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}
+    single = {(m.path, m.node): m for m in matches if not isinstance(m, Fragment)}
+    ordered = []
+    for o in graph.walk():
+        for table in (first, single):
+            if (o.path, o.node) in table:
+                ordered.append(table[o.path, o.node])
+    return ordered
+
+
+def _selector(other: Any) -> Selector:
+    if not isinstance(other, Selector):
+        raise TypeError(
+            f"a selector (match.op, match.call, ...) is combined with another one, "
+            f"not with {other!r}"
+        )
+    return other
+
+
+# ---------------------------------------------------------------------------------- groups of nodes
+
+
+# The nodes of a match, and what they are called; None: it is one node, with a name of its own.
+Group = tuple[str | None, list[Node]]
+
+
+@dataclass(frozen=True)
+class Grouping(Selector):
+    """Selectors whose matches may be several nodes: the outermost ones are found, region by
+    region."""
+
+    patterns_: tuple[str, ...]
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return self.patterns_
+
+    def look(self, graph: Graph) -> Found:
+        matches = list(self._visit(graph, ()))
+        return Found(matches, within(matches))
+
+    def _visit(self, graph: Graph, path: Path) -> Iterator[Occurrence]:
+        groups = self._groups(graph, path)
+        started: set[int] = set()
+        for node in graph.nodes:
+            group = groups.get(node)
+            if group is None:
+                for name, region in node.regions.items():
+                    yield from self._visit(region, (*path, (node, name)))
+            elif id(group) not in started:
+                started.add(id(group))
+                label, members = group
+                if label is None:
+                    yield Occurrence(path, node)
+                else:
+                    yield Fragment(path, node, tuple(members), label)
+
+    @abstractmethod
+    def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
+        """For each node of the region that is part of a match: its name and all its nodes."""
+
+
+def fits_any(name: str, patterns: tuple[str, ...]) -> bool:
+    # Not by fnmatch alone: `In[3]` is the name of a file in a notebook.
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
