@@ -35,7 +35,8 @@ from tracegrad import _jax
 from tracegrad.ir.executions import CallOf, SourceOf
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
-from tracegrad.ir.selector import Found, Group, Grouping, Selector, fits_any, within
+from tracegrad.ir.selector import Found, Group, Grouping, fits_any, within
+from tracegrad.ir.selector import Selector as Selector
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
