@@ -221,6 +221,11 @@ class Variable:
     def _checked(self, value: Any) -> Any:
         """`value` as an array of this Variable's type; raises if it is of another."""
         value = _operand(value)
+        own, given = self._aval, getattr(value, "aval", None)
+        if type(given) is type(own) and (
+            (given.shape, given.dtype, given.weak_type) == (own.shape, own.dtype, False)
+        ):
+            return value  # as nearly all are
         loose = not isinstance(value, jax.Array | np.ndarray | np.generic)  # Python's own numbers
         if not isinstance(value, jax.Array):
             with jax.ensure_compile_time_eval():  # not a part of what may be being traced here
@@ -246,9 +251,10 @@ class Variable:
 
     def _assign_sum(self, value: Any, delta: Any) -> Variable:
         """Assigns what was computed of its value and of `delta`."""
-        known = isinstance(delta, jax.Array | np.ndarray | np.generic | int | float | complex)
-        at_top = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
-        if _listeners.stack or not known or not at_top or _jax.is_tracer(value):
+        # Of what is neither an array nor a number the sum may be anything, and anybody's.
+        kind = type(self._value)
+        is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
+        if _listeners.stack or not is_new or not _is_top_level():
             return self.assign(value)
         # An array that nobody else has: it needs no alias.
         value = self._checked(value)
@@ -259,7 +265,7 @@ class Variable:
 
     def _stored(self) -> Any:
         """What is read where nobody listens."""
-        if _jax.staging_trace() is not None:
+        if not _is_top_level() and _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
         return self._handed()
 
@@ -610,6 +616,15 @@ _OF_THE_VALUE = frozenset(
     block_until_ready
     """.split()  # noqa: SIM905
 )
+
+
+# What an array is added to, and the sum is a new array.
+_NUMBERS = (int, float, complex, np.ndarray, np.generic)
+
+
+def _is_top_level() -> bool:
+    """Whether what is bound now runs at once, with no transformation around it."""
+    return type(_jax.current_trace(None)) is _jax.top_level_trace_type()
 
 
 def _operand(other: Any) -> Any:
