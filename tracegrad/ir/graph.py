@@ -24,6 +24,7 @@ from tracegrad import _jax
 from tracegrad.ir import match, text, verification
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import GraphError
+from tracegrad.ir.grouping import entering, leaving, parted
 from tracegrad.ir.nodes import (
     Call,
     CustomGradient,
@@ -131,6 +132,13 @@ class Graph:
         if isinstance(node, RegionNode):
             for region in node._regions.values():
                 region.add_owner(node)
+
+    def _disown(self, node: Node) -> None:
+        """Takes a node out of what it uses; it is none of the graph's any more."""
+        for value in node.inputs:
+            if isinstance(value, Value):
+                value._uses.remove(node)
+        node.graph = None
 
     def add_owner(self, node: RegionNode) -> None:
         """Notes that a node holds this graph as a region."""
@@ -555,11 +563,8 @@ class Graph:
         for old, new in zip(node.outputs, wide.outputs, strict=False):
             new.hint = old.hint
             self.replace_uses(old, new)
-        for operand in node.inputs:
-            if isinstance(operand, Value):
-                operand._uses.remove(node)
         self.nodes[self.nodes.index(node)] = wide
-        node.graph = None
+        self._disown(node)
         return wide
 
     def add_output(self, value: Value) -> None:
@@ -595,18 +600,15 @@ class Graph:
         users = [user for value in node.outputs for user in value.users]
         if users or outputs.intersection(v for v in self.outputs if isinstance(v, Value)):
             name = users[0].name if users else "the graph's outputs"
-            raise GraphError(f"cannot erase {self._place(node)}: {name} still uses it")
+            raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
         if node.effects:
             raise GraphError(
-                f"cannot erase {self._place(node)}: it has effects {set(node.effects)}, which an "
-                "edit must not drop"
+                f"cannot erase {Occurrence((), node)}: it has effects {set(node.effects)}, which "
+                "an edit must not drop"
             )
         self._edited()
-        for value in node.inputs:
-            if isinstance(value, Value):
-                value._uses.remove(node)
         self.nodes.remove(node)
-        node.graph = None
+        self._disown(node)
 
     def group(
         self,
@@ -634,92 +636,48 @@ class Graph:
             self._check_node(node)
         if not chosen:
             raise GraphError(f"no nodes to group in {self.name}")
-        first = min(i for i, node in enumerate(self.nodes) if node in chosen)
-        last = max(i for i, node in enumerate(self.nodes) if node in chosen)
-        members, before, after = self._split(chosen, first, last)
-
-        produced = {value for node in members for value in node.outputs}
-        entering = dict.fromkeys(
-            v for node in members for v in node.inputs if isinstance(v, Value) and v not in produced
-        )
-        leaving = [
-            value
-            for node in members
-            for value in node.outputs
-            if any(user not in chosen for user in value.users)
-            or any(value is v for v in self.outputs)
-        ]
-        region = Graph(name, function_source=self.function_source)
-        values: dict[Value, Value | Literal] = {
-            value: region.add_input(value.aval, value.name) for value in entering
-        }
-        for node in members:
-            new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
-            region.append(new, [v.aval for v in node.outputs])
-            values.update(zip(node.outputs, new.outputs, strict=True))
-        region.outputs = [values[v] for v in leaving]
-
+        places = [i for i, node in enumerate(self.nodes) if node in chosen]
+        stretch = slice(places[0], places[-1] + 1)
+        members, before, after = parted(self.nodes[stretch], chosen)
+        inputs, outputs = entering(members), leaving(self, members)
+        region = self._region_of(members, inputs, outputs, name)
         kind = Recompute if recompute else Call
         grouped = kind(
             primitive=_jax.REMAT if recompute else _jax.JIT,
             params={"policy": policy} if recompute else {"name": name},
-            inputs=tuple(entering),
+            inputs=tuple(inputs),
             source=members[0].source,
             effects=frozenset().union(*(node.effects for node in members)),
             is_new=True,
             _regions={"jaxpr": region},
         )
         self._edited()
-        self._adopt(grouped, [v.aval for v in leaving])
-        for old, new_value in zip(leaving, grouped.outputs, strict=True):
-            new_value.hint = old.hint or old.name
+        self._adopt(grouped, [v.aval for v in outputs])
+        for old, new in zip(outputs, grouped.outputs, strict=True):
+            new.hint = old.hint or old.name
             for user in old.users:
                 if user not in chosen:
-                    self.set_inputs(user, [new_value if v is old else v for v in user.inputs])
-            self.outputs = [new_value if v is old else v for v in self.outputs]
+                    self.set_inputs(user, [new if v is old else v for v in user.inputs])
+            self.outputs = [new if v is old else v for v in self.outputs]
         for node in members:
-            for value in node.inputs:
-                if isinstance(value, Value):
-                    value._uses.remove(node)
-            node.graph = None
-        self.nodes[first : last + 1] = [*before, grouped, *after]
+            self._disown(node)
+        self.nodes[stretch] = [*before, grouped, *after]
         return grouped
 
-    def _split(
-        self, chosen: set[Node], first: int, last: int
-    ) -> tuple[list[Node], list[Node], list[Node]]:
-        """Sorts the nodes between the first and the last chosen one into the chosen, those that
-        can stand before and those that must stand after. Effects count as a chain of dependences.
-        """
-        members: list[Node] = []
-        before: list[Node] = []
-        after: list[Node] = []
-        late: set[Node] = set()  # the chosen, and what depends on one of them
-        effect_is_late = False
-        for node in self.nodes[first : last + 1]:
-            producers = {v.producer for v in node.inputs if isinstance(v, Value)}
-            chained = bool(node.effects) and effect_is_late
-            if node in chosen:
-                outside = next((p for p in producers if p in late and p not in chosen), None)
-                if outside is not None:
-                    raise GraphError(
-                        f"cannot group: {self._place(outside)} depends on one of the nodes and "
-                        f"{self._place(node)} depends on it (the set is not convex)"
-                    )
-                if node.effects and any(n.effects for n in after):
-                    raise GraphError(
-                        f"cannot group: {self._place(node)} would have its effect before that of "
-                        f"{self._place(next(n for n in after if n.effects))}"
-                    )
-                members.append(node)
-                late.add(node)
-            elif chained or any(p in late for p in producers):
-                after.append(node)
-                late.add(node)
-            else:
-                before.append(node)
-            effect_is_late = effect_is_late or (bool(node.effects) and node in late)
-        return members, before, after
+    def _region_of(
+        self, members: Sequence[Node], inputs: Sequence[Value], outputs: Sequence[Value], name: str
+    ) -> Graph:
+        """A graph of copies of some nodes."""
+        region = Graph(name, function_source=self.function_source)
+        values: dict[Value, Value | Literal] = {
+            value: region.add_input(value.aval, value.name) for value in inputs
+        }
+        for node in members:
+            new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
+            region.append(new, [v.aval for v in node.outputs])
+            values.update(zip(node.outputs, new.outputs, strict=True))
+        region.outputs = [values[v] for v in outputs]
+        return region
 
     def _check_node(self, node: Node) -> None:
         if node.graph is not self:
@@ -731,9 +689,6 @@ class Graph:
                 f"{value!r} is not a value of this graph, {self.name}, but of another one "
                 f"({value.graph.name}): a region sees only its own inputs and what it computes"
             )
-
-    def _place(self, node: Node) -> str:
-        return str(Occurrence((), node))
 
 
 def _own_region(node: RegionNode, name: str) -> Graph:

@@ -22,6 +22,7 @@ from tracegrad.ir import (
     Occurrence,
     Origin,
     Value,
+    grouping,
 )
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.occurrence import UNDER_RULES, Path, is_own_file, is_under_rules
@@ -149,31 +150,9 @@ def _edit_region(
 # ------------------------------------------------------------------- what crosses a match's border
 
 
-def entering(nodes: Sequence[Node]) -> list[Value]:
-    """The values that nodes of one region take from outside, in order of their first use."""
-    made = {value for node in nodes for value in node.outputs}
-    return list(
-        dict.fromkeys(
-            value
-            for node in nodes
-            for value in node.inputs
-            if isinstance(value, Value) and value not in made
-        )
-    )
-
-
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
     """The values by which others, or the graph's outputs, use nodes of it; of a single node all."""
-    if len(nodes) == 1:
-        return list(nodes[0].outputs)
-    members = set(nodes)
-    returned = {value for value in graph.outputs if isinstance(value, Value)}
-    return [
-        value
-        for node in nodes
-        for value in node.outputs
-        if value in returned or any(user not in members for user in value.users)
-    ]
+    return list(nodes[0].outputs) if len(nodes) == 1 else grouping.leaving(graph, nodes)
 
 
 def place_name(match: Occurrence) -> str:

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
-from tracegrad.rewriting.edits import edited, entering, leaving, matches_to_edit, place_name
+from tracegrad.rewriting.edits import edited, leaving, matches_to_edit, place_name
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
 
