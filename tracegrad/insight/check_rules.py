@@ -24,8 +24,8 @@ from tracegrad.insight.finite_differences import (
     weighed,
 )
 from tracegrad.insight.grad_check import Checked
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin
-from tracegrad.ir.occurrence import is_own_file
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
+from tracegrad.ir.occurrence import is_own_file, origin_of_function
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 
 
@@ -178,5 +178,5 @@ def _is_meant(node: CustomGradient) -> bool:
 
 def _definition(node: CustomGradient) -> str:
     """Where the function with the rule is: ``model.py:12``."""
-    file, _, line = node.primal.function_source.rpartition(" at ")[2].rpartition(":")
-    return Origin(file, int(line), "").place
+    function = origin_of_function(node.primal.function_source)
+    return function.place if function else ""

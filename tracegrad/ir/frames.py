@@ -9,12 +9,12 @@ from __future__ import annotations
 import dis
 import functools
 import os.path
-import re
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir.nodes import Node
+from tracegrad.ir.occurrence import origin_of_function
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -56,20 +56,14 @@ def stack_of(node: Node, region: Graph, *, root: bool) -> Stack:
     `root`: the region is the traced function itself; who traced it is left out.
     """
     codes, offsets = ([], []) if node.source is None else _jax.frame_positions(node.source.info)
-    name, file = _function(region.function_source)
+    function = origin_of_function(region.function_source)
+    name, file = (function.function, function.file) if function else ("", "")
     for i, code in enumerate(codes):
         if code.co_name == name and code.co_filename == file:
             return Stack(codes[: i + 1], offsets[: i + 1])
         if root and code.co_name == "fresh" and code.co_filename.startswith(_TRACING):
             return Stack(codes[:i], offsets[:i])
     return Stack(codes, offsets)
-
-
-@functools.lru_cache(maxsize=4096)
-def _function(source: str) -> tuple[str, str]:
-    """Name and file of ``f at /path/file.py:12``."""
-    match = re.fullmatch(r"(.+?) at (.+):(\d+)", source)
-    return (match[1], match[2]) if match else ("", "")
 
 
 def is_in_loop(frame: Frame) -> bool:

@@ -196,15 +196,22 @@ def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
 
 
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
-    """The frames from the innermost one up to the function (``f at /path/file.py:12``)."""
-    match = re.fullmatch(r"(.+?) at (.+):(\d+)", function_source)
-    if match is None:
+    """The frames from the innermost one up to the function of a region."""
+    function = origin_of_function(function_source)
+    if function is None:
         return stack
-    name, file = match[1], match[2]
     for i, frame in enumerate(stack):
-        if frame.file_name == file and frame.function_name.rsplit(".", 1)[-1] == name:
+        name = frame.function_name.rsplit(".", 1)[-1]
+        if frame.file_name == function.file and name == function.function:
             return stack[: i + 1]
     return stack
+
+
+@functools.lru_cache(maxsize=4096)
+def origin_of_function(function_source: str) -> Origin | None:
+    """What `Graph.function_source` says: ``f at /path/file.py:12``. None if that is no place."""
+    match = re.fullmatch(r"(.+?) at (.+):(\d+)", function_source)
+    return None if match is None else Origin(match[2], int(match[3]), match[1])
 
 
 def _short_name(file: str) -> str:

@@ -10,7 +10,6 @@ The idea is TensorFlow's, whose ``tf.autodiff.ForwardAccumulator`` does it to a 
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.occurrence import Path
+from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.tracing.importer import import_program
@@ -258,5 +257,5 @@ def place_of(found: Occurrence) -> str:
     assert isinstance(found.node, CustomGradient)
     if found.origin is not None:
         return f" at {found.origin}"
-    _, _, place = found.node.primal.function_source.rpartition(" at ")
-    return f" defined at {os.path.basename(place)}" if place else ""
+    function = origin_of_function(found.node.primal.function_source)
+    return f" defined at {function.place}" if function else ""

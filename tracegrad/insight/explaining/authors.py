@@ -8,7 +8,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Occurrence, StopGradient
-from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file
+from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file, origin_of_function
 
 
 def whose(occurrence: Occurrence) -> str:
@@ -66,4 +66,5 @@ def file_of_rule(node: CustomGradient) -> str:
         code = getattr(backward, "__code__", None)
         if code is not None:
             return str(code.co_filename)
-    return node.primal.function_source.rpartition(" at ")[2].rpartition(":")[0]
+    function = origin_of_function(node.primal.function_source)
+    return function.file if function else ""
