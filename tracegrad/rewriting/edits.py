@@ -32,29 +32,43 @@ from tracegrad.ir.selector import Selector
 Edit = Callable[[Graph, Sequence[Node], Occurrence], None]
 
 
-def matches_to_edit(
-    graph: Graph, where: Selector, missing_ok: bool, rule: object
-) -> list[Occurrence]:
-    """The matches at which a rule about gradients acts.
+def check_selector(where: object) -> None:
+    """Raises TypeError for what does not say where in a program."""
+    if not isinstance(where, Selector):
+        raise TypeError(
+            f"expected a selector (tracegrad.match.op, match.call, ...) to say where; got {where!r}"
+        )
 
-    Those that lie in a loss to which `tracegrad.grad` and its like have applied the rules in force
-    already are left out.
+
+def matches_of(
+    where: Selector, graph: Graph, missing_ok: bool, asked: object, *, gradients: bool = True
+) -> list[Occurrence]:
+    """The matches of a selector at which a rule acts.
+
+    Args:
+      where, graph: what is looked for, and in what.
+      missing_ok: whether there may be none.
+      asked: what is looked for by, for messages.
+      gradients: whether it is about gradients. Then those matches are left out that lie in a loss
+        to which `tracegrad.grad` and its like have applied the rules in force already.
 
     Raises:
       NoMatchError: there is none, and that is not allowed.
-      GraphError: one lies in code that JAX has differentiated already, or in a custom gradient.
+      GraphError: one lies in a custom gradient or, about gradients, in code that JAX has
+        differentiated already.
     """
     found = where.look(graph).matches
-    matches = [match for match in found if not is_under_rules(match)]
+    matches = [match for match in found if not (gradients and is_under_rules(match))]
     for match in matches:
-        refuse_differentiated(match, rule)
-        refuse_inside_custom_gradient(match, rule)
+        if gradients:
+            refuse_differentiated(match, asked)
+        _refuse_inside_custom_gradient(match, asked)
     if not matches and not missing_ok:
-        raise NoMatchError(lambda: no_match(graph, where, rule))
+        raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
 
 
-def no_match(graph: Graph, where: Selector, rule: object) -> str:
+def _no_match(graph: Graph, where: Selector, rule: object) -> str:
     names = where.names(graph)
     near: dict[str, None] = {}
     for pattern in where.patterns:
@@ -101,7 +115,7 @@ def _grad_call(node: Node) -> str:
     return ""
 
 
-def refuse_inside_custom_gradient(match: Occurrence, rule: object) -> None:
+def _refuse_inside_custom_gradient(match: Occurrence, rule: object) -> None:
     """Raises GraphError for what lies in the primal of a custom gradient."""
     for node, _ in match.path:
         if isinstance(node, CustomGradient):

@@ -10,16 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Occurrence
-from tracegrad.ir.errors import NoMatchError
+from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.rewriting.edits import (
-    matches_to_edit,
-    no_match,
-    place_names,
-    refuse_inside_custom_gradient,
-)
+from tracegrad.rewriting.edits import check_selector, matches_of, place_names
 from tracegrad.rewriting.threading import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
@@ -65,7 +59,8 @@ def intermediates(
     @functools.wraps(fun, updated=())
     def with_values(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         program = graph(fun)(*args, **kwargs)
-        found = _matches(program, where, missing_ok)
+        asked = f"intermediates({where!r})"
+        found = matches_of(where, program, missing_ok, asked, gradients=False)
         wide, positions = with_outputs(program, found)
         count = len(program.outputs)
         results = _run(wide, args, kwargs)
@@ -124,7 +119,7 @@ def intermediate_gradients(
     @functools.wraps(fun, updated=())
     def gradients(*args: Any, **kwargs: Any) -> Any:
         program = apply_in_force(graph(fun)(*args, **kwargs))
-        found = matches_to_edit(program, where, missing_ok, f"intermediate_gradients({where!r})")
+        found = matches_of(where, program, missing_ok, f"intermediate_gradients({where!r})")
         tapped = with_taps(program, _TAP, found)
 
         def result(taps: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
@@ -157,20 +152,7 @@ def intermediate_gradients(
 def _check(fun: object, where: object) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function, got {fun!r}")
-    if not isinstance(where, Selector):
-        raise TypeError(
-            f"expected a selector (tracegrad.match.op, match.call, ...) to say where; got {where!r}"
-        )
-
-
-def _matches(program: Graph, where: Selector, missing_ok: bool) -> list[Occurrence]:
-    asked = f"intermediates({where!r})"
-    found = where.look(program).matches
-    if not found and not missing_ok:
-        raise NoMatchError(lambda: no_match(program, where, asked))
-    for match in found:
-        refuse_inside_custom_gradient(match, asked)
-    return found
+    check_selector(where)
 
 
 def _run(

@@ -30,7 +30,7 @@ from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
-from tracegrad.rewriting.edits import edited, leaving, matches_to_edit, place_name
+from tracegrad.rewriting.edits import check_selector, edited, leaving, matches_of, place_name
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
 
@@ -52,14 +52,10 @@ class MatchRule(ABC):
     missing_ok: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.where, Selector):
-            raise TypeError(
-                f"expected a selector (tracegrad.match.op, match.call, ...) to say where; got "
-                f"{self.where!r}"
-            )
+        check_selector(self.where)
 
     def __call__(self, graph: Graph) -> Graph:
-        matches = matches_to_edit(graph, self.where, self.missing_ok, self)
+        matches = matches_of(self.where, graph, self.missing_ok, self)
         return edited(graph, matches, self.edit) if matches else graph
 
     @abstractmethod
@@ -425,7 +421,7 @@ class TapGradient(MatchRule):
     def __call__(self, graph: Graph) -> Graph:
         if self.callback is not None:
             return super().__call__(graph)
-        matches = matches_to_edit(graph, self.where, self.missing_ok, self)
+        matches = matches_of(self.where, graph, self.missing_ok, self)
         return with_taps(graph, self.name, matches) if matches else graph
 
     def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
