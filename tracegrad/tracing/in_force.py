@@ -38,7 +38,7 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = id(self) if key is None else key
-        self._matched: list[Rule] = []
+        self._matched: set[int] = set()  # by identity
         self._missed: dict[int, NoMatchError] = {}  # why, by the rule's identity
 
     def __eq__(self, other: object) -> bool:
@@ -55,7 +55,7 @@ class Force:
             except NoMatchError as error:
                 self._missed[id(rule)] = error.with_traceback(None)
                 continue
-            self._note(rule)
+            self._matched.add(id(rule))
         return program
 
     def finish(self, program: Graph) -> Graph:
@@ -65,20 +65,16 @@ class Force:
             try:
                 program = apply_rules(program, [rule])
             except NoMatchError as error:
-                if not any(rule is matched for matched in self._matched):
+                if id(rule) not in self._matched:
                     # What was differentiated is what the rule was meant for.
                     raise self._missed.get(id(rule), error) from None
             else:
-                self._note(rule)
+                self._matched.add(id(rule))
         for force in _in_force.forces:
             if force.everywhere:
                 program = force.apply(program)
         _refuse_taps(program)
         return program
-
-    def _note(self, rule: Rule) -> None:
-        if not any(rule is matched for matched in self._matched):
-            self._matched.append(rule)
 
 
 class _InForce(threading.local):
