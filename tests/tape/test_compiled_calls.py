@@ -104,20 +104,6 @@ def test_a_jitted_function_with_options_is_called_with_them():
     np.testing.assert_allclose(tape.gradient(y, w), jax.grad(loss)(w, x, shift), rtol=1e-5)
 
 
-@pytest.fixture
-def compilations():
-    """Counts what XLA compiles."""
-    count = [0]
-
-    def listen(event, duration, **more):
-        if event == "/jax/core/compile/backend_compile_duration":
-            count[0] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: count[0]
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def closure_over(array):
     return jax.jit(lambda x: jnp.sum(jnp.diag(x @ x)) + array[0] * x[0, 0])
 

@@ -82,20 +82,6 @@ def test_the_derivative_is_that_of_jax_and_of_finite_differences(function):
 # --------------------------------------------------------------------------------- compiled once
 
 
-@pytest.fixture
-def compilations():
-    """Counts what XLA compiles."""
-    count = [0]
-
-    def listen(event, duration, **more):
-        if event == "/jax/core/compile/backend_compile_duration":
-            count[0] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: count[0]
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 STEPS = {
     "operations": lambda x: (jnp.tanh(x) * 2).sum(),
     "jitted": jax.jit(lambda x: jax.nn.softmax(x)[0]),

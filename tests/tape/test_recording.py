@@ -597,20 +597,6 @@ def test_a_host_call_with_results_in_a_loop_is_refused_when_it_is_differentiated
 # ---------------------------------------------------------------------------------- compiled once
 
 
-@pytest.fixture
-def compilations():
-    """Counts what XLA compiles."""
-    count = [0]
-
-    def listen(event, duration, **more):
-        if event == "/jax/core/compile/backend_compile_duration":
-            count[0] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: count[0]
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 W = jnp.linspace(-1.0, 1.0, 3)
 closing = jax.jit(lambda x: x * W)
 
