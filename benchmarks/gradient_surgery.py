@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from report import print_table
-from transformer import block, init, loss_with
+from transformer import block, init, loss_with, train_step
 
 import tracegrad as tg
 from tracegrad import match, rules
@@ -40,24 +40,11 @@ RULES = (
 )
 
 
-def step() -> Callable[..., Any]:
-    """A new function each time, which no cache knows."""
-    optimiser = optax.adamw(1e-3)
-    loss = loss_with(lambda p, x: block(p, x))
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, grads = tg.value_and_grad(loss)(params, tokens)
-        updates, state = optimiser.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 def tracing_seconds(chosen: Sequence[Any], args: tuple[Any, ...]) -> float:
     jax.clear_caches()
     gc.collect()
     start = time.process_time()
-    tg.trace(step(), rules=chosen).trace(*args)
+    tg.trace(train_step(tg.value_and_grad), rules=chosen).trace(*args)
     return time.process_time() - start
 
 

@@ -74,13 +74,14 @@ def loss_with(block: Callable[[Params, jax.Array], jax.Array]) -> Callable[..., 
     return loss
 
 
-def train_step() -> Callable[..., Any]:
-    """A new function each time, which no cache knows: ``(params, state, tokens)`` → the next."""
+def train_step(value_and_grad: Callable[..., Any] = jax.value_and_grad) -> Callable[..., Any]:
+    """A new function each time, which no cache knows: ``(params, state, tokens)`` → the next and
+    the loss, whose gradient is taken by `value_and_grad`."""
     optimiser = optax.adamw(1e-3)
     loss = loss_with(lambda p, x: block(p, x))
 
     def step(params: Params, state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
+        value, grads = value_and_grad(loss)(params, tokens)
         updates, state = optimiser.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
