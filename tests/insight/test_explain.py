@@ -126,6 +126,28 @@ def test_a_nan_in_an_argument_that_is_no_source_is_named():
     assert finding.what == "the argument batch/scale has 1 NaN already"
 
 
+def test_a_nan_in_a_source_is_one_finding_that_names_it():
+    def f(a, b):
+        return jnp.sum(a * b)
+
+    nan = jnp.array([1.0, float("nan"), 1.0])
+    (finding,) = explain(f, X, nan, wrt=(0, 1)).findings
+    assert (finding.cause, finding.sources) == ("NaN in an input", ("b",))
+    assert finding.what == "the argument b has 1 NaN already"
+    both = explain(f, nan, nan, wrt=(0, 1)).findings
+    assert [finding.sources for finding in both] == [("a",), ("b",)]
+
+
+def test_a_nan_that_is_masked_does_not_hide_what_makes_the_gradient_infinite():
+    def f(a, b):
+        return jnp.sum(jnp.where(jnp.isnan(a), 0.0, a)) + jnp.sqrt(b)
+
+    masked = jnp.array([1.0, float("nan")])
+    named, made = explain(f, masked, jnp.float32(0.0), wrt=(0, 1)).findings
+    assert (named.cause, named.sources) == ("NaN in an input", ("a",))
+    assert (made.operation, made.sources) == ("sqrt", ("b",))
+
+
 def test_a_variable_is_read_as_it_is_now():
     v = tg.Variable(1.0)
 

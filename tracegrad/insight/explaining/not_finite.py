@@ -47,20 +47,17 @@ def not_finite(
             which = NAN if out[NAN] else INF
             culprit = forward_culprit(observed, (), (), program.outputs[target], which)
             found += _forward_findings(observed, culprit, which, names, others, touched)
+    is_explained = bool(found)
     found += [
-        Finding(
-            "NaN in an input",
-            f"the argument has {int(stat[NAN])} NaN{'s' * (int(stat[NAN]) != 1)} already",
-            (path,),
-        )
+        _in_an_input("NaN", path, int(stat[NAN]), (path,))
         for i, path in names.items()
         if (stat := stats.get(("input", (), 0, i))) is not None and stat[NAN] > 0
     ]
-    if not found:
+    if not is_explained:  # nothing is wrong with the result: a NaN in an input is masked
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
             found.append(_backward_finding(observed, measured, culprit_back, touched))
-        elif touched:
+        elif touched and not found:
             found.append(Finding("not finite", "it came in with the cotangent", touched))
     return found
 
@@ -84,11 +81,7 @@ def _forward_findings(
             return
         path = names.get(culprit.index) or others.get(culprit.index, "that is not a source")
         count = int(observed.stats["input", (), 0, culprit.index][which])
-        yield Finding(
-            f"{kind} in an input",
-            f"the argument {path} has {count} {kind}{'s' * (count != 1)} already",
-            (path,) if culprit.index in names else touched,
-        )
+        yield _in_an_input(kind, path, count, (path,) if culprit.index in names else touched)
         return
     if culprit is None:
         return
@@ -137,6 +130,11 @@ def _forward_findings(
         step=spot.steps[0] if spot.steps else None,
         occurrence=found,
     )
+
+
+def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> Finding:
+    words = f"the argument {path} has {count} {kind}{'s' * (count != 1)} already"
+    return Finding(f"{kind} in an input", words, sources)
 
 
 def _backward_finding(
