@@ -77,6 +77,7 @@ COMPILED_PLAINLY = {
     "test_numpy_function",
     "test_primitive_coverage",
     "test_random_programs",
+    "test_recompute_models",
     "test_second_order",
     "test_surgery_on_models",
 }

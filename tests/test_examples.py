@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,9 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAIN = ROOT / "examples" / "train_digits.py"
 WORDS = ROOT / "examples" / "word_vectors.py"
-OTHERS = sorted(set((ROOT / "examples").glob("*.py")) - {MAIN, WORDS})
+PLAN = ROOT / "examples" / "plan_recompute.py"
+OTHERS = sorted(
+    set((ROOT / "examples").glob("*.py"))
+    - {MAIN, WORDS, PLAN, ROOT / "examples" / "recompute_models.py"}
+)
 
-LONG = {"gradient_reversal", "plan_recompute"}
+LONG = {"gradient_reversal"}
 
 
 def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -95,3 +100,16 @@ def test_word_vectors_refuse_before_they_train(tmp_path: Path):
     done = run(WORDS, tmp_path, "--out=curve.txt")
     assert done.returncode == 2
     assert "must end in .png, .pdf or .svg, not curve.txt" in done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="long: it runs on the newest JAX")
+def test_the_plan_of_a_mixer_keeps_its_promises(tmp_path: Path):
+    done = run(PLAN, tmp_path, "--budget=40%", "--out=plan.png")
+    assert done.returncode == 0, done.stderr
+    ((of_xla, of_plan),) = re.findall(r"^XLA needs (.*)%, the plan said (.*)%$", done.stdout, re.M)
+    assert float(of_plan) <= 40
+    assert float(of_xla) == pytest.approx(float(of_plan), rel=0.15)
+    (difference,) = re.findall(r"^Largest relative difference .*: (.*)$", done.stdout, re.M)
+    assert float(difference) < 1e-5
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "plan.json").read_text())["segments"]
