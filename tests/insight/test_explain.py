@@ -138,6 +138,21 @@ def test_a_nan_in_a_source_is_one_finding_that_names_it():
     assert [finding.sources for finding in both] == [("a",), ("b",)]
 
 
+def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():
+    def loss(x, flags):
+        def step(carry, flag):
+            def inner(c):
+                return jax.lax.cond(flag > 1.5, lambda c: c * 0.0, lambda c: c, c)
+
+            return jax.lax.cond(flag > 0.5, inner, lambda c: c, carry), None
+
+        return jnp.sum(jax.lax.scan(step, x, flags)[0])
+
+    (finding,) = explain(loss, X, jnp.array([0.0, 1.0, 2.0])).findings
+    assert (finding.cause, finding.operation) == ("multiplied by zero", "mul")
+    assert finding.origin.line == loss.__code__.co_firstlineno + 3
+
+
 def test_a_nan_that_is_masked_does_not_hide_what_makes_the_gradient_infinite():
     def f(a, b):
         return jnp.sum(jnp.where(jnp.isnan(a), 0.0, a)) + jnp.sqrt(b)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,15 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.measuring import Steps, is_entered
-from tracegrad.insight.explaining.observed import INF, NAN, Observed, Spot
-from tracegrad.insight.explaining.statistics import OPERANDS
+from tracegrad.insight.explaining.observed import Observed, Spot, call_of, handed_on, inside
+from tracegrad.insight.explaining.statistics import (
+    EDGE_GIVEN,
+    EDGE_INF,
+    EDGE_NAN,
+    EDGE_OPERANDS,
+    INF,
+    NAN,
+)
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value
 
 
@@ -24,7 +30,6 @@ class Culprit:
     kind: str  # "NaN" or "Inf"
     operands: tuple[float, ...] = ()  # there, where the first one stands; NaN: not known
     given: float = math.nan  # the cotangent there
-    count: int = 0
 
 
 # --------------------------------------------------------------------------------- the reverse pass
@@ -60,17 +65,18 @@ def _bad_edge(observed: Observed, spot: Spot, node: Node) -> Culprit | None:
         return None
     for i in range(len(node.inputs)):
         edge = observed.get("edge", spot, i)
-        if edge is not None and edge[0] + edge[1] > 0:
-            kind = "NaN" if edge[0] else "Inf"
-            operands = tuple(float(x) for x in edge[5 : 5 + min(len(node.inputs), OPERANDS)])
-            operands = tuple(
-                float(np.asarray(v.value))
-                if isinstance(v, Literal) and np.ndim(v.value) == 0
-                else x
-                for v, x in zip(node.inputs, operands, strict=False)
-            )
-            return Culprit(spot, kind, operands, float(edge[4]), int(edge[0] + edge[1]))
+        if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
+            kind = "NaN" if edge[EDGE_NAN] else "Inf"
+            there = zip(node.inputs, edge[EDGE_OPERANDS:], strict=False)
+            operands = tuple(_literal_or(value, float(x)) for value, x in there)
+            return Culprit(spot, kind, operands, float(edge[EDGE_GIVEN]))
     return None
+
+
+def _literal_or(value: Value | Literal, x: float) -> float:
+    if isinstance(value, Literal) and np.ndim(value.value) == 0:
+        return float(np.asarray(value.value))
+    return x
 
 
 def _inside_of_rule(observed: Observed, spot: Spot, node: Node) -> Culprit | None:
@@ -84,8 +90,8 @@ def _inside_of_rule(observed: Observed, spot: Spot, node: Node) -> Culprit | Non
         if at[-1][1] == "jvp":
             return _search(observed, region, at, spot.steps)
         for which in (NAN, INF):
-            for k, out in enumerate(region.outputs):
-                found = forward_culprit(observed, at, spot.steps, out, which) if k >= 0 else None
+            for out in region.outputs:
+                found = forward_culprit(observed, at, spot.steps, out, which)
                 if isinstance(found, Culprit):
                     return found
     return None
@@ -98,7 +104,7 @@ def _first_bad_step(
     for (kind, at, _, _), stat in observed.stats.items():
         if kind == "edge" and at[: len(inside)] == inside:
             here = stat[steps]
-            here = (here[..., 0] + here[..., 1]) > 0
+            here = (here[..., EDGE_NAN] + here[..., EDGE_INF]) > 0
             here = here.reshape(here.shape[0], -1).any(axis=1)
             bad = here if bad is None else bad | here
     if bad is None or not bad.any():
@@ -139,11 +145,7 @@ def forward_culprit(
         ]
         bad = [cause for cause in causes if _is_bad(observed, cause, which)]
         if not bad:
-            return Culprit(
-                place.spot,
-                "NaN" if which == NAN else "Inf",
-                count=int(place.stat(observed)[which]),
-            )
+            return Culprit(place.spot, "NaN" if which == NAN else "Inf")
         place = bad[0]
     return place
 
@@ -187,23 +189,16 @@ def _resolve(
             index = value.graph.inputs.index(value)
             if not at or at[-1][1] in ("backward", "forward", "jvp"):
                 return Given(None if at else index, value)
-            *outer, (number, name) = at
-            enclosing = observed.region(tuple(outer)).nodes[number]
+            call = call_of(at)
+            enclosing = observed.node(call)
             if enclosing.primitive is _jax.SCAN:
                 first, count = _jax.scan_split(enclosing.params)
                 previous = steps[-1] + (1 if enclosing.params["reverse"] else -1)
                 if first <= index < first + count and 0 <= previous < enclosing.params["length"]:
-                    value, steps = (
-                        enclosing.regions[name].outputs[index - first],
-                        (
-                            *steps[:-1],
-                            previous,
-                        ),
-                    )
+                    value, steps = value.graph.outputs[index - first], (*steps[:-1], previous)
                     continue
                 steps = steps[:-1]
-            shift = 1 if enclosing.primitive is _jax.COND else 0
-            at, value = tuple(outer), enclosing.inputs[index + shift]
+            at, value = call.at, handed_on(enclosing)[index]
             continue
         spot = Spot(at, value.graph.nodes.index(node), steps)
         k = node.outputs.index(value)
@@ -211,8 +206,7 @@ def _resolve(
             return _Made(spot, k)
         name = next(iter(node.regions))
         if node.primitive is _jax.COND:
-            index = int(np.ravel(observed.stats["branch", at, spot.number, 0][steps])[0])
-            name = list(node.regions)[min(max(index, 0), len(node.regions) - 1)]
+            name = next(iter(observed.branches(spot)), name)
         at = (*at, (spot.number, name))
         value = node.regions[name].outputs[k]
         if node.primitive is _jax.SCAN:
@@ -272,22 +266,13 @@ def users(observed: Observed, spot: Spot) -> list[str]:
         for node in value.users:
             names.append(node.op)
             if is_entered(node):
-                number = value.graph.nodes.index(node)
-                values += list(_inside_any(at, number, node, value))
+                values += inside(Spot(at, value.graph.nodes.index(node)), node, value)
             elif len(node.outputs) == 1:
                 values.append((at, node.outputs[0]))
         if at and value in value.graph.outputs:
-            *outer, (number, _) = at
-            enclosing = observed.region(tuple(outer)).nodes[number]
+            call = call_of(at)
+            results = observed.node(call).outputs
             k = value.graph.outputs.index(value)
-            if k < len(enclosing.outputs):
-                values.append((tuple(outer), enclosing.outputs[k]))
+            if k < len(results):
+                values.append((call.at, results[k]))
     return [name for name in names if name not in ("broadcast_in_dim", "reshape", "jit")]
-
-
-def _inside_any(at: Steps, number: int, node: Node, value: Value) -> Iterator[tuple[Steps, Value]]:
-    shift = 1 if node.primitive is _jax.COND else 0
-    for name, region in node.regions.items():
-        for i, operand in enumerate(node.inputs[shift:]):
-            if operand is value:
-                yield (*at, (number, name)), region.inputs[i]

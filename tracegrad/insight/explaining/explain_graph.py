@@ -16,8 +16,9 @@ from tracegrad.insight.explaining.changed_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
 from tracegrad.insight.explaining.measuring import Measured, compile_pass
 from tracegrad.insight.explaining.not_finite import not_finite
-from tracegrad.insight.explaining.observed import INF, NAN, Observed
+from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
+from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, SQUARES, ZEROS
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
@@ -109,7 +110,7 @@ def _measure(
 def _looks_bad(observed: Observed) -> bool:
     """Whether a result or a gradient is not finite (or a sum of squares overflows)."""
     return any(
-        not np.isfinite(stat[..., :4]).all() or stat[..., NAN : INF + 1].any()
+        not np.isfinite(stat[..., :LEAST]).all() or stat[..., NAN : INF + 1].any()
         for (kind, *_), stat in observed.stats.items()
         if kind in ("source", "output")
     )
@@ -129,8 +130,8 @@ def _report(
         path,
         _jax.type_text(aval),
         True,
-        float(np.sqrt(stat[0])),
-        float(stat[1]) / size if size else 0.0,
+        float(np.sqrt(stat[SQUARES])),
+        float(stat[ZEROS]) / size if size else 0.0,
         int(stat[NAN]),
         int(stat[INF]),
         size,
@@ -152,7 +153,7 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
 def _output_text(stat: np.ndarray[Any, Any]) -> str:
     if stat[NAN] > 0:
         return "NaN"
-    return number_text(float(stat[4])) if stat[4] == stat[5] else ""
+    return number_text(float(stat[LEAST])) if stat[LEAST] == stat[GREATEST] else ""
 
 
 # ------------------------------------------------------------------- programs that were seen before

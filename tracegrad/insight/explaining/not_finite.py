@@ -18,7 +18,8 @@ from tracegrad.insight.explaining.culprits import (
 )
 from tracegrad.insight.explaining.cures import backward_cure, forward_cure
 from tracegrad.insight.explaining.measuring import Measured
-from tracegrad.insight.explaining.observed import INF, NAN, Observed, Spot
+from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Graph, Literal, Occurrence, Value
 
@@ -192,7 +193,7 @@ def _operand_ranges(observed: Observed, spot: Spot) -> str:
             continue
         stat = value_statistic(observed, spot, value)
         if stat is not None:
-            low, high = float(stat[4]), float(stat[5])
+            low, high = float(stat[LEAST]), float(stat[GREATEST])
             from_values.append(
                 number_text(low) if low == high else f"{number_text(low)} to {number_text(high)}"
             )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tracegrad import _jax
 from tracegrad.insight.explaining.measuring import Key, Steps, occurrence
-from tracegrad.ir import Graph, Node, Occurrence
-
-NAN, INF = 2, 3  # where an exact statistic has the numbers of NaNs and Infs
+from tracegrad.ir import Graph, Literal, Node, Occurrence, Value
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,14 @@ class Observed:
     def occurrence(self, spot: Spot) -> Occurrence:
         return occurrence(self.graph, spot.at, spot.number)
 
+    def branches(self, spot: Spot) -> list[str]:
+        """Of a cond the branches that ran, in a scan at any of its steps."""
+        index = self.get("branch", spot)
+        assert index is not None
+        names = list(self.node(spot).regions)
+        ran = np.unique(index[~np.isnan(index)])  # not at a step at which the cond itself did not
+        return list(dict.fromkeys(names[int(np.clip(i, 0, len(names) - 1))] for i in ran))
+
     def region(self, at: Steps) -> Graph:
         graph = self.graph
         for number, name in at:
@@ -46,3 +53,21 @@ class Spot:
     at: Steps
     number: int
     steps: tuple[int, ...] = ()
+
+
+def call_of(at: Steps) -> Spot:
+    """The node whose region a way leads to."""
+    return Spot(at[:-1], at[-1][0])
+
+
+def handed_on(node: Node) -> Sequence[Value | Literal]:
+    """The operands that become the inputs of a node's regions: all but the index of a cond."""
+    return node.inputs[1:] if node.primitive is _jax.COND else node.inputs
+
+
+def inside(spot: Spot, node: Node, value: Value) -> Iterator[tuple[Steps, Value]]:
+    """What an operand of a node is in its regions, each with the way there."""
+    for name, region in node.regions.items():
+        for operand, within in zip(handed_on(node), region.inputs, strict=False):
+            if operand is value:
+                yield (*spot.at, (spot.number, name)), within

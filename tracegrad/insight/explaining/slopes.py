@@ -13,7 +13,8 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.measuring import Steps, is_entered
-from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explaining.observed import Observed, Spot, call_of, handed_on
+from tracegrad.insight.explaining.statistics import SQUARES
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Value
 
@@ -92,7 +93,7 @@ def _step_slopes(observed: Observed) -> list[_Slope]:
     for (kind, at, number, j), stat in observed.stats.items():
         if kind == "carry" and stat.ndim == 2 and len(stat) >= FEWEST_STEPS:
             node = observed.region(at).nodes[number]
-            norms = np.sqrt(stat[:, 0])
+            norms = np.sqrt(stat[:, SQUARES])
             if node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {node.op}"
@@ -129,15 +130,13 @@ def _change(
 ) -> float | None:
     """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
     while isinstance(value, Value) and value.producer is None and at:
-        *outer, (number, _) = at
-        enclosing = observed.region(tuple(outer)).nodes[number]
+        call = call_of(at)
+        enclosing = observed.node(call)
         if enclosing.primitive is _jax.SCAN or len(value.users) > 1:
             return None
-        shift = 1 if enclosing.primitive is _jax.COND else 0
         if value not in value.graph.inputs:
             return None
-        value = enclosing.inputs[value.graph.inputs.index(value) + shift]
-        at = tuple(outer)
+        at, value = call.at, handed_on(enclosing)[value.graph.inputs.index(value)]
     if not isinstance(value, Value) or value.producer is None or len(value.users) > 1:
         return None
     producer = value.producer
@@ -145,7 +144,7 @@ def _change(
     before = observed.get("ct", Spot(at, number), producer.outputs.index(value))
     if before is None:
         return None
-    given, result = np.nansum(stat[..., 0]), np.nansum(before[..., 0])
+    given, result = np.nansum(stat[..., SQUARES]), np.nansum(before[..., SQUARES])
     if not (given > 0 and result > 0 and np.isfinite(given) and np.isfinite(result)):
         return None
     return 0.5 * float(np.log(result) - np.log(given))
@@ -161,7 +160,7 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
             continue
         scope = _plain(observed.occurrence(Spot(at, number)).scope)
         if scope and scope not in found:  # the reverse pass meets the last one first
-            found[scope] = float(np.sqrt(np.nansum(stat[..., 0])))
+            found[scope] = float(np.sqrt(np.nansum(stat[..., SQUARES])))
             order[scope] = (*(n for n, _ in at), number)
     return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
 

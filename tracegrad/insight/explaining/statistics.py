@@ -16,6 +16,11 @@ import numpy as np
 
 from tracegrad import _jax
 
+# Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
+SQUARES, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
+EDGE_NAN, EDGE_INF, EDGE_GIVEN, EDGE_OPERANDS = range(4)
+IDLE_UNITS, ALL_UNITS = range(2)
+
 OPERANDS = 4  # of so many an edge tells the value at its first NaN or Inf
 _BY_NUMPY = 1 << 20  # elements
 
@@ -78,11 +83,11 @@ def exact(xp: Any, x: Any) -> Any:
 
 @_by_place
 def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """How many NaNs and Infs a VJP gave, and what stood where the first one is: its place, itself,
-    the cotangent that came in, and the operands (those of other shapes: NaN)."""
+    """How many NaNs and Infs a VJP gave, and what stood where the first one is: the cotangent that
+    came in, and the operands (those of other shapes: NaN)."""
     flat = _real(xp, result).reshape(-1)
     if flat.size == 0:
-        return xp.zeros(5 + OPERANDS, xp.float32)
+        return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
     place = xp.argmax(~xp.isfinite(flat))
 
     def there(x: Any) -> Any:
@@ -95,7 +100,7 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
     values = [there(x) for x in operands[:OPERANDS]]
     values += [xp.nan] * (OPERANDS - len(values))
     counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat))
-    return _vector(xp, *counts, place, flat[place], there(given), *values)
+    return _vector(xp, *counts, there(given), *values)
 
 
 @_by_place

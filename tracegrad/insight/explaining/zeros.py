@@ -11,9 +11,10 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining.authors import whose
 from tracegrad.insight.explaining.measuring import Steps, is_entered
-from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explaining.observed import Observed, Spot, call_of, inside
+from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, SQUARES
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.ir import CustomGradient, Node, Value
+from tracegrad.ir import CustomGradient, Value
 
 _ZERO_WORDS = {
     "untaken branch": "its branch is not taken in this call",
@@ -84,39 +85,20 @@ def _killers(observed: Observed, source: int) -> list[_Killer]:
             elif not is_entered(node):
                 found[_Killer(spot, _why_zero(observed, spot, value))] = None
             else:
-                inside = list(_inside(observed, spot, node, value))
-                pending += [(*entry,) for entry in inside if entry is not None]
-                if None in inside:
-                    found[_Killer(spot, "untaken branch")] = None
+                ran = observed.branches(spot) if node.primitive is _jax.COND else node.regions
+                for at_inner, inner in inside(spot, node, value):
+                    if at_inner[-1][1] in ran:
+                        pending.append((at_inner, inner))
+                    elif inner.users or inner in inner.graph.outputs:
+                        found[_Killer(spot, "untaken branch")] = None
         pending += _outside(observed, at, value)
     return list(found)
 
 
 def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
     """Whether a cotangent was zero wherever it was computed. (Its square may underflow.)"""
-    norms = stat[..., 0]
+    norms = stat[..., SQUARES]
     return bool(np.all((norms == 0) | np.isnan(norms)))
-
-
-def _inside(
-    observed: Observed, spot: Spot, node: Node, value: Value
-) -> Iterator[tuple[Steps, Value] | None]:
-    """Where a value stands inside of a node's regions; None in a branch that was not taken."""
-    shift = 0
-    taken: set[int] | None = None
-    if node.primitive is _jax.COND:
-        shift = 1
-        index = observed.get("branch", spot)
-        assert index is not None
-        taken = {int(np.clip(i, 0, len(node.regions) - 1)) for i in index.ravel()}
-    for k, (name, region) in enumerate(node.regions.items()):
-        for i, operand in enumerate(node.inputs[shift:]):
-            if operand is value:
-                inner = region.inputs[i]
-                if taken is None or k in taken:
-                    yield (*spot.at, (spot.number, name)), inner
-                elif inner.users or inner in region.outputs:
-                    yield None
 
 
 def _outside(observed: Observed, at: Steps, value: Value) -> Iterator[tuple[Steps, Value]]:
@@ -124,17 +106,17 @@ def _outside(observed: Observed, at: Steps, value: Value) -> Iterator[tuple[Step
     also what it is in the next step."""
     if not at:
         return
-    *outer, (number, name) = at
-    node = observed.region(tuple(outer)).nodes[number]
+    call = call_of(at)
+    node = observed.node(call)
     for k, out in enumerate(value.graph.outputs):
         if out is value and k < len(node.outputs):
-            ct = observed.get("ct", Spot(tuple(outer), number), k)
+            ct = observed.get("ct", call, k)
             if ct is None or _is_zero(ct):
-                yield tuple(outer), node.outputs[k]
+                yield call.at, node.outputs[k]
             if node.primitive is _jax.SCAN:
                 first, count = _jax.scan_split(node.params)
                 if k < count:
-                    yield at, node.regions[name].inputs[first + k]
+                    yield at, value.graph.inputs[first + k]
 
 
 def _why_zero(observed: Observed, spot: Spot, value: Value) -> str:
@@ -145,7 +127,7 @@ def _why_zero(observed: Observed, spot: Spot, value: Value) -> str:
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", spot)
-        return "dead units" if units is not None and units[..., 1].max() > 0 else "clipped"
+        return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
     if node.op in ("mul", "dot_general", "conv_general_dilated", "div"):
         return "multiplied by zero"
     if node.op in ("gather", "scatter", "scatter-add", "dynamic_slice", "scatter_add"):
@@ -178,5 +160,5 @@ def _counted_units(observed: Observed) -> Iterator[tuple[Spot, int, int]]:
         if kind == "units":
             runs = stat.reshape(-1, 2)
             runs = runs[~np.isnan(runs).any(axis=1)]
-            if len(runs) and runs[0, 1] > 0:
-                yield Spot(at, number), int(runs[:, 0].min()), int(runs[0, 1])
+            if len(runs) and runs[0, ALL_UNITS] > 0:
+                yield Spot(at, number), int(runs[:, IDLE_UNITS].min()), int(runs[0, ALL_UNITS])
