@@ -6,11 +6,12 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
 from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
 from tracegrad.ir import Graph, Literal, Node, Value
@@ -22,23 +23,34 @@ from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 
 
+class Traced(NamedTuple):
+    """The reverse pass over a block.
+
+    Attributes:
+      program: ``(*arrays, *seeds) -> one cotangent per source``.
+      connected: for each source, whether its cotangent depends on a seed. That is decided on the
+        program, never on values; what stands for an unconnected one means nothing.
+      needed: for each array, whether the program computes anything of it.
+    """
+
+    program: Any
+    connected: tuple[bool, ...]
+    needed: tuple[bool, ...]
+
+
 def trace_backward(
     block: Block,
     *,
     stopped: Collection[int] = (),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
-) -> tuple[Any, tuple[bool, ...]]:
+) -> Traced:
     """Traces the reverse pass over a block.
 
     Args:
       block: from `block_between`.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
 
-    Returns:
-      The program ``(*arrays, *seeds) -> one cotangent per source``, and for each source whether it
-      is connected: whether its cotangent depends on a seed. That is decided on the program, never
-      on values; what stands for an unconnected one means nothing.
     """
     rules = rules_in_force()
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
@@ -79,13 +91,25 @@ def trace_backward(
     return _traced(plain_backward, types, count)
 
 
-def _traced(
-    backward: Callable[..., list[Any]], types: Sequence[Any], count: int
-) -> tuple[Any, tuple[bool, ...]]:
+def _traced(backward: Callable[..., list[Any]], types: Sequence[Any], count: int) -> Traced:
     program = jax.make_jaxpr(backward)(*types)
     seeds = sum(1 << i for i in range(count, len(types)))
     masks = dependence(import_program(program))
-    return program, tuple(bool(mask & seeds) for mask in masks)
+    return Traced(program, tuple(bool(mask & seeds) for mask in masks), _needed(program)[:count])
+
+
+def _needed(program: Any) -> tuple[bool, ...]:
+    """For each input of a program, whether an operation whose results are used takes it.
+
+    Most of what is computed on the way forward is used by no derivative, and what a derivative is
+    computed of, JAX may compute once more without use.
+    """
+    open_form = _jax.opened(program)
+    live = {id(atom) for atom in open_form.outvars}
+    for equation in reversed(open_form.eqns):
+        if equation.effects or not live.isdisjoint(map(id, equation.outvars)):
+            live.update(map(id, equation.invars))
+    return tuple(id(variable) in live for variable in open_form.invars)
 
 
 def _under_rules(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
@@ -22,12 +23,18 @@ from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
+from tracegrad.tape.backward import Traced, seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered, Structure
 from tracegrad.tape.record import Block, Record, block_between, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.tracing.variable import Variable, is_variable, start_listening, stop_listening
+from tracegrad.tracing.variable import (
+    Variable,
+    is_only_shown,
+    is_variable,
+    start_listening,
+    stop_listening,
+)
 
 
 class UnconnectedGradients(enum.Enum):
@@ -122,10 +129,11 @@ class GradientTape:
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
-        value = outside()
-        known = variable in self._record.reads
-        if known or (self._watch_accessed and variable.trainable):
-            self._record.watch_read(variable, value)
+        value, record = outside(), self._record
+        if is_only_shown(variable, value):
+            record.shown.append((variable, value))
+        if (self._watch_accessed and variable.trainable) or variable in record.reads:
+            record.watch_read(variable, value)
         return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
@@ -355,6 +363,8 @@ class GradientTape:
             self._used = True
             self._stop()
         record = self._record
+        if not isinstance(_jax.current_trace(None), _top_level()):
+            record.hand_out()
         if any(isinstance(leaf, Variable) for leaf in leaves):
             # A Variable is all its reads: each is a value of its own, the more so after an
             # assignment.
@@ -504,17 +514,22 @@ def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """The compiled backward of a structure: ``run(*arrays, *given seeds)``, and which sources it
-    has a gradient for."""
+    """The compiled backward of a structure: ``run(*arrays needed, *given seeds)``.
+
+    Attributes:
+      connected: which sources it has a gradient for.
+      needed: the positions in the block of the arrays that it takes.
+    """
 
     run: Callable[..., list[Any]]
     connected: tuple[bool, ...]
+    needed: tuple[int, ...]
     key: Any
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A compiled backward for records of one structure: its arrays have these slots there."""
+    """A compiled backward for records of one structure: what it takes has these slots there."""
 
     compiled: weakref.ref[_Compiled]
     slots: tuple[int, ...]
@@ -570,11 +585,12 @@ def compiled_backward(
         # A rule made under a transformation may hold values of it, which would outlive it here.
         if not _is_transforming() or all(o.computation.rule is None for o in block.operations):
             _programs.put(key, known)
+    slots = tuple([block.slots[place] for place in known.needed])
     if record.step.is_shared:
         if len(record.step.programs) > 64:
             record.step.programs.clear()
-        record.step.programs[here] = _Placed(weakref.ref(known), block.slots)
-    return CompiledBackward(known.run, known.connected, block.slots)
+        record.step.programs[here] = _Placed(weakref.ref(known), slots)
+    return CompiledBackward(known.run, known.connected, slots)
 
 
 def _is_transforming() -> bool:
@@ -588,29 +604,33 @@ _top_level = functools.cache(_jax.top_level_trace_type)
 
 
 def _compile(
-    block: Block,
-    traced: tuple[Any, tuple[bool, ...]],
-    kind: Kind,
-    given: Sequence[bool],
-    key: Any,
+    block: Block, traced: Traced, kind: Kind, given: Sequence[bool], key: Any
 ) -> _Compiled:
-    program, connected = traced
+    program, connected = traced.program, traced.connected
     run = jax.extend.core.jaxpr_as_fun(program)
     if kind.sparse:
         run = with_slices(program, [True] * len(block.sources))
     types = [block.types[slot] for slot in block.targets]
-    count = len(block.types)
+    # Zeros stand for what nothing is computed of. (Of random keys there are none.)
+    needed = [
+        place
+        for place, aval in enumerate(block.types)
+        if traced.needed[place] or not isinstance(aval.dtype, np.dtype)
+    ]
+    absent = [(i, aval) for i, aval in enumerate(block.types) if i not in needed]
 
     def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         found = run(*arrays, *seeds)
         return [ct for ct, linked in zip(found, connected, strict=True) if linked]
 
     def backward(*arrays_and_seeds: Any) -> list[Any]:
-        rest = iter(arrays_and_seeds[count:])
+        arrays = dict(zip(needed, arrays_and_seeds))
+        arrays.update((i, jnp.zeros(aval.shape, aval.dtype)) for i, aval in absent)
+        rest = iter(arrays_and_seeds[len(needed) :])
         seeds = [
             next(rest) if is_given else jnp.ones(aval.shape, aval.dtype)
             for aval, is_given in zip(types, given)  # a Jacobian has none
         ]
-        return kind.run(connected_only, arrays_and_seeds[:count], seeds, types)
+        return kind.run(connected_only, [arrays[i] for i in range(len(arrays))], seeds, types)
 
-    return _Compiled(jax.jit(backward), connected, key)
+    return _Compiled(jax.jit(backward), connected, tuple(needed), key)

@@ -195,8 +195,8 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
             return found
         return jnp.zeros((*x.shape, *x.shape), x.dtype)
     block, arrays = _block(record, [x], [first])
-    program, (connected,) = trace_backward(block)
-    if not connected:
+    program, connected, _ = trace_backward(block)
+    if not any(connected):
         return jnp.zeros((*x.shape, *x.shape), x.dtype)
 
     def row(seed: Any) -> Any:
@@ -255,7 +255,9 @@ def _record_here(sources: Sequence[Any]) -> Record:
     recorder = _jax.current_trace(None)
     if isinstance(recorder, Recorder) and recorder.records:
         following = [r for r in recorder.records if r.tracks(sources)]
-        return (following or recorder.records)[-1]
+        record = (following or recorder.records)[-1]
+        record.hand_out()
+        return record
     depth = tracing_depth()
     if depth and depth not in _recording.depths:
         raise TraceAgain(_recording_everything)
@@ -291,7 +293,7 @@ def _pull_back(
         results = _run(record, backward, seeds)
         return [next(results) if linked else None for linked in backward.connected]
     block, arrays = _block(record, sources, targets)
-    program, connected = trace_backward(
+    program, connected, _ = trace_backward(
         block,
         stopped=[i for i, slot in enumerate(block.slots) if slot in stopped],
         aggregate=aggregate,

@@ -182,7 +182,13 @@ def _setting_names(kind: type) -> tuple[str, ...]:
 def is_jaxs_own(function: Any) -> bool:
     """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
     that its identity tells what it does."""
-    return _is_jaxs_own(function, depth=6)
+    known = _known_own.get(function)
+    if known is None:
+        known = _known_own[function] = _is_jaxs_own(function, depth=6)
+    return known
+
+
+_known_own: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_jaxs_own(value: Any, depth: int) -> bool:

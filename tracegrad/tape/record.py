@@ -20,7 +20,7 @@ from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.structure import Step, root, type_number
 from tracegrad.tracing.importer import make_node
-from tracegrad.tracing.variable import Variable
+from tracegrad.tracing.variable import Variable, give_back
 
 
 class Operation(NamedTuple):
@@ -42,6 +42,7 @@ class Record:
         "__weakref__",
         "arrays",
         "reads",
+        "shown",
         "slots",
         "source_infos",
         "step",
@@ -58,6 +59,8 @@ class Record:
         self.source_infos: list[Any] = []  # of each step
         # Every Variable that is watched, and what it gave at each read, by identity.
         self.reads: dict[Variable, dict[int, Any]] = {}
+        # What nobody else was handed of Variables, to be given back.
+        self.shown: list[tuple[Variable, Any]] = []
 
     # --------------------------------------------------------------------------- what is followed
 
@@ -151,6 +154,10 @@ class Record:
             list(self.reads.get(source, {}).values()) if isinstance(source, Variable) else [source]
         )
 
+    def hand_out(self) -> None:
+        """Whoever records what is done with the arrays from now on may keep them."""
+        self.shown.clear()
+
     # ------------------------------------------------------------------------------------- the end
 
     def forget_arrays(self) -> None:
@@ -161,6 +168,9 @@ class Record:
         self.tracked.clear()
         for reads in self.reads.values():
             reads.clear()
+        for variable, value in self.shown:
+            give_back(variable, value)
+        self.shown.clear()
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -9,7 +9,7 @@ threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,13 @@ from tracegrad.tape.computations import (
     rule_computation,
     without_donation,
 )
+from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import has_effects, reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
 from tracegrad.tape.record import Record
+from tracegrad.tape.structure import type_number
 from tracegrad.tracing.capture import tell_of_assigned
 from tracegrad.tracing.importer import lone_node, sub_programs
 from tracegrad.tracing.in_force import rules_in_force
@@ -116,10 +118,15 @@ class Recorder(ForwardingTrace):
         else:
             return self._process_any(primitive, args, params)
         computation.is_used = True
-        run = computation.run
-        if run is None or not self.is_top or computation.saves:
+        if computation.run is None or not self.is_top or computation.saves:
             return self._process(computation, args, primitive, args, params)
-        # A compiled operation: its results are new arrays, and there is nothing else to heed.
+        return self._run_compiled(computation, primitive, args)
+
+    def _run_compiled(self, computation: Computation, primitive: Any, args: Sequence[Any]) -> Any:
+        """Runs a compiled operation and records it: its results are new arrays, and there is
+        nothing else to heed."""
+        run = computation.run
+        assert run is not None
         watching = [record for record in self.records if record.tracks(args)]
         for arg in args:
             if type(arg) not in _PLAIN:
@@ -133,6 +140,34 @@ class Recorder(ForwardingTrace):
             for record in watching:
                 record.add(computation, args, made, info)
         return out
+
+    def call_directly(
+        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if not self.is_top or len(self.records) != 1 or rules_in_force():
+            return None
+        (record,) = self.records
+        operands = jax.tree.leaves((args, kwargs))
+        tracked = record.tracked
+        active = tuple([i for i, operand in enumerate(operands) if id(operand) in tracked])
+        form = forms.get(active)
+        if form is None:
+            if type(record) is not Record or not active or len(forms) >= _MOST_FORMS:
+                return None
+            form = forms[active] = direct_form(jitted, active)
+        if form is NotDirect or not _PLAIN.issuperset(map(type, operands)):
+            return None
+        tell_of_assigned(operands)
+        try:
+            with set_current_trace(self.parent_trace):
+                told = form(*args, **kwargs)
+        except NotDirect:
+            forms[active] = NotDirect
+            return None
+        origin, results = told.origin, told.results
+        origin.computation.is_used = True
+        record.add(origin.computation, operands, results, current_source_info())
+        return jax.tree.unflatten(origin.tree, results[: origin.count])
 
     def _process_closure(
         self, call: JittedCall, args: Sequence[Any], params: dict[str, Any]
@@ -319,7 +354,7 @@ class Recorder(ForwardingTrace):
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
         _refuse_references(primitive, args)
         for arg in args:
-            if isinstance(arg, jax.Array | np.generic) and not _jax.is_tracer(arg):
+            if isinstance(arg, _IMMUTABLE) and not _jax.is_tracer(arg):
                 _PLAIN.add(type(arg))
         if not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
@@ -339,44 +374,36 @@ class Recorder(ForwardingTrace):
             if instead is not None:
                 with set_current_trace(self):
                     return instead(*args)
-        fun, rule = subfuns[:2]
-        key = _own_rule_key(primitive, subfuns, args, params)
         if not self.records:
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
+        fun, rule = subfuns[:2]
+        key = _own_rule_key(primitive, subfuns, args, params)
         known = None if key is None else _own_rules.get(key)
         if known is not None:
-            program, stores, own = known
-            _jax.leave_result_trees(fun, stores)
+            _jax.leave_result_trees(fun, known.result_trees)
+            lone = known.lone
+            if lone is not None and lone.run is not None and self.is_top:
+                lone.is_used = True
+                return list(self._run_compiled(lone, primitive, args))
         else:
-            own = None if key is None else {}
             with set_current_trace(self.parent_trace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
+            known = _OwnRule(program, _jax.result_trees(fun))
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
-                _own_rules.put(key, (program, _jax.result_trees(fun), own))
-        results = self._run_program(program, args, is_new=key is None, own=own)
+                _own_rules.put(key, known)
+        results = self._run_program(known.program, args, is_new=key is None)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
         if _jax.has_run(rule):
             _jax.forget_result_trees(fun)
         return results
 
-    def _run_program(
-        self,
-        program: Any,
-        args: Sequence[Any],
-        *,
-        is_new: bool = False,
-        own: dict[int, Computation] | None = None,
-    ) -> list[Any]:
-        """Runs a program operation by operation.
-
-        `is_new`: it was traced for this one run. `own`: of a function of JAX's own with a rule, the
-        computations of its equations that are known, by their identity.
-        """
+    def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
+        """Runs a program operation by operation; `is_new`: it was traced for this one run."""
         open_form = _jax.opened(program)
         values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
         values.update(zip(open_form.invars, args, strict=True))
@@ -387,20 +414,14 @@ class Recorder(ForwardingTrace):
         for equation in open_form.eqns:
             operands = [read(atom) for atom in equation.invars]
             if equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
-                results = self._run_equation(equation, operands, is_new, own)
+                results = self._run_equation(equation, operands, is_new)
             else:
                 out = self.process_primitive(equation.primitive, operands, equation.params)
                 results = list(out) if equation.primitive.multiple_results else [out]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in open_form.outvars]
 
-    def _run_equation(
-        self,
-        equation: Any,
-        args: Sequence[Any],
-        is_new: bool,
-        own: dict[int, Computation] | None,
-    ) -> list[Any]:
+    def _run_equation(self, equation: Any, args: Sequence[Any], is_new: bool) -> list[Any]:
         """Runs an equation that has a rule."""
         primitive, params = equation.primitive, equation.params
         watching = [r for r in self.records if r.tracks(args)]
@@ -415,21 +436,12 @@ class Recorder(ForwardingTrace):
                 "it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
-        known = None if own is None else own.get(id(equation))
         with set_current_trace(self.parent_trace):
-            if known is not None and known.run is not None and self.is_top:
-                results = list(known.run(*args))
-            else:
-                results = _jax.bind(primitive, args, params)
-        if known is not None:
-            known.is_used = True
-            return self._record(known, args, results, watching)
+            results = _jax.bind(primitive, args, params)
         if is_new:
             computation = Computation(primitive, dict(params), constants, _node_of(equation))
         else:
             computation = rule_computation(primitive, params, constants)
-            if own is not None:
-                own[id(equation)] = computation
         return self._record(computation, args, results, watching)
 
 
@@ -444,18 +456,47 @@ def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
 
 # Of most operands it is known by their type that they can be held as they are.
 _PLAIN = {bool, int, float, complex}
+# A function whose arguments are watched in so many ways has no faster way for further ones.
+_MOST_FORMS = 16
 # Operations of these are without sub-programs.
 _WITHOUT_PROGRAMS: set[Any] = set()
 
 
+_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
+
+
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | complex | np.ndarray | np.generic | jax.Array)
+    return isinstance(value, (*_IMMUTABLE, np.ndarray))
 
 
 # -------------------------------------------------------------------------------- what is called
 
 
-# The programs of JAX's own functions with rules (relu, softplus, ...).
+class _OwnRule:
+    """A call of a function of JAX's own that has a rule (relu, softplus, ...).
+
+    Attributes:
+      program: what it traces to.
+      result_trees: what a run of the function leaves behind.
+      lone: what the program computes, if it is just the call of that rule: to be compiled.
+    """
+
+    __slots__ = ("lone", "program", "result_trees")
+
+    def __init__(self, program: Any, result_trees: tuple[Any, ...]):
+        self.program = program
+        self.result_trees = result_trees
+        self.lone: Computation | None = None
+        open_form = _jax.opened(program)
+        if len(open_form.eqns) == 1:
+            (equation,) = open_form.eqns
+            same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
+            if same and equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+                constants = int(equation.params.get("num_consts", 0))
+                if constants == 0:
+                    self.lone = rule_computation(equation.primitive, equation.params)
+
+
 _own_rules = Remembered(1024)
 
 
@@ -470,8 +511,7 @@ def _own_rule_key(
     functions, trees = _jax.rule_functions(subfuns)
     if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
         return None
-    types = tuple(map(_jax.type_key, args))
-    return primitive, functions, trees, types, settings_now()
+    return primitive, functions, trees, tuple(map(type_number, args)), settings_now()
 
 
 def _node_of(equation: Any) -> CustomGradient:

@@ -27,8 +27,9 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.lowering import Lowering, evaluate
+from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.static import StaticArguments, resolve
-from tracegrad.tracing.variable import Variable, lend, listened, peek, settle, take_back
+from tracegrad.tracing.variable import Variable, lend, listened, peek, settle, show, take_back
 
 if TYPE_CHECKING:
     from tracegrad.tracing.traced import Pipeline
@@ -213,6 +214,8 @@ class Program:
         count = len(updated) + len(read)
         options = self._with_shardings(_behind_values(pipeline, options, count))
         self.nested = jax.jit(self.body, **options)
+        self._has_options = any(options.values())
+        self._forms: dict[Any, Any] = {}  # of a trace that calls it directly
         extra = _jax.keep_recompute_options(jax.default_backend())
         if extra is not None and pipeline.recomputes:
             options = _jax.with_compiler_options(options, extra)
@@ -248,8 +251,7 @@ class Program:
         read: Any = [ref() for ref in roles.read] if roles.read else ()
         written: Any = [ref() for ref in roles.written] if roles.written else ()
         if type(_jax.current_trace(None)) is not self._top_level or listened():
-            values = [variable.value for variable in (*updated, *read)]
-            new, result = self.nested(*values, *args, **kwargs)
+            new, result = self._watched([*updated, *read], args, kwargs)
             for variable, value in zip((*updated, *written), new, strict=True):
                 variable.assign(value)
             self.pipeline.warn_of_merging()
@@ -263,6 +265,19 @@ class Program:
             raise
         settle([*updated, *written] if written else updated, new)
         return result
+
+    def _watched(
+        self, variables: Sequence[Variable], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the function where others look on."""
+        trace = _jax.current_trace(None)
+        if isinstance(trace, ForwardingTrace) and not self._has_options:
+            values = show(variables)
+            outcome = trace.call_directly(self.nested, self._forms, (*values, *args), kwargs)
+            if outcome is not None:
+                return outcome
+        values = [variable.value for variable in variables]
+        return self.nested(*values, *args, **kwargs)
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""

@@ -78,10 +78,12 @@ def listening(listener: Listener) -> Iterator[None]:
         stop_listening(listener)
 
 
-def _read(variable: Variable, stack: tuple[Listener, ...]) -> Any:
+def _read(
+    variable: Variable, stack: tuple[Listener, ...], stored: Callable[[Variable], Any]
+) -> Any:
     if not stack:
-        return variable._stored()
-    return stack[-1].on_read(variable, lambda: _read(variable, stack[:-1]))
+        return stored(variable)
+    return stack[-1].on_read(variable, lambda: _read(variable, stack[:-1], stored))
 
 
 def _assign(variable: Variable, value: Any, stack: tuple[Listener, ...]) -> None:
@@ -142,6 +144,7 @@ class Variable:
         "_aval",
         "_borrower",
         "_is_ours",
+        "_keepers",
         "_name",
         "_stand_in",
         "_trainable",
@@ -174,7 +177,8 @@ class Variable:
             value = _own_array(initial_value, dtype)
         self._aval = jax.typeof(value)
         self._value = value
-        self._is_ours = False
+        self._is_ours = False  # whether nobody was handed the array
+        self._keepers = 0  # how many listeners keep it, to whom it was shown; see `show`
         self._borrower: int | None = None  # the thread on which a program has the array; see `lend`
         self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
 
@@ -187,7 +191,7 @@ class Variable:
         Raises RuntimeError where JAX would keep the value as a constant of a program, for all of
         its later calls: inside `jax.jit`, or a `jax.lax.scan` outside of a traced function.
         """
-        return _read(self, _listeners.stack)
+        return _read(self, _listeners.stack, Variable._stored)
 
     def read_value(self) -> Any:
         """The current value, as `value`."""
@@ -221,7 +225,8 @@ class Variable:
     def _checked(self, value: Any) -> Any:
         """`value` as an array of this Variable's type; raises if it is of another."""
         value = _operand(value)
-        own, given = self._aval, getattr(value, "aval", None)
+        own = self._aval
+        given: Any = getattr(value, "aval", None)
         if type(given) is type(own) and (
             (given.shape, given.dtype, given.weak_type) == (own.shape, own.dtype, False)
         ):
@@ -261,6 +266,7 @@ class Variable:
         with _lock:
             self._value = value
             self._is_ours = False
+            self._keepers = 0
         return self
 
     def _stored(self) -> Any:
@@ -294,6 +300,7 @@ class Variable:
         with _lock:
             self._value = value
             self._is_ours = False
+            self._keepers = 0
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -540,7 +547,7 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
         foreign = []
         for variable in variables:
             variable._borrower = me
-            if not variable._is_ours:
+            if variable._keepers or not variable._is_ours:
                 foreign.append(len(values))
             values.append(variable._value)
     if foreign:
@@ -560,6 +567,7 @@ def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours = True
+            variable._keepers = 0
             variable._borrower = None
         if _waiting:
             _returned.notify_all()
@@ -583,6 +591,37 @@ def peek(variables: Sequence[Variable]) -> list[Any]:
     if _lenders and (len(_lenders) > 1 or threading.get_ident() not in _lenders):
         return [variable._handed() for variable in variables]
     return [v._value if v._borrower is None else _awaited(v) for v in variables]
+
+
+def show(variables: Sequence[Variable]) -> list[Any]:
+    """The values, as this thread's listeners give them, for a program that only reads them.
+
+    They are handed to nobody but the listeners, each of which may keep them until it gives them
+    back.
+    """
+    stack = _listeners.stack
+    return [_read(variable, stack, _shown) for variable in variables]
+
+
+def _shown(variable: Variable) -> Any:
+    with _lock:
+        if variable._borrower is None:
+            # Who never gives it back has it for good: then it is copied once.
+            variable._keepers += len(_listeners.stack)
+            return variable._value
+    return variable._handed()
+
+
+def is_only_shown(variable: Variable, value: Any) -> bool:
+    """Whether a value that a listener has just got is to be given back."""
+    return variable._is_ours and variable._value is value
+
+
+def give_back(variable: Variable, value: Any) -> None:
+    """Ends the use that a listener made of a value, which it no longer keeps."""
+    with _lock:
+        if variable._value is value:
+            variable._keepers -= 1
 
 
 def _awaited(variable: Variable) -> Any:
