@@ -85,10 +85,14 @@ def test_what_is_watched_decides_what_has_a_gradient():
                 tape.watch(x)
             value = loss(x)["loss"]
         gradients = tape.gradient(value, [w, x])
-        np.testing.assert_allclose(gradients[0], jax.grad(by_hand)(w.value, x), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            gradients[0], jax.grad(by_hand)(w.value, x), rtol=1e-5, atol=1e-6
+        )
         assert (gradients[1] is not None) == watched
         if watched:
-            np.testing.assert_allclose(gradients[1], jax.grad(by_hand, 1)(w.value, x), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                gradients[1], jax.grad(by_hand, 1)(w.value, x), rtol=1e-5, atol=1e-6
+            )
 
 
 def test_settings_of_jax_are_those_at_the_call():
@@ -178,7 +182,9 @@ def test_a_persistent_tape_keeps_what_it_was_shown():
         value = loss(x)["loss"]
     for _ in range(3):
         descend(tape.gradient(value, w))
-    np.testing.assert_allclose(tape.gradient(value, w), jax.grad(by_hand)(expected, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        tape.gradient(value, w), jax.grad(by_hand)(expected, x), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_tape_that_began_later_keeps_what_it_recorded_of_a_backward_pass():
