@@ -186,6 +186,17 @@ def test_what_a_function_closes_over_is_looked_at_anew():
     assert explain(f, X)["x"].zeros == 1
 
 
+def test_a_global_that_a_jitted_function_uses_in_place_of_an_argument_is_found():
+    weights = jnp.array([1.0, 2.0, 3.0])
+
+    def loss(w, x):
+        return jnp.sum(jax.jit(lambda x: x * weights)(x))
+
+    (finding,) = explain(loss, weights + 0, X).findings
+    assert finding.cause == "closed over"
+    assert finding.origin.line == loss.__code__.co_firstlineno + 1
+
+
 def test_a_program_with_rules_is_known_again_and_told_from_one_with_other_rules():
     def loss_with(factor):
         @jax.custom_vjp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Cut, cuts, explain_unconnected
 from tracegrad.differentiation.selection import is_numeric, type_of
 from tracegrad.insight.explaining.authors import whose
-from tracegrad.insight.explaining.measuring import Measured
+from tracegrad.insight.explaining.measuring import Steps
 from tracegrad.insight.explaining.observed import Observed, Spot
 from tracegrad.insight.explanation import Finding
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, StopGradient
-from tracegrad.ir.occurrence import is_own_file
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient
+from tracegrad.ir.occurrence import Path, is_own_file
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 _CHOICES = frozenset({"argmax", "argmin", "sort", "top_k", "approx_top_k"})
@@ -30,6 +30,7 @@ _CUT_CURES = {
     "`tracegrad.custom_gradient`",
     "custom rule": "let the rule return a cotangent for this input",
 }
+_LOOP_CURE = "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed"
 
 
 def findings_of_cuts(
@@ -93,6 +94,14 @@ def cut_off(
     targets: Sequence[int],
     why_unused: Callable[[str], str | None],
 ) -> Iterator[Finding]:
+    """Why nothing connects a source with the results.
+
+    Args:
+      program, inputs: the graph and its arrays.
+      path, i: the source and which input it is.
+      targets: the outputs with cotangents.
+      why_unused: see `explain_graph`.
+    """
     found = list(findings_of_cuts(program, path, i, targets))
     yield from found
     if found:
@@ -116,54 +125,48 @@ def cut_off(
 def _closed_over(program: Graph, array: Any) -> Occurrence | None:
     """Where an array of the same shape and numbers is used that the program closes over."""
     wanted = np.asarray(array)
-    if wanted.size == 0 or not wanted.any() or np.all(wanted == wanted.ravel()[0]):
-        wanted_is_telling = False  # zeros and ones are everywhere: then only the very array
-    else:
-        wanted_is_telling = True
+    # Zeros and ones are everywhere: of these only the very array.
+    is_telling = wanted.size > 0 and bool(np.any(wanted != wanted.ravel()[0]))
 
     def fits(constant: Any) -> bool:
         if constant is array:
             return True
-        if not wanted_is_telling or np.shape(constant) != wanted.shape:
+        if not is_telling or np.shape(constant) != wanted.shape:
             return False
         if _jax.is_tracer(constant) or not is_numeric(constant):
             return False
         return bool(np.array_equal(np.asarray(constant), wanted))
 
-    for value, constant in program.constants.items():
-        if fits(constant):
-            return Occurrence((), value.users[0]) if value.users else None
+    graphs: list[tuple[Path, Graph]] = [((), program)]
     for found in program.walk():
-        for region in found.node.regions.values():
-            for value, constant in region.constants.items():
-                if fits(constant) and value.users:
-                    return Occurrence((*found.path, (found.node, region.name)), value.users[0])
-        for operand in found.node.inputs:
-            if isinstance(operand, Literal) and wanted_is_telling and fits(operand.value):
-                return found
+        for name, region in found.node.regions.items():
+            graphs.append(((*found.path, (found.node, name)), region))
+    for path, graph in graphs:
+        for value, constant in graph.constants.items():
+            if value.users and fits(constant):
+                return Occurrence(path, value.users[0])
     return None
 
 
-def refusals(observed: Observed, measured: Measured) -> Iterator[Finding]:
-    for (at, number), words in measured.measured.refused.items():
+def refusals(observed: Observed, refused: Mapping[tuple[Steps, int], str]) -> Iterator[Finding]:
+    """What JAX cannot differentiate, by its own words."""
+    for (at, number), words in refused.items():
         found = observed.occurrence(Spot(at, number))
-        is_host = found.node.op in ("pure_callback", "io_callback")
+        op = found.node.op
+        cause = "host conversion" if op in _HOST else "not differentiable"
         yield Finding(
-            "host conversion" if is_host else "not differentiable",
+            cause,
             f"JAX cannot differentiate {found.node.name}: {words}",
             (),
             origin=found.origin,
-            cure=_CUT_CURES["host conversion"]
-            if is_host
-            else "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed"
-            if found.node.op == "while"
-            else "",
-            operation=found.node.op,
+            cure=_LOOP_CURE if op == "while" else _CUT_CURES.get(cause, ""),
+            operation=op,
             occurrence=found,
         )
 
 
 def no_gradient(path: str, leaf: Any) -> Finding:
+    """Of a source whose type has none."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
     return Finding(

@@ -14,7 +14,7 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.insight.explaining.authors import is_jaxs_rule
 from tracegrad.insight.explaining.changed_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
-from tracegrad.insight.explaining.measuring import Measured, compile_pass
+from tracegrad.insight.explaining.measuring import MeasuredPass, compile_pass
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
@@ -62,10 +62,10 @@ def explain_graph(
         else:
             findings += cut_off(program, inputs, path, i, targets, why_unused)
     observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=False)
-    findings += refusals(observed, measured)
+    findings += refusals(observed, measured.refused)
     if _looks_bad(observed):
         observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=True)
-        findings += not_finite(observed, measured, program, sources, targets, others)
+        findings += not_finite(observed, sources, targets, others, measured.lines)
     reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, reports, sources)
@@ -97,14 +97,14 @@ def _measure(
     inputs: Sequence[Any],
     seeds: Sequence[Any],
     close: bool,
-) -> tuple[Observed, Measured]:
+) -> tuple[Observed, MeasuredPass]:
     compiled = _remembered(
         program,
         (tuple(sources), tuple(seeded), close),
         lambda: compile_pass(program, sources, seeded, close),
     )
     stats = compiled.call(list(inputs), [seed for seed in seeds if seed is not None])
-    return Observed(program, stats), compiled
+    return Observed(program, stats), compiled.measured
 
 
 def _looks_bad(observed: Observed) -> bool:

@@ -492,8 +492,8 @@ class MeasuredPass:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A compiled pass: of the same arguments as the graph and the seeds."""
+class CompiledPass:
+    """A compiled pass: `call` takes the inputs of the graph and the seeds that are there."""
 
     measured: MeasuredPass
     call: Callable[..., Any]
@@ -501,7 +501,7 @@ class Measured:
 
 def compile_pass(
     graph: Graph, sources: Sequence[bool], seeded: Sequence[bool], close: bool
-) -> Measured:
+) -> CompiledPass:
     """One compiled program for the passes.
 
     `seeded`: which outputs have a cotangent. Statistics of one shape leave it as one array: there
@@ -521,7 +521,7 @@ def compile_pass(
             numbers = jax.device_get(found)
             return {measured.keys[key]: stat for key, stat in numbers.items()}
 
-        return Measured(measured, look)
+        return CompiledPass(measured, look)
 
     @jax.jit
     def call(args: Sequence[Any], seeds: Sequence[Any]) -> Any:
@@ -543,7 +543,7 @@ def compile_pass(
                 found[measured.keys[key]] = stat
         return found
 
-    return Measured(measured, run)
+    return CompiledPass(measured, run)
 
 
 # -------------------------------------------------------------------------------------- details

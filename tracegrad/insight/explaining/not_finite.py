@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,37 +17,46 @@ from tracegrad.insight.explaining.culprits import (
     value_statistic,
 )
 from tracegrad.insight.explaining.cures import backward_cure, forward_cure
-from tracegrad.insight.explaining.measuring import Measured
+from tracegrad.insight.explaining.measuring import Steps
 from tracegrad.insight.explaining.observed import Observed, Spot
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Graph, Literal, Occurrence, Value
+from tracegrad.ir import Literal, Occurrence, Origin, Value
 
 
 def not_finite(
     observed: Observed,
-    measured: Measured,
-    program: Graph,
     sources: dict[str, int | None],
     targets: Sequence[int],
     others: Mapping[int, str],
+    lines: Mapping[tuple[Steps, int], Origin],
 ) -> list[Finding]:
+    """Where the NaNs and Infs began that a result or a gradient has.
+
+    Args:
+      observed: by the close form of the pass.
+      sources: by path which input a source is.
+      targets: the outputs with cotangents.
+      others: the names of inputs that are no sources.
+      lines: of rules, the lines of their backward that make a NaN or Inf.
+    """
     stats = observed.stats
     names = {i: path for path, i in sources.items() if i is not None}
     touched = tuple(
         path
-        for path, i in sources.items()
-        if i is not None
-        and (stat := stats.get(("source", (), 0, i))) is not None
-        and stat[NAN] + stat[INF] > 0
+        for i, path in names.items()
+        if (stat := stats.get(("source", (), 0, i))) is not None and stat[NAN] + stat[INF] > 0
     )
     found: list[Finding] = []
     for target in targets:
         out = stats.get(("output", (), 0, target))
         if out is not None and out[NAN] + out[INF] > 0:
             which = NAN if out[NAN] else INF
-            culprit = forward_culprit(observed, (), (), program.outputs[target], which)
-            found += _forward_findings(observed, culprit, which, names, others, touched)
+            culprit = forward_culprit(observed, (), (), observed.graph.outputs[target], which)
+            if isinstance(culprit, Culprit):
+                found.append(_forward_finding(observed, culprit, touched))
+            elif culprit is not None:
+                found.append(_given_finding(observed, culprit, which, names, others, touched))
     is_explained = bool(found)
     found += [
         _in_an_input("NaN", path, int(stat[NAN]), (path,))
@@ -57,80 +66,30 @@ def not_finite(
     if not is_explained:  # nothing is wrong with the result: a NaN in an input is masked
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
-            found.append(_backward_finding(observed, measured, culprit_back, touched))
+            found.append(_backward_finding(observed, culprit_back, lines, touched))
         elif touched and not found:
             found.append(Finding("not finite", "it came in with the cotangent", touched))
     return found
 
 
-def _forward_findings(
+def _given_finding(
     observed: Observed,
-    culprit: Culprit | Given | None,
+    given: Given,
     which: int,
-    names: dict[int, str],
+    names: Mapping[int, str],
     others: Mapping[int, str],
     touched: tuple[str, ...],
-) -> Iterator[Finding]:
+) -> Finding:
     kind = "NaN" if which == NAN else "Inf"
-    if isinstance(culprit, Given):
-        if culprit.index is None:
-            nodes = culprit.value.users if isinstance(culprit.value, Value) else ()
-            origin = Occurrence((), nodes[0]).origin if nodes else None
-            yield Finding(
-                f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
-            )
-            return
-        path = names.get(culprit.index) or others.get(culprit.index, "that is not a source")
-        count = int(observed.stats["input", (), 0, culprit.index][which])
-        yield _in_an_input(kind, path, count, (path,) if culprit.index in names else touched)
-        return
-    if culprit is None:
-        return
-    spot = culprit.spot
-    found = observed.occurrence(spot)
-    node = found.node
-    origin_of_inf = None
-    if which == NAN:  # of an Inf, perhaps, that was made before
-        for value in node.inputs:
-            made = forward_culprit(observed, spot.at, spot.steps, value, INF)
-            if isinstance(made, Culprit):
-                origin_of_inf = made
-                break
-    words = f"{node.name} makes {kind} in the forward pass"
-    operands = _operand_ranges(observed, spot)
-    if operands:
-        words += f" of {operands}"
-    cure = forward_cure(node.op, makers(observed, spot), users(observed, spot))
-    if origin_of_inf is not None:
-        first = observed.occurrence(origin_of_inf.spot)
-        ranges = _operand_ranges(observed, origin_of_inf.spot)
-        place = f" at {first.origin.place}" if first.origin else ""
-        yield Finding(
-            "Inf in the forward pass",
-            f"{first.node.name} makes Inf of {ranges}, and {node.name}"
-            f"{f' at {found.origin.place}' if found.origin else place} makes NaN of that",
-            touched,
-            origin=first.origin,
-            cure=forward_cure(
-                first.node.op,
-                makers(observed, origin_of_inf.spot),
-                users(observed, origin_of_inf.spot),
-            ),
-            operation=first.node.op,
-            step=origin_of_inf.spot.steps[0] if origin_of_inf.spot.steps else None,
-            occurrence=first,
+    if given.index is None:
+        nodes = given.value.users if isinstance(given.value, Value) else ()
+        origin = Occurrence((), nodes[0]).origin if nodes else None
+        return Finding(
+            f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
         )
-        return
-    yield Finding(
-        f"{kind} in the forward pass",
-        words,
-        touched,
-        origin=found.origin,
-        cure=cure,
-        operation=node.op,
-        step=spot.steps[0] if spot.steps else None,
-        occurrence=found,
-    )
+    path = names.get(given.index) or others.get(given.index, "that is not a source")
+    count = int(observed.stats["input", (), 0, given.index][which])
+    return _in_an_input(kind, path, count, (path,) if given.index in names else touched)
 
 
 def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> Finding:
@@ -138,36 +97,74 @@ def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> 
     return Finding(f"{kind} in an input", words, sources)
 
 
-def _backward_finding(
-    observed: Observed, measured: Measured, culprit: Culprit, touched: tuple[str, ...]
-) -> Finding:
+def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, ...]) -> Finding:
     found = observed.occurrence(culprit.spot)
-    node = found.node
-    made_by, used_by = makers(observed, culprit.spot), users(observed, culprit.spot)
-    known = [x for x in culprit.operands if not math.isnan(x)]
-    at = f" at {', '.join(number_text(x) for x in known)}" if known else ""
-    faces = [k for k, (_, name) in enumerate(culprit.spot.at) if name in ("backward", "jvp")]
-    inside, origin = "", found.origin
-    if faces:
-        outer, (number, _) = culprit.spot.at[: faces[0]], culprit.spot.at[faces[0]]
-        inside = f"in the rule of {found.path[faces[0]][0].name} "
-        origin = measured.measured.lines.get((outer, number), origin)
-    if math.isnan(culprit.given) or inside:
-        through = ""
-    elif culprit.given == 0:
+    ranges = _operand_ranges(observed, culprit.spot)
+    words = f"{found.node.name} makes {culprit.kind} in the forward pass"
+    words += f" of {ranges}" if ranges else ""
+    made_inf = _maker_of_inf(observed, culprit.spot) if culprit.kind == "NaN" else None
+    if made_inf is not None:  # that is what to mend
+        first = observed.occurrence(made_inf.spot)
+        origin = found.origin or first.origin
+        words = (
+            f"{first.node.name} makes Inf of {_operand_ranges(observed, made_inf.spot)}, and "
+            f"{found.node.name}{f' at {origin.place}' if origin else ''} makes NaN of that"
+        )
+        culprit, found = made_inf, first
+    spot = culprit.spot
+    return Finding(
+        f"{culprit.kind} in the forward pass",
+        words,
+        touched,
+        origin=found.origin,
+        cure=forward_cure(found.node.op, makers(observed, spot), users(observed, spot)),
+        operation=found.node.op,
+        step=spot.step,
+        occurrence=found,
+    )
+
+
+def _maker_of_inf(observed: Observed, spot: Spot) -> Culprit | None:
+    """What made the Inf that a node is given, if it is given one."""
+    for value in observed.node(spot).inputs:
+        made = forward_culprit(observed, spot.at, spot.steps, value, INF)
+        if isinstance(made, Culprit):
+            return made
+    return None
+
+
+def _backward_finding(
+    observed: Observed,
+    culprit: Culprit,
+    lines: Mapping[tuple[Steps, int], Origin],
+    touched: tuple[str, ...],
+) -> Finding:
+    spot = culprit.spot
+    found = observed.occurrence(spot)
+    node, origin = found.node, found.origin
+    known = [number_text(x) for x in culprit.operands if not math.isnan(x)]
+    words = f"the derivative of {node.name}"
+    through = ""
+    if culprit.given == 0:
         through = ", where the cotangent that comes in is 0: something masks it, and 0 * inf is NaN"
-    else:
+    elif not math.isnan(culprit.given):
         through = f", of a cotangent {number_text(culprit.given)}"
+    for depth, (number, name) in enumerate(spot.at):
+        if name in ("backward", "jvp"):
+            words, through = f"in the rule of {found.path[depth][0].name} {node.name}", ""
+            origin = lines.get((spot.at[:depth], number), origin)
+            break
+    at = f" at {', '.join(known)}" if known else ""
+    made_by, used_by = makers(observed, spot), users(observed, spot)
     return Finding(
         f"{culprit.kind} in the reverse pass",
-        f"{inside}{'' if inside else 'the derivative of '}{node.name}{at} is not finite{through}"
-        + _made_before(observed, culprit),
+        f"{words}{at} is not finite{through}{_made_before(observed, culprit)}",
         touched,
         origin=origin,
         cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
         operation=node.op,
         operands=culprit.operands,
-        step=culprit.spot.steps[0] if culprit.spot.steps else None,
+        step=spot.step,
         occurrence=found,
     )
 
@@ -186,15 +183,12 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
 
 
 def _operand_ranges(observed: Observed, spot: Spot) -> str:
-    from_values = []
+    """Between which numbers each operand of a node is: ``-2 to 3 and 0``."""
+    ranges = []
     for value in observed.node(spot).inputs:
         if isinstance(value, Literal):
-            from_values.append(number_text(float(np.asarray(value.value).ravel()[0].real)))
-            continue
-        stat = value_statistic(observed, spot, value)
-        if stat is not None:
-            low, high = float(stat[LEAST]), float(stat[GREATEST])
-            from_values.append(
-                number_text(low) if low == high else f"{number_text(low)} to {number_text(high)}"
-            )
-    return " and ".join(from_values)
+            ranges.append(number_text(float(np.asarray(value.value).ravel()[0].real)))
+        elif (stat := value_statistic(observed, spot, value)) is not None:
+            low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
+            ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")
+    return " and ".join(ranges)

@@ -54,6 +54,11 @@ class Spot:
     number: int
     steps: tuple[int, ...] = ()
 
+    @property
+    def step(self) -> int | None:
+        """That of the outermost scan."""
+        return self.steps[0] if self.steps else None
+
 
 def call_of(at: Steps) -> Spot:
     """The node whose region a way leads to."""
