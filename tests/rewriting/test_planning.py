@@ -95,9 +95,25 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     def outside(v: int) -> list[int]:
         return [segment_of[u] for u in readers(v) if segment_of[u] != segment_of[v]]
 
+    def kept_by(v: int) -> bool:
+        """Whether what others read is kept beyond the forward pass: one alone may not need it."""
+        k = outside(v)[0]
+        if any(segment_of[u] != k for u in readers(v)):
+            return True
+        inside = range(plan[k].start, plan[k].stop)
+        return any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
+
     peak = 0
     for now in range(count):  # forward
-        alive = [v for v in range(now + 1) if stored(v) or outside(v)]
+        alive = [
+            v
+            for v in range(now + 1)
+            if stored(v)
+            or (
+                outside(v)
+                and (kept_by(v) or plan[segment_of[now]].start < plan[outside(v)[0]].stop)
+            )
+        ]
         alive += [
             v
             for v in range(plan[segment_of[now]].start, now + 1)
@@ -107,7 +123,11 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         extra = sum(m.extra[i] for i in range(now + 1) if not plan[segment_of[i]].recompute)
         peak = max(peak, sum(m.sizes[v] for v in alive) + extra)
     for k, s in reversed(list(enumerate(plan))):  # backward
-        from_before = {v for v in range(s.start) if stored(v) or any(u <= k for u in outside(v))}
+        from_before = {
+            v
+            for v in range(s.start)
+            if stored(v) or (any(u <= k for u in outside(v)) and kept_by(v))
+        }
         base = sum(m.sizes[v] for v in from_before)
         base += sum(m.extra[i] for i in range(s.start) if not plan[segment_of[i]].recompute)
         inside = range(s.start, s.stop)
@@ -191,7 +211,7 @@ def test_plans_of_small_programs_are_the_best_of_all(seed: int):
     assert error.value.bound == lowest_peak_bound(m)
 
 
-Ways = dict[tuple[int, int], list[tuple[int, int, int, Leaving]]]
+Ways = dict[tuple[int, int], list[tuple[int, int, int, Leaving, int]]]
 
 
 def all_ways(m: MemoryModel) -> Ways:
@@ -212,6 +232,7 @@ def all_ways(m: MemoryModel) -> Ways:
                     local.forward_peak,
                     local.backward_peak + m.gathered[stop - 1],
                     leaving(m, Segment(start, stop), local.shifted(start)),
+                    local.unread,
                 )
                 for local in runs
             )
@@ -230,16 +251,16 @@ def is_beaten(ways: Ways, count: int, budget: int, flops: int) -> bool:
             return True
         for stop in range(start + 1, count + 1):
             read = sum(size for first, size in waiting if first < stop)
-            for more, forward, backward, left in ways[start, stop]:
+            for more, forward, backward, left, unread in ways[start, stop]:
                 if (
                     spent + more < flops
                     and kept + forward <= budget
-                    and staying + read + backward <= budget
+                    and staying + read - unread + backward <= budget
                     and follow(
                         stop,
                         spent + more,
-                        kept + left.staying + sum(size for _, size in left.until_read),
-                        staying + read + left.staying,
+                        kept + left.staying + sum(size for _, size in left.until_read) - unread,
+                        staying + read - unread + left.staying,
                         [(u, size) for u, size in waiting if u >= stop] + [*left.until_read],
                     )
                 ):

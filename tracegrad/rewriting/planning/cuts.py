@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -66,9 +67,11 @@ class Network:
         needed: Iterable[int],
         must_run: Iterable[int] = (),
         free: Collection[int] = (),
+        given: Sequence[tuple[int, Sequence[int]]] = (),
     ):
         """`needed`: what the backward pass reads; `must_run`: what is run again in any case;
-        `free`: what costs nothing to save, since it is alive anyway."""
+        `free`: what costs nothing to save, since it is alive anyway; `given`: bytes that came from
+        elsewhere, to be kept if one of these operations is run again."""
         self.operations, self.free = operations, frozenset(free)
         needed, must_run = sorted(set(needed)), sorted(set(must_run))
         number: dict[int, int] = {}
@@ -87,30 +90,41 @@ class Network:
         there = {v: 2 + 2 * k for v, k in number.items()}
         run = {v: 3 + 2 * k for v, k in number.items()}
         source, sink = 0, 1
+        read = [(size, [v for v in readers if v in number]) for size, readers in given]
+        read = [(size, readers) for size, readers in read if readers]
+        places = range(2 + 2 * len(number), 2 + 2 * len(number) + len(read))
         arcs = [(there[v], run[v]) for v in self.values]
         arcs += [(run[v], sink) for v in self.values]
+        arcs += [(place, sink) for place in places]
         arcs += [(run[v], there[u]) for v, u in inner_arcs]
         arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
+        for place, (_, readers) in zip(places, read, strict=True):
+            arcs += [(run[v], place) for v in readers]
         self._tails = np.array([a for a, _ in arcs], np.int32)
         self._heads = np.array([b for _, b in arcs], np.int32)
         self._sizes = np.array(
             [0 if v in self.free else operations.sizes[v] for v in self.values], float
         )
         self._flops = np.array([operations.flops[v] for v in self.values], float)
-        self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
+        self._places, self._given = places, np.array([size for size, _ in read], float)
+        count = len(arcs) - 2 * len(self.values) - len(read)
+        self._endless = np.full(count, _INFINITE, np.int64)
 
     def cut(self, price: float) -> Cut:
-        """The cheapest choice; `price` is FLOPs for a byte."""
+        """The cheapest choice; `price` is FLOPs for a byte, infinite to save nothing at all."""
         if not self.values:
             return Cut(frozenset(), 0, 0, 0.0)
         flow = _max_flow().SimpleMaxFlow()
         # Saving a value never pays if it costs more than running everything.
         scale = _SCALE / max(1.0, 2.0 * self.flops)
-        saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
-        running = np.floor(self._flops * scale)
+        if math.isinf(price):
+            saving, keeping = np.where(self._sizes > 0, _SCALE, 0), np.zeros(len(self._given))
+        else:
+            saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
+            keeping = np.minimum(np.floor(self._given * price * scale), _SCALE)
         capacities = np.concatenate(
-            [saving.astype(np.int64), running.astype(np.int64), self._endless]
-        )
+            [saving, np.floor(self._flops * scale), keeping, self._endless]
+        ).astype(np.int64)
         flow.add_arcs_with_capacity(self._tails, self._heads, capacities)
         status = flow.solve(0, 1)
         assert status == flow.OPTIMAL, status
@@ -124,6 +138,8 @@ class Network:
             elif is_there:
                 saved.append(v)
                 size += 0 if v in self.free else self.operations.sizes[v]
+        for place, given in zip(self._places, self._given, strict=True):
+            size += 0 if place in beyond else int(given)
         return Cut(frozenset(saved), size, flops, flow.optimal_flow() / scale)
 
     def hull(self, most: int) -> list[Cut]:
@@ -131,7 +147,7 @@ class Network:
 
         At most `most` of them: the widest gaps are looked into first.
         """
-        first, last = self.cut(0.0), self.cut(1e30)
+        first, last = self.cut(0.0), self.cut(math.inf)
         cuts = [first]
         if (last.bytes, last.flops) != (first.bytes, first.flops):
             cuts.append(last)

@@ -33,15 +33,16 @@ from tracegrad.rewriting.planning.simulation import (
 )
 
 EXACT = 14  # operations up to which all plans are compared
-MOST_CUTS = 40
+MOST_CUTS = 56
 LONGEST = 20  # cuts that one recomputed segment may span
 SIDEWAYS = 0.05  # bytes across that a cut may have more for a byte nearer to the middle
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
 MOST_LABELS = 150
-MOST_FINE_CUTS = 12  # within the part between two neighbouring cuts
-MOST_FINE_LABELS = 8  # for each of so many heights of the peak:
-PEAKS = 6
+FINE_PARTS = 2  # so many parts between neighbouring cuts are cut finely together,
+MOST_FINE_CUTS = 12  # at so many places,
+MOST_FINE_LABELS = 8  # with so many labels
+PEAKS = 6  # for each of so many heights of the peak
 
 Progress = Callable[[float], None]  # told the share that is done
 
@@ -75,7 +76,7 @@ class Planner:
         for done, (i, j) in enumerate(pairs):
             is_short = self.exact or j - i <= LONGEST
             choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short)
-            if j == i + 1 and not self.exact:
+            if j <= i + FINE_PARTS and not self.exact:
                 choices[i, j] = self._refined(cuts[i], cuts[j], choices[i, j])
             progress((done + 1) / len(pairs))
         self.paths = Paths(model, cuts, choices, self._kept_labels)
@@ -126,7 +127,8 @@ class Planner:
             rows = []
             for _, local in runs:
                 staying = local.extra + sum([piece.sizes[v] for v in local.stored])
-                rows.append([local.flops, local.forward_peak, local.backward_peak, staying])
+                backward = local.backward_peak - local.unread
+                rows.append([local.flops, local.forward_peak, backward, staying - local.unread])
             table = np.array(rows, float)
             compared = table
             if self.exact:  # what others read and it does not keep itself is there for some only
@@ -144,9 +146,11 @@ class Planner:
     def _saves(self, piece: Piece) -> list[frozenset[int]]:
         must_run = [i for i, size in enumerate(piece.extra) if size]
         leaves = [v for v, leaves in enumerate(piece.leaves) if leaves]
-        found = Network(piece, piece.needed, must_run).hull(MOST_SAVE_SETS)
+        found = Network(piece, piece.needed, must_run, given=piece.given).hull(MOST_SAVE_SETS)
         # What others keep alive anyway costs nothing to save.
-        found += Network(piece, piece.needed, must_run, leaves).hull(MOST_FREE_SAVE_SETS)
+        found += Network(piece, piece.needed, must_run, leaves, piece.given).hull(
+            MOST_FREE_SAVE_SETS
+        )
         return list(dict.fromkeys(cut.saved for cut in found))
 
     def _left_by(self, start: int, stop: int, local: Local) -> list[int]:
@@ -295,7 +299,7 @@ def _tokens(model: MemoryModel) -> list[int]:
             model.cotangents[i],
             model.fixed[i],
             grows,
-            tuple(i - v for v in model.args[i]),
+            tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple(i - v for v in model.needs[i]),
             tuple(u - i for u in model.uses[i]),
         )
@@ -344,33 +348,43 @@ def improve(
 
 def lowest_peak_bound(model: MemoryModel) -> int:
     """Bytes that any plan needs: what one step of the backward pass reads and writes."""
-    return max(
-        (
-            sum(model.sizes[v] for v in model.needs[i])
-            + model.cotangents[i]
-            + model.gathered[i]
-            + model.extra[i]
-            for i in range(len(model))
-        ),
-        default=0,
-    )
+    return max((_step_bytes(model, i) for i in range(len(model))), default=0)
+
+
+def _step_bytes(model: MemoryModel, step: int) -> int:
+    """What a step of the backward pass reads and writes."""
+    reads = sum(model.sizes[v] for v in model.needs[step])
+    return reads + model.cotangents[step] + model.gathered[step] + model.extra[step]
+
+
+def _heaviest_steps(model: MemoryModel, most: int) -> list[int]:
+    """Steps that read and write much while nearly all that is kept is still there: one of each of
+    ever longer stretches, from the last operation, whose backward step comes first."""
+    steps: list[int] = []
+    stop, length = len(model), 8
+    while stop > 0 and len(steps) < most:
+        start = max(0, stop - length)
+        steps.append(max(range(start, stop), key=lambda i: _step_bytes(model, i)))
+        stop, length = start, 4 * length
+    return steps
 
 
 def flops_bound(model: MemoryModel, budget: int, moments: int = 4) -> int:
     """Extra FLOPs that any plan within a budget (bytes) needs.
 
-    At any step of the backward pass what is alive fits the budget. What is needed from there on and
-    is not alive must be run again. The cheapest choice is a knapsack problem; for every price of a
-    byte, the minimum cut less the price of the budget is at most its value (Lagrange).
+    At any step of the backward pass what is alive fits the budget, and what the step itself reads
+    and writes is alive. What is needed from there on and is not alive must be run again. The
+    cheapest choice is a knapsack problem; for every price of a byte, the minimum cut less the price
+    of the budget is at most its value (Lagrange).
     """
-    count = len(model)
     best = 0.0
-    for at in sorted({count - 1 - count * k // (2 * moments) for k in range(moments)}):
-        room = budget - model.cotangents[at] - model.gathered[at]
+    for at in _heaviest_steps(model, moments):
+        reads = set(model.needs[at])
+        room = budget - _step_bytes(model, at)
         needed = {v for i in range(at + 1) for v in model.needs[i]}
         if room < 0 or not needed:
             continue
-        network = Network(model, needed)
+        network = Network(model, needed, free=reads)
         low, high = 0.0, None
         price = 2.0 * network.flops / max(1, room)
         # The bound is concave in the price; its slope is the bytes saved less the room.

@@ -2,9 +2,9 @@
 
 A plan cuts a program into segments. What a segment's own backward pass reads is either kept, or
 computed again when the backward pass arrives at the segment, from what the plan saves inside it and
-from what came into it. A value that leaves a segment is kept until the backward pass
-of the first later segment that reads it is over. Within a segment memory is freed as soon as
-nothing in it reads it any more.
+from what came into it. A value that leaves a segment is kept until the backward pass of the first later
+segment that reads it is over; but if one segment alone reads it, and only in its forward pass, it
+goes with that one. Within a segment memory is freed as soon as nothing in it reads it any more.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Local:
       recomputed: the operations that are run again, in that order.
       stored: what is kept from its forward to its backward pass.
       extra: bytes kept beside buffers.
+      unread: bytes that came into it and go with its forward pass.
       forward: bytes of its own buffers alive at each operation.
       backward: bytes of its own buffers and of cotangents alive at each step, the last one first,
         and of what it adds to the gradients of arguments that wait.
@@ -54,6 +55,7 @@ class Local:
     recomputed: tuple[int, ...]
     stored: frozenset[int]
     extra: int
+    unread: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
@@ -89,6 +91,7 @@ class Piece:
         self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
+        self.given = _given(model, start, stop)
         # In the forward pass: where each value is read last, and the bytes that this frees.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
@@ -111,6 +114,7 @@ class Piece:
             flops=sum([self.flops[i] for i in again]),
             stored=stored,
             extra=0 if recompute else sum(self.extra),
+            unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
             forward=self._forward(stored, recompute),
             backward=self._backward(again, stored, recompute, order),
             recomputed=tuple(order),
@@ -182,6 +186,18 @@ class Piece:
         return tuple(peaks)
 
 
+def _given(model: MemoryModel, start: int, stop: int) -> list[tuple[int, tuple[int, ...]]]:
+    """What came into a segment, is read by nothing else, and of its backward pass only by what is
+    run again: the bytes, and the operations, counted from the start, that read it."""
+    came = {v for i in range(start, stop) for v in model.args[i] if v < start}
+    came.difference_update(*(model.needs[i] for i in range(start, stop)))
+    return [
+        (model.sizes[v], tuple([u - start for u in model.uses[v]]))
+        for v in sorted(came)
+        if model.sizes[v] and start <= model.uses[v][0] and model.uses[v][-1] < stop
+    ]
+
+
 def run_segment(model: MemoryModel, segment: Segment) -> Local:
     """Simulates one segment."""
     start = segment.start
@@ -245,6 +261,7 @@ def simulate(
         local = known.get(segment) or known.setdefault(segment, run_segment(model, segment))
         staying += sum(size for first, size in waiting if first < segment.stop)
         waiting = [(first, size) for first, size in waiting if first >= segment.stop]
+        staying -= local.unread
         held = staying + model.gathered[segment.stop - 1]
         forward += [kept + size for size in local.forward]
         backward.append([held + size for size in local.backward])
@@ -252,7 +269,7 @@ def simulate(
         left = leaving(model, segment, local)
         staying += left.staying
         waiting += left.until_read
-        kept += left.staying + sum(size for _, size in left.until_read)
+        kept += left.staying + sum(size for _, size in left.until_read) - local.unread
         found.append(local)
     return Simulation(
         peak=max(peaks, default=0),
