@@ -1,18 +1,19 @@
 """What planned recompute costs, beside the other ways to save as much memory.
 
-Five programs: a 12-layer transformer, a ResNet, a U-Net, a 12-layer MLP-mixer and a GRU of 64
-unrolled steps. For each budget the extra FLOPs, in percent of the forward pass, of
+Five programs: a transformer of twelve layers, a ResNet, a U-Net, an MLP-mixer of twelve layers, of
+the sizes that they were published with, and a GRU of 64 unrolled steps; then three of them smaller.
+For each budget the extra FLOPs, in percent of the forward pass, of
 
 - the plan, and the lower bound that comes with it,
 - `jax.checkpoint` around parts of the program, cut evenly at its cheapest places, which saves
-  nothing inside them (Chen et al. 2016; the best number of parts) or the results of all products
-  (`dots_saveable`; the best number of parts),
-- a minimum cut of the whole program that saves as many bytes as fit (as PyTorch's partitioner with
-  a memory budget does), run again on demand.
+  nothing inside them (Chen et al. 2016) or what one of JAX's policies names; the best number of
+  parts and the best policy,
+- minimum cuts of the whole program and, as in PyTorch's partitioner with a memory budget, knapsacks
+  of the values that the cheapest of them saves; run again on demand, value by value.
 
 All are simulated by the same model. A budget is a share of the peak of the program with everything
-kept, counted as XLA holds it; or, with ``--share-of-residuals``, of all that JAX hands from the
-forward to the backward pass before XLA fuses anything, which is what other planners count.
+kept, counted as XLA holds it; or, with ``--before-fusion``, as JAX hands it from the forward to the
+backward pass, which is what other planners count.
 
 ``--xla`` compiles instead and compares XLA's temporary bytes with the simulated peaks;
 ``--time`` measures planning for programs of 2,000 and 20,000 operations.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import transformer
 from report import print_table
 
@@ -52,10 +55,14 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 # --------------------------------------------------------------------------------------- programs
 
 
-def transformer_program(layers: int = 12) -> Program:
-    params = jax.eval_shape(lambda: transformer.init(layers, 256, 512))
-    tokens = jax.ShapeDtypeStruct((8, 257), jnp.int32)
-    return transformer.loss_with(transformer.block), (params, tokens)
+def transformer_program(
+    layers: int = 12, width: int = 768, heads: int = 12, tokens: int = 512, batch: int = 8
+) -> Program:
+    """The blocks of BERT-base and GPT-2 small."""
+    params = jax.eval_shape(lambda: transformer.init(layers, width, 512))
+    block = functools.partial(transformer.block, heads=heads)
+    text = jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32)
+    return transformer.loss_with(block), (params, text)
 
 
 def norm_shapes(width: int) -> dict[str, Any]:
@@ -63,8 +70,10 @@ def norm_shapes(width: int) -> dict[str, Any]:
 
 
 def mixer_program(
-    layers: int = 12, batch: int = 16, tokens: int = 256, width: int = 256
+    layers: int = 12, width: int = 768, hidden: tuple[int, int] = (384, 3072), tokens: int = 196
 ) -> Program:
+    """Mixer-B/16. `hidden`: the inner widths of its two MLPs, over tokens and over channels."""
+
     def mlp(p: Any, x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
@@ -86,10 +95,10 @@ def mixer_program(
     block = {
         "norm_1": norm_shapes(width),
         "norm_2": norm_shapes(width),
-        "tokens": mlp_shapes(tokens, 2 * tokens),
-        "channels": mlp_shapes(width, 4 * width),
+        "tokens": mlp_shapes(tokens, hidden[0]),
+        "channels": mlp_shapes(width, hidden[1]),
     }
-    return loss, ([block] * layers, f32(width, 10), f32(batch, tokens, width))
+    return loss, ([block] * layers, f32(width, 10), f32(16, tokens, width))
 
 
 def gru_program(steps: int = 64, batch: int = 2048, width: int = 128) -> Program:
@@ -127,9 +136,14 @@ def two_convolutions(fan_in: int, fan_out: int) -> dict[str, Any]:
     }
 
 
-def resnet_program(batch: int = 16, size: int = 32, width: int = 32) -> Program:
+def resnet_program(
+    stages: Sequence[int] = (3, 4, 6, 3), size: int = 56, width: int = 64, batch: int = 8
+) -> Program:
+    """ResNet-34, on what its stem makes of an image of 224 x 224. `stages`: blocks of each."""
     plan = [
-        (width * 2**stage, 2 if k == 0 and stage else 1) for stage in range(4) for k in range(3)
+        (width * 2**stage, 2 if k == 0 and stage else 1)
+        for stage, count in enumerate(stages)
+        for k in range(count)
     ]
     blocks, fan_in = [], width
     for features, _ in plan:
@@ -151,7 +165,8 @@ def resnet_program(batch: int = 16, size: int = 32, width: int = 32) -> Program:
     return loss, (f32(3, 3, 3, width), blocks, f32(fan_in, 10), f32(batch, size, size, 3))
 
 
-def unet_program(batch: int = 8, size: int = 64, width: int = 16, depth: int = 4) -> Program:
+def unet_program(batch: int = 4, size: int = 256, width: int = 64, depth: int = 4) -> Program:
+    """The widths of the first U-Net, with same-padded convolutions and batch norms."""
     widths = [width * 2**level for level in range(depth)]
     down = [two_convolutions(a, b) for a, b in zip([3, *widths], widths, strict=False)]
     middle = two_convolutions(widths[-1], 2 * widths[-1])
@@ -180,12 +195,27 @@ def unet_program(batch: int = 8, size: int = 64, width: int = 16, depth: int = 4
     return loss, (down, middle, up, f32(1, 1, width, 1), f32(batch, size, size, 3))
 
 
+def small_transformer(layers: int = 12) -> Program:
+    return transformer_program(layers, width=256, heads=4, tokens=256)
+
+
+def small_mixer(layers: int = 12) -> Program:
+    return mixer_program(layers, width=256, hidden=(512, 1024), tokens=256)
+
+
+def small_resnet() -> Program:
+    return resnet_program((3, 3, 3, 3), size=32, width=32, batch=16)
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Program], list[float]]] = {
     "transformer": (transformer_program, [0.6, 0.4, 0.3, 0.25, 0.15]),
     "resnet": (resnet_program, [0.6, 0.4, 0.3, 0.25]),
     "unet": (unet_program, [0.6, 0.5, 0.4, 0.3]),
     "mixer": (mixer_program, [0.6, 0.4, 0.25, 0.2]),
     "gru": (gru_program, [0.7, 0.5, 0.3]),
+    "small-transformer": (small_transformer, [0.3, 0.25, 0.15]),
+    "small-mixer": (small_mixer, [0.25, 0.2]),
+    "small-resnet": (small_resnet, [0.3, 0.25]),
 }
 
 
@@ -211,9 +241,12 @@ def parts(m: MemoryModel, count: int) -> list[tuple[int, int]]:
 def policies(m: MemoryModel) -> dict[str, list[tuple[int, int]]]:
     """Peak and extra FLOPs of `jax.checkpoint` around every part, and around all but the last."""
     products = {i for i, n in enumerate(m.nodes) if n.op in ("dot_general", "conv_general_dilated")}
-    found: dict[str, list[tuple[int, int]]] = {"Chen": [], "dots_saveable": []}
-    for name, saved in (("Chen", set()), ("dots_saveable", products)):
-        for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+    dots = {i for i in products if m.nodes[i].op == "dot_general"}
+    no_batch = {i for i in dots if not any(m.nodes[i].params["dimension_numbers"][1])}
+    saved_by: dict[str, list[set[int]]] = {"Chen": [set()], "policies": [products, dots, no_batch]}
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in saved_by}
+    for name, sets in saved_by.items():
+        for saved, count in itertools.product(sets, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)):
             cut = parts(m, count)
             for kept in (0, 1):
                 plan = [
@@ -263,9 +296,45 @@ def on_demand(m: MemoryModel, saved: frozenset[int]) -> tuple[int, int]:
 
 
 def minimum_cuts(m: MemoryModel) -> list[tuple[int, int]]:
+    """Peak and extra FLOPs of minimum cuts at many prices, and of knapsacks of what they save."""
     needed = {v for found in m.needs for v in found}
     must_run = [i for i, size in enumerate(m.extra) if size]
-    return [on_demand(m, cut.saved) for cut in Network(m, needed, must_run).hull(40)]
+    cuts = [cut.saved for cut in Network(m, needed, must_run).hull(40)]
+    few = next((c for c in cuts if on_demand(m, c)[1] <= 0.03 * m.total_flops), frozenset())
+    for cut in cuts:  # the smallest of those that compute next to nothing again
+        if len(cut) < len(few) and on_demand(m, cut)[1] <= 0.03 * m.total_flops:
+            few = cut
+    return [on_demand(m, saved) for saved in (*cuts, *knapsacks(m, few))]
+
+
+def knapsacks(m: MemoryModel, saved: frozenset[int], count: int = 40) -> Iterator[frozenset[int]]:
+    """The best subsets of `saved` in so many sizes, each value being worth the FLOPs that it takes
+    to compute it from the others."""
+    values = sorted(v for v in saved if m.sizes[v])
+    worth = []
+    for v in values:
+        again, pending = set(), [v]
+        while pending:
+            i = pending.pop()
+            if i not in again:
+                again.add(i)
+                pending += [a for a in m.args[i] if a not in saved]
+        worth.append(sum(m.flops[i] for i in again))
+    total, steps = sum(m.sizes[v] for v in values), 2000
+    weights = [-(-m.sizes[v] * steps // total) for v in values]
+    best = np.zeros(steps + 1)
+    taken = np.zeros((len(values), steps + 1), bool)
+    for k, (weight, gain) in enumerate(zip(weights, worth, strict=True)):
+        with_it = np.concatenate([np.full(weight, -1.0), best[: steps + 1 - weight] + gain])
+        taken[k] = with_it > best
+        best = np.maximum(best, with_it)
+    for room in range(0, steps + 1, steps // count):
+        chosen, left = [], room
+        for k in reversed(range(len(values))):
+            if taken[k, left]:
+                chosen.append(values[k])
+                left -= weights[k]
+        yield frozenset(chosen)
 
 
 def best(points: Sequence[tuple[int, int]], budget: int, m: MemoryModel) -> str:
@@ -276,33 +345,13 @@ def best(points: Sequence[tuple[int, int]], budget: int, m: MemoryModel) -> str:
 # ----------------------------------------------------------------------------------------- tables
 
 
-def residual_bytes(fun: Callable[..., Any], shapes: Any) -> int:
-    """What JAX hands to the backward pass beside arguments."""
-    leaves, tree = jax.tree.flatten(shapes)
-    chosen = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-    def pulled(*flat: Any) -> Any:
-        def of_floats(*floats: Any) -> Any:
-            args = list(flat)
-            for i, value in zip(chosen, floats, strict=True):
-                args[i] = value
-            return fun(*jax.tree.unflatten(tree, args))
-
-        return jax.vjp(of_floats, *(flat[i] for i in chosen))[1]
-
-    program = jax.make_jaxpr(pulled)(*leaves).jaxpr
-    given = set(program.invars)
-    kept = {v for v in program.outvars if not hasattr(v, "val") and v not in given}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
-
-
-def plan_rows(of_residuals: bool, only: str | None) -> Iterator[list[str]]:
+def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:
     for name, (build, shares) in PROGRAMS.items():
         if only not in (None, name):
             continue
         fun, shapes = build()
-        m = model(flatten(tracegrad.graph(fun)(*shapes)))
-        whole = residual_bytes(fun, shapes) if of_residuals else keep_all(m).peak
+        m = model(flatten(tracegrad.graph(fun)(*shapes)), fused=fused)
+        whole = keep_all(m).peak
         planner, peers, cuts = Planner(m), policies(m), minimum_cuts(m)
         for share in shares:
             budget = int(share * whole)
@@ -320,7 +369,7 @@ def plan_rows(of_residuals: bool, only: str | None) -> Iterator[list[str]]:
                 ours,
                 f"{100 * flops_bound(m, budget) / m.total_flops:.1f}",
                 best(peers["Chen"], budget, m),
-                best(peers["dots_saveable"], budget, m),
+                best(peers["policies"], budget, m),
                 best(cuts, budget, m),
             ]
 
@@ -331,6 +380,9 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
         "resnet": resnet_program,
         "unet": unet_program,
         "mixer": functools.partial(mixer_program, 4),
+        "small-transformer": functools.partial(small_transformer, 4),
+        "small-mixer": functools.partial(small_mixer, 4),
+        "small-resnet": small_resnet,
         "gru": functools.partial(gru_program, 16),
     }
     for name, build in smaller.items():
@@ -366,7 +418,7 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
 
 def time_rows() -> Iterator[list[str]]:
     for layers in (26, 262):
-        fun, shapes = transformer_program(layers)
+        fun, shapes = small_transformer(layers)
         graph = tracegrad.graph(fun)(*shapes)
         flat = flatten(graph)
         seconds = []
@@ -381,7 +433,7 @@ def time_rows() -> Iterator[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share-of-residuals", action="store_true")
+    parser.add_argument("--before-fusion", action="store_true")
     parser.add_argument("--xla", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", choices=list(PROGRAMS))
@@ -401,10 +453,10 @@ def main() -> None:
             "planned %",
             "bound %",
             "Chen %",
-            "dots_saveable %",
-            "min-cut %",
+            "policies %",
+            "cuts, knapsack %",
         ]
-        rows = list(plan_rows(options.share_of_residuals, options.only))
+        rows = list(plan_rows(not options.before_fusion, options.only))
         print_table("Extra FLOPs in percent of the forward pass", header, rows)
 
 

@@ -55,8 +55,8 @@ def attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
     return mixed.reshape(batch, tokens, width) @ p["out"]
 
 
-def block(p: Params, x: jax.Array) -> jax.Array:
-    x = x + attention(p, layer_norm(p["norm_1"], x), heads=4)
+def block(p: Params, x: jax.Array, heads: int = 4) -> jax.Array:
+    x = x + attention(p, layer_norm(p["norm_1"], x), heads)
     h = jax.nn.gelu(layer_norm(p["norm_2"], x) @ p["up"] + p["up_bias"])
     return x + h @ p["down"] + p["down_bias"]
 
