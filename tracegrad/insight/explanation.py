@@ -24,6 +24,7 @@ _ORDER = (
     "not differentiable",
 )
 _ROWS = 20
+_COLUMNS = ("source", "type", "gradient", "zeros", "")
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,8 @@ class Explanation:
         return f"gradients of {self.function}{value}: {state}"
 
     def _table(self, colour: bool) -> list[str]:
-        rows = [("source", "type", "gradient", "zeros", "")]
         ordered = sorted(self.sources, key=lambda r: r.rank)
-        for r in ordered[:_ROWS]:
-            zeros = f"{r.zeros:.0%}" if r.connected else ""
-            rows.append((r.path, r.type, r.gradient, zeros, r.reason))
+        rows = [_COLUMNS, *map(_cells, ordered[:_ROWS])]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = []
         for number, row in enumerate(rows):
@@ -191,46 +189,13 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """One foldable section for each finding, and one with the table."""
-        sections = []
-        for finding in self.findings:
-            hue = "#c0392b" if finding.problem else "#b7791f"
-            body = [html.escape(finding.what + _in_step(finding))]
-            if finding.origin:
-                body.append(
-                    f"<code>{html.escape(f'{finding.origin.file}:{finding.origin.line}')}</code>"
-                )
-            if finding.sources:
-                body.append(f"concerns {html.escape(_some(finding.sources))}")
-            if finding.cure:
-                body.append(f"<b>cure:</b> {html.escape(finding.cure)}")
-            sections.append(
-                f"<details{' open' if finding is self.findings[0] else ''}><summary "
-                f'style="color:{hue};cursor:pointer">{html.escape(finding.short)}</summary>'
-                f'<div style="margin-left:1.5em">{"<br>".join(body)}</div></details>'
-            )
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="text-align:left">{html.escape(cell)}</td>'
-                for cell in (
-                    r.path,
-                    r.type,
-                    r.gradient,
-                    f"{r.zeros:.0%}" if r.connected else "",
-                    r.reason,
-                )
-            )
-            + "</tr>"
-            for r in sorted(self.sources, key=lambda r: r.rank)
-        )
-        head = "".join(
-            f'<th style="text-align:left">{name}</th>'
-            for name in ("source", "type", "gradient", "zeros", "")
-        )
+        sections = [_section(f, is_open=f is self.findings[0]) for f in self.findings]
+        ordered = sorted(self.sources, key=lambda r: r.rank)
+        rows = [_row("th", _COLUMNS), *(_row("td", _cells(report)) for report in ordered)]
         return (
             f"<div><b>{html.escape(self._headline())}</b>{''.join(sections)}"
             f'<details><summary style="cursor:pointer">{len(self.sources)} sources</summary>'
-            f"<table><tr>{head}</tr>{rows}</table></details></div>"
+            f"<table>{''.join(rows)}</table></details></div>"
         )
 
     # ------------------------------------------------------------------------------------ plot
@@ -266,6 +231,36 @@ _COLOURS = {"bold": "1", "red": "31", "yellow": "33", "green": "32"}
 
 def _paint(text: str, hue: str, colour: bool) -> str:
     return f"\033[{_COLOURS[hue]}m{text}\033[0m" if colour else text
+
+
+def _cells(report: SourceReport) -> tuple[str, ...]:
+    """A row of the table."""
+    zeros = f"{report.zeros:.0%}" if report.connected else ""
+    return report.path, report.type, report.gradient, zeros, report.reason
+
+
+def _row(tag: str, cells: tuple[str, ...]) -> str:
+    style = 'style="text-align:left"'
+    inner = "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{inner}</tr>"
+
+
+def _section(finding: Finding, is_open: bool) -> str:
+    """A finding that folds."""
+    hue = "#c0392b" if finding.problem else "#b7791f"
+    body = [html.escape(finding.what + _in_step(finding))]
+    if finding.origin:
+        place = f"{finding.origin.file}:{finding.origin.line}"
+        body.append(f"<code>{html.escape(place)}</code>")
+    if finding.sources:
+        body.append(f"concerns {html.escape(_some(finding.sources))}")
+    if finding.cure:
+        body.append(f"<b>cure:</b> {html.escape(finding.cure)}")
+    return (
+        f"<details{' open' if is_open else ''}><summary "
+        f'style="color:{hue};cursor:pointer">{html.escape(finding.short)}</summary>'
+        f'<div style="margin-left:1.5em">{"<br>".join(body)}</div></details>'
+    )
 
 
 def _in_step(finding: Finding) -> str:

@@ -51,7 +51,8 @@ def explain_graph(
     """
     seeded = [seed is not None for seed in seeds]
     targets = [i for i, is_seeded in enumerate(seeded) if is_seeded]
-    reached = _connected(program, targets)
+    known = _Known(program)
+    reached = _connected(program, targets, known)
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
     for path, i in sources.items():
@@ -61,10 +62,10 @@ def explain_graph(
             flowing[i] = True
         else:
             findings += cut_off(program, inputs, path, i, targets, why_unused)
-    observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=False)
+    observed, measured = _measure(program, flowing, seeded, inputs, seeds, known, close=False)
     findings += refusals(observed, measured.refused)
     if _looks_bad(observed):
-        observed, measured = _measure(program, flowing, seeded, inputs, seeds, close=True)
+        observed, measured = _measure(program, flowing, seeded, inputs, seeds, known, close=True)
         findings += not_finite(observed, sources, targets, others, measured.lines)
     reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
@@ -82,12 +83,14 @@ def explain_graph(
     )
 
 
-def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
+def _connected(program: Graph, targets: Sequence[int], known: _Known) -> frozenset[int]:
+    """The inputs that something connects with the targets."""
+
     def find() -> frozenset[int]:
         linked = connections(program)
         return frozenset[int]().union(*(linked[t] for t in targets))
 
-    return _remembered(program, ("connections", tuple(targets)), find)
+    return known.or_made(("connections", tuple(targets)), find)
 
 
 def _measure(
@@ -96,10 +99,11 @@ def _measure(
     seeded: Sequence[bool],
     inputs: Sequence[Any],
     seeds: Sequence[Any],
+    known: _Known,
+    *,
     close: bool,
 ) -> tuple[Observed, MeasuredPass]:
-    compiled = _remembered(
-        program,
+    compiled = known.or_made(
         (tuple(sources), tuple(seeded), close),
         lambda: compile_pass(program, sources, seeded, close),
     )
@@ -163,16 +167,20 @@ _programs = Remembered(32)
 T = TypeVar("T")
 
 
-def _remembered(program: Graph, key: Hashable, make: Callable[[], T]) -> T:
-    """What was made before for a graph of the same program; a recorded one is like no other."""
-    if program.program is None:
-        return make()
-    whole = key_of(program), key
-    known: T | None = _programs.get(whole)
-    if known is None:
-        known = make()
-        _programs.put(whole, known)
-    return known
+class _Known:
+    """What was made before for graphs of the same program; a recorded one is like no other."""
+
+    def __init__(self, program: Graph):
+        self.key = None if program.program is None else key_of(program)
+
+    def or_made(self, of: Hashable, make: Callable[[], T]) -> T:
+        if self.key is None:
+            return make()
+        known: T | None = _programs.get((self.key, of))
+        if known is None:
+            known = make()
+            _programs.put((self.key, of), known)
+        return known
 
 
 def key_of(program: Graph) -> Hashable:

@@ -523,6 +523,8 @@ def compile_pass(
 
         return CompiledPass(measured, look)
 
+    order: list[list[int]] = []  # of each stack the keys, noted when it is traced
+
     @jax.jit
     def call(args: Sequence[Any], seeds: Sequence[Any]) -> Any:
         _, found = measured.run(args, place(seeds))
@@ -532,8 +534,6 @@ def compile_pass(
         order.clear()
         order.extend(groups.values())
         return [jnp.stack([found[key] for key in keys]) for keys in groups.values()]
-
-    order: list[list[int]] = []
 
     def run(args: Sequence[Any], seeds: Sequence[Any]) -> dict[Key, np.ndarray[Any, Any]]:
         stacks = call(args, seeds)

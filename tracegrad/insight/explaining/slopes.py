@@ -18,19 +18,20 @@ from tracegrad.insight.explaining.statistics import SQUARES
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Value
 
-FEWEST_LAYERS = 4
-FEWEST_STEPS = 8
-LAYER_LIMIT = 1e-4
-STEP_LIMIT = 1e-8
+_FEWEST_LAYERS = 4
+_FEWEST_STEPS = 8
+_LAYER_LIMIT = 1e-4
+_STEP_LIMIT = 1e-8
 
 
-def slopes(observed: Observed, norms: dict[str, float]) -> Iterator[Finding]:
+def slopes(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
+    """Gradients that vanish or explode; `norms`: of the sources, by their paths."""
     for slope, limit in [
-        *((slope, LAYER_LIMIT) for slope in _layer_slopes(norms)),
-        *((slope, STEP_LIMIT) for slope in _step_slopes(observed)),
+        *((slope, _LAYER_LIMIT) for slope in _layer_slopes(norms)),
+        *((slope, _STEP_LIMIT) for slope in _step_slopes(observed)),
     ]:
         first, last = slope.norms[0], slope.norms[-1]
-        if not (math.isfinite(first) and math.isfinite(last)) or last == 0 or first == last == 0:
+        if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
             continue
         shrinks, grows = slope.ratio < limit, slope.ratio > 1 / limit
         if shrinks or grows:
@@ -83,7 +84,7 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
     return [
         _Slope(pattern, tuple(norm for _, norm in sorted(members.items())))
         for pattern, members in groups.items()
-        if len(members) >= FEWEST_LAYERS
+        if len(members) >= _FEWEST_LAYERS
     ]
 
 
@@ -91,7 +92,7 @@ def _step_slopes(observed: Observed) -> list[_Slope]:
     """The norms of the carries of scans (outside of other scans), step by step."""
     found = []
     for (kind, at, number, j), stat in observed.stats.items():
-        if kind == "carry" and stat.ndim == 2 and len(stat) >= FEWEST_STEPS:
+        if kind == "carry" and stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
             node = observed.region(at).nodes[number]
             norms = np.sqrt(stat[:, SQUARES])
             if node.params["reverse"]:

@@ -26,6 +26,14 @@ _ZERO_WORDS = {
     "custom rule": "its rule returns zeros",
     "zero derivative": "its derivative is zero here",
 }
+_CAUSES = {
+    "select_n": "untaken branch",
+    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "div"), "multiplied by zero"),
+    **dict.fromkeys(
+        ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice"), "index out of bounds"
+    ),
+    **dict.fromkeys(("tanh", "logistic", "exp", "exp2", "erf"), "saturated"),
+}
 _ZERO_CURES = {
     "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
     "multiplied by zero": "initialise with small random numbers",
@@ -37,6 +45,7 @@ _ZERO_CURES = {
 def zero_gradients(
     observed: Observed, reports: Sequence[SourceReport], sources: dict[str, int | None]
 ) -> Iterator[Finding]:
+    """Where the gradients died that are all zeros, of sources that are connected."""
     for report in reports:
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
@@ -83,7 +92,7 @@ def _killers(observed: Observed, source: int) -> list[_Killer]:
             if not any(ct is not None and not _is_zero(ct) for ct in given):
                 pending += [(at, out) for out in node.outputs]
             elif not is_entered(node):
-                found[_Killer(spot, _why_zero(observed, spot, value))] = None
+                found[_Killer(spot, _why_zero(observed, spot))] = None
             else:
                 ran = observed.branches(spot) if node.primitive is _jax.COND else node.regions
                 for at_inner, inner in inside(spot, node, value):
@@ -119,25 +128,18 @@ def _outside(observed: Observed, at: Steps, value: Value) -> Iterator[tuple[Step
                     yield at, value.graph.inputs[first + k]
 
 
-def _why_zero(observed: Observed, spot: Spot, value: Value) -> str:
+def _why_zero(observed: Observed, spot: Spot) -> str:
     node = observed.node(spot)
-    if node.op == "select_n":
-        return "untaken branch"
     if isinstance(node, CustomGradient):
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", spot)
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
-    if node.op in ("mul", "dot_general", "conv_general_dilated", "div"):
-        return "multiplied by zero"
-    if node.op in ("gather", "scatter", "scatter-add", "dynamic_slice", "scatter_add"):
-        return "index out of bounds"
-    if node.op in ("tanh", "logistic", "exp", "erf", "exp2"):
-        return "saturated"
-    return "zero derivative"
+    return _CAUSES.get(node.op, "zero derivative")
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Rectifiers most of whose units are active for no example, but those in `findings`."""
     known = {f.origin for f in findings if f.cause == "dead units"}
     for spot, dead, total in _counted_units(observed):
         found = observed.occurrence(spot)
