@@ -274,12 +274,30 @@ def test_a_plan_prints_as_a_table_and_draws_itself():
     assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
         segment.recompute for segment in plan.segments
     )
-    curve = plan.curve(4)
-    assert [f for _, f in curve] == sorted(f for _, f in curve)
-    assert [p for p, _ in curve] == sorted((p for p, _ in curve), reverse=True)
+    before, after = plan.timeline()
+    assert (max(before), max(after)) == (plan.peak_without, plan.peak)
     memory, trade = plan.plot().axes
     assert max(memory.lines[1].get_ydata()) * 2**20 == pytest.approx(plan.peak)
     assert len(trade.lines[0].get_xdata()) > 5
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"), [(mlp, mlp_shapes(8, 64, 16)), (loop, stacked_shapes(12, 32, 16))]
+)
+def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
+    curve = plan_recompute(fun, "40%")(*shapes).curve(4)
+    peaks, flops = [p for p, _, _ in curve], [f for _, f, _ in curve]
+    assert flops == sorted(flops)
+    assert peaks == sorted(peaks, reverse=True)
+    assert all(0 <= bound <= needed for _, needed, bound in curve)
+    for peak, needed, _ in curve:
+        assert plan_recompute(fun, peak)(*shapes).flops == needed
+
+
+def test_a_program_of_scans_can_be_planned_for_many_budgets():
+    # One that keeps some of what its body computes lies between everything and nothing.
+    curve = plan_recompute(loop, "40%")(*stacked_shapes(12, 32, 16)).curve(8)
+    assert len({flops for _, flops, _ in curve}) > 2
 
 
 def test_the_original_graph_is_not_edited():

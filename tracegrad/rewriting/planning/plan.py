@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,24 +167,30 @@ class RecomputePlan:
 
     __repr__ = __str__
 
-    def curve(self, points: int = 10) -> list[tuple[int, int]]:
-        """The trade for other budgets: pairs of peak bytes and extra FLOPs, from the largest peak
-        to the lowest that can be planned. Each point is a plan of its own, and takes as long."""
-        planner = Planner(self._model)
-        lowest = planner.lowest_peak()
-        found = [(self.peak_without, 0)]
+    def timeline(self) -> tuple[list[int], list[int]]:
+        """Bytes alive at each operation, of the forward and then of the backward pass: with
+        everything kept, and with the plan."""
+        before, after = keep_all(self._whole), simulate(self._model, self.segments)
+        return [*before.forward, *before.backward], [*after.forward, *after.backward]
+
+    def curve(self, points: int = 10) -> list[tuple[int, int, int]]:
+        """The trade for other budgets: peak bytes, extra FLOPs and their lower bound, from the
+        largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
+        as long."""
+        search = _Search(self._whole)
+        lowest = search.lowest_peak()
+        found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
             budget = self.peak_without + (lowest - self.peak_without) * k // points
-            _, simulation = planner.plan(budget)
-            found.append((simulation.peak, simulation.flops + self._scan_flops()))
+            case, _, simulation = search.best(budget)
+            flops = simulation.flops + case.variant.flops
+            found.append((simulation.peak, flops, _flops_bound(self._whole, budget, flops)))
         return found
-
-    def _scan_flops(self) -> int:
-        return self.flops - simulate(self._model, self.segments).flops
 
     def plot(self) -> Any:
         """Two pictures as a matplotlib Figure: bytes alive over the forward and the backward pass
-        with and without the plan, and extra FLOPs against the peak for other budgets.
+        with and without the plan, and extra FLOPs against the peak for other budgets, above the
+        bound that no plan is below.
 
         Raises ImportError without matplotlib.
         """
@@ -192,18 +198,33 @@ class RecomputePlan:
         figure = figures.Figure(figsize=(11, 4), layout="constrained")
         memory, trade = figure.subplots(1, 2)
         mib = 2**20
-        before, after = keep_all(self._whole), simulate(self._model, self.segments)
-        for label, run in (("everything kept", before), ("planned", after)):
-            sizes = [size / mib for size in (*run.forward, *run.backward)]
-            memory.plot([i / max(1, len(sizes) - 1) for i in range(len(sizes))], sizes, label=label)
+        for label, sizes in zip(("everything kept", "planned"), self.timeline(), strict=True):
+            # The forward pass is the first half of either, however many operations it has.
+            memory.plot(
+                [i / max(1, len(sizes) - 1) for i in range(len(sizes))],
+                [size / mib for size in sizes],
+                label=label,
+            )
         memory.axhline(self.budget / mib, linestyle=":", color="grey", label="budget")
-        memory.set(xlabel="operations, forward then backward (share)", ylabel="MiB alive")
+        memory.axvline(0.5, linewidth=0.5, color="grey")
+        memory.set(
+            title="memory of one gradient",
+            xlabel="operations: the forward pass, then the backward pass",
+            ylabel="MiB alive",
+            xticks=[],
+        )
         memory.legend()
         points = self.curve()
-        forward = max(1, self.forward_flops)
-        trade.plot([p / mib for p, _ in points], [100 * f / forward for _, f in points], marker="o")
-        trade.plot([self.peak / mib], [100 * self.flops / forward], "s", label="this plan")
-        trade.set(xlabel="peak, MiB", ylabel="extra FLOPs, % of the forward pass")
+        forward = max(1, self.forward_flops) / 100
+        peaks = [peak / mib for peak, _, _ in points]
+        trade.plot(peaks, [flops / forward for _, flops, _ in points], marker="o", label="plans")
+        if self.flops_bound:
+            bounds = [bound / forward for _, _, bound in points]
+            trade.plot(peaks, bounds, linestyle=":", color="grey", label="no plan is below")
+        trade.plot([self.peak / mib], [self.flops / forward], "s", label="this plan")
+        trade.set(
+            title="the trade", xlabel="peak, MiB", ylabel="extra FLOPs, % of the forward pass"
+        )
         trade.legend()
         return figure
 
@@ -267,56 +288,93 @@ def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
     whole = model(flat)
     without = keep_all(whole)
     budget = budget_bytes(memory_budget, without.peak)
-    best: RecomputePlan | None = None
-    smallest: BudgetTooSmall | None = None
     bar = _Progress()
     try:
-        for k, variant in enumerate(variants(whole)):
-            if best is not None and variant.flops >= best.flops:
+        case, segments, simulation = _Search(whole, bar).best(budget)
+    finally:
+        bar.close()
+    return _plan(flat, whole, case, budget, segments, simulation)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One of the ways to run a program's scans."""
+
+    number: int
+    variant: Variant
+    model: MemoryModel
+    progress: Callable[[float], None]
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        return Planner(self.model, self.progress)
+
+
+class _Search:
+    """Plans for one program, for any number of budgets, over all ways to run its scans."""
+
+    def __init__(self, whole: MemoryModel, progress: Callable[[float], None] = lambda share: None):
+        self._whole, self._progress = whole, progress
+        self._variants = enumerate(variants(whole))
+        self._known: list[_Case] = []
+
+    def cases(self) -> Iterator[_Case]:
+        """From the one whose scans run the least again; each is made when it is asked for."""
+        yield from self._known
+        for number, variant in self._variants:
+            planned = model(variant.graph) if number else self._whole
+            case = _Case(number, variant, planned, self._progress)
+            self._known.append(case)
+            yield case
+
+    def best(self, budget: int) -> tuple[_Case, list[Segment], Simulation]:
+        """The plan within a budget that computes the least again.
+
+        Raises BudgetTooSmall, with the lowest peak of all, if there is none.
+        """
+        best: tuple[_Case, list[Segment], Simulation] | None = None
+        least = 0
+        smallest: BudgetTooSmall | None = None
+        for case in self.cases():
+            if best is not None and case.variant.flops >= least:
                 continue
-            planned = model(variant.graph) if k else whole
             try:
-                segments, simulation = _segments(planned, budget, bar)
+                segments, simulation = _segments(case, budget)
             except BudgetTooSmall as error:
                 if smallest is None or error.lowest < smallest.lowest:
                     smallest = error
                 continue
-            if best is None or simulation.flops + variant.flops < best.flops:
-                best = _plan(flat, whole, planned, variant, k, budget, segments, simulation)
-            if best.flops == 0:
+            flops = simulation.flops + case.variant.flops
+            if best is None or flops < least:
+                best, least = (case, segments, simulation), flops
+            if least == 0:
                 break
-    finally:
-        bar.close()
-    if best is None:
-        assert smallest is not None
-        raise smallest
-    return best
+        if best is None:
+            assert smallest is not None
+            raise smallest
+        return best
+
+    def lowest_peak(self) -> int:
+        return min(case.planner.lowest_peak() for case in self.cases())
 
 
-def _segments(
-    planned: MemoryModel, budget: int, progress: Callable[[float], None]
-) -> tuple[list[Segment], Simulation]:
-    nothing = [Segment(0, len(planned))]
-    kept = simulate(planned, nothing)
+def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation]:
+    kept = keep_all(case.model)
     if kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-        return nothing, kept
-    return Planner(planned, progress).plan(budget)
+        return [Segment(0, len(case.model))], kept
+    return case.planner.plan(budget)
 
 
 def _plan(
     flat: Graph,
     whole: MemoryModel,
-    planned: MemoryModel,
-    variant: Variant,
-    number: int,
+    case: _Case,
     budget: int,
     segments: list[Segment],
     simulation: Simulation,
 ) -> RecomputePlan:
     without = keep_all(whole)
-    flops = simulation.flops + variant.flops
-    # The insides of scans are not in the network of which the bound comes.
-    bounded = flops and not any(whole.extra)
+    flops = simulation.flops + case.variant.flops
     return RecomputePlan(
         graph=flat,
         budget=budget,
@@ -326,14 +384,21 @@ def _plan(
         residual_without=without.residual,
         flops=flops,
         forward_flops=whole.total_flops,
-        flops_bound=min(flops, flops_bound(whole, budget)) if bounded else 0,
-        peak_bound=lowest_peak_bound(planned),
-        scans=variant.name,
+        flops_bound=_flops_bound(whole, budget, flops),
+        peak_bound=lowest_peak_bound(case.model),
+        scans=case.variant.name,
         segments=tuple(segments),
-        _model=planned,
+        _model=case.model,
         _whole=whole,
-        _variant=number,
+        _variant=case.number,
     )
+
+
+def _flops_bound(whole: MemoryModel, budget: int, flops: int) -> int:
+    """At most `flops`, which a plan needs."""
+    if not flops or any(whole.extra):  # the insides of scans are not in the network it comes of
+        return 0
+    return min(flops, flops_bound(whole, budget))
 
 
 def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
@@ -412,18 +477,16 @@ def load_plan(
             )
         whole = model(flat)
         number = data["scan_variant"]
-        found = [v for k, v in enumerate(variants(whole)) if k == number]
+        found = [case for case in _Search(whole).cases() if case.number == number]
         segments = [_segment(entry) for entry in data["segments"]]
         if not found:
-            raise ValueError(f"{path} has no variant {number!r} of the program's scans")
-        planned = model(found[0].graph) if number else whole
+            raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
+        planned = found[0].model
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
             raise ValueError(f"{path}: the segments do not cover the program's operations in order")
         simulation = simulate(planned, segments)
-        return _plan(
-            flat, whole, planned, found[0], number, int(data["budget"]), segments, simulation
-        )
+        return _plan(flat, whole, found[0], int(data["budget"]), segments, simulation)
 
     return load
 
@@ -478,7 +541,8 @@ class _Progress:
             if time.monotonic() - self.began < 1:
                 return
             try:
-                tqdm = importlib.import_module("tqdm.auto").tqdm
+                # Not tqdm.auto, which warns in a notebook that has no ipywidgets.
+                tqdm = importlib.import_module("tqdm").tqdm
             except ImportError:
                 return
             self.bar = tqdm(total=100, desc="planning what to recompute", unit="%", leave=False)

@@ -2,9 +2,10 @@
 
 A plan cuts a program into segments. What a segment's own backward pass reads is either kept, or
 computed again when the backward pass arrives at the segment, from what the plan saves inside it and
-from what came into it. A value that leaves a segment is kept until the backward pass of the first later
-segment that reads it is over; but if one segment alone reads it, and only in its forward pass, it
-goes with that one. Within a segment memory is freed as soon as nothing in it reads it any more.
+from what came into it. A value that leaves a segment is kept until the backward pass of the first
+later segment that reads it is over; but if one segment alone reads it, and only in its forward
+pass, it goes with that one. Within a segment memory is freed as soon as nothing in it reads it any
+more.
 """
 
 from __future__ import annotations
