@@ -61,6 +61,40 @@ class Kept:
     inner: dict[Node, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A node that the reverse pass is at.
+
+    `at` and `number` say where, `given` are the cotangents of its results (None: zero by
+    structure), `active` the operands whose cotangents are wanted.
+    """
+
+    node: Node
+    at: Steps
+    number: int
+    kept: Kept
+    given: Sequence[Any]
+    active: Sequence[int]
+
+    @property
+    def operands(self) -> list[Any]:
+        return [_read(value, self.kept.values) for value in self.node.inputs]
+
+    @property
+    def wanted(self) -> list[bool]:
+        """For each operand whether its cotangent is."""
+        return [i in self.active for i in range(len(self.node.inputs))]
+
+    @property
+    def inner(self) -> Any:
+        """What the forward pass left of its regions."""
+        return self.kept.inner[self.node]
+
+    def inside(self, name: str) -> Steps:
+        """The way to one of its regions."""
+        return (*self.at, (self.number, name))
+
+
 class MeasuredPass:
     """The instrumented passes over one graph.
 
@@ -199,9 +233,9 @@ class MeasuredPass:
 
             return run
 
-        return self._switch(node, args[0], [branch(name) for name in node.regions], args[1:])
+        return self._switch(args[0], [branch(name) for name in node.regions], args[1:])
 
-    def _switch(self, node: Node, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
+    def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
         """Runs a branch; what is measured in the others is NaN: they did not run."""
         shapes: dict[int, Any] = {}
         for branch in branches:
@@ -246,23 +280,14 @@ class MeasuredPass:
             number = numbers[node]
             for k, ct in enumerate(given):
                 if ct is not None:
-                    measure = exact if self.close else norms
-                    self._note("ct", at, number, k, measure, ct)
-            results = self._backward_node(node, kept, given, active, at, number)
+                    self._note("ct", at, number, k, exact if self.close else norms, ct)
+            visit = Visit(node, at, number, kept, given, active)
+            results = self._backward_node(visit)
             if self.close and not is_entered(node):
-                operands = [_read(v, values) for v in node.inputs]
+                operands = visit.operands
                 for i, ct in zip(active, results, strict=True):
                     if ct is not None:
-                        self._note(
-                            "edge",
-                            at,
-                            number,
-                            i,
-                            edge,
-                            ct,
-                            _first(given),
-                            operands,
-                        )
+                        self._note("edge", at, number, i, edge, ct, _first(given), operands)
             return results
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
@@ -271,66 +296,44 @@ class MeasuredPass:
         )
         return [found.get(value) for value in graph.inputs]
 
-    def _backward_node(
-        self,
-        node: Node,
-        kept: Kept,
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> list[Any]:
+    def _backward_node(self, visit: Visit) -> list[Any]:
+        node, given, active = visit.node, visit.given, visit.active
         if isinstance(node, StopGradient):
             return [None] * len(active)
         if not is_entered(node):
-            return self._backward_operation(node, kept, given, active, at, number)
+            return self._backward_operation(visit)
         if node.primitive is _jax.SCAN:
-            results = self._backward_scan(node, kept.inner[node], given, active, at, number)
+            results = self._backward_scan(visit)
             return [results[i] for i in active]
         if node.primitive is _jax.COND:
-            return self._backward_cond(node, kept.inner[node], given, active, at, number)
+            return self._backward_cond(visit)
         (name,) = node.regions
-        region, inside = node.regions[name], kept.inner[node]
+        region, inside = node.regions[name], visit.inner
         if isinstance(node, Recompute):
             barrier: Callable[[Any], Any] = lax.optimization_barrier
             args, given = barrier((inside, list(given)))
             with self._mute():
-                _, inside = self.forward(region, args, (*at, (number, name)))
-        wanted = [i in active for i in range(len(node.inputs))]
-        found = self.backward(region, inside, given, wanted, (*at, (number, name)))
+                _, inside = self.forward(region, args, visit.inside(name))
+        found = self.backward(region, inside, given, visit.wanted, visit.inside(name))
         return [found[i] for i in active]
 
-    def _backward_operation(
-        self,
-        node: Node,
-        kept: Kept,
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> list[Any]:
+    def _backward_operation(self, visit: Visit) -> list[Any]:
+        node = visit.node
         try:
-            results = node_vjp(node, kept.values, given, active)
+            results = node_vjp(node, visit.kept.values, visit.given, visit.active)
         except Exception as error:
-            self.refused.setdefault((at, number), str(error).split("\n")[0])
-            return [None] * len(active)
+            self.refused.setdefault((visit.at, visit.number), str(error).split("\n")[0])
+            return [None] * len(visit.active)
         if isinstance(node, CustomGradient) and not self._muted and may_change(node):
-            self._compare_with_primal(node, kept, given, active, results, at, number)
+            self._compare_with_primal(visit, results)
             if self.close:
-                self._look_into_rule(node, kept, given, active, at, number)
+                self._look_into_rule(visit)
         return results
 
-    def _backward_scan(
-        self,
-        node: Node,
-        kept: Any,
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> dict[int, Any]:
-        args, carries = kept
-        region, inside = node.regions["jaxpr"], (*at, (number, "jaxpr"))
+    def _backward_scan(self, visit: Visit) -> dict[int, Any]:
+        node, given, active = visit.node, visit.given, visit.active
+        args, carries = visit.inner
+        region, inside = node.regions["jaxpr"], visit.inside("jaxpr")
         first, count = _jax.scan_split(node.params)
         last = first + count
         wanted = _perturbed(node, active, first, count)
@@ -347,7 +350,7 @@ class MeasuredPass:
                 _, values = self.forward(region, operands, inside)
             with self._collecting() as found:
                 for j, ct in zip(carried, flowing, strict=True):
-                    self._note("carry", at, number, j, norms, ct)
+                    self._note("carry", visit.at, visit.number, j, norms, ct)
                 outs: list[Any] = [None] * count
                 for j, ct in zip(carried, flowing, strict=True):
                     outs[j] = ct
@@ -369,121 +372,89 @@ class MeasuredPass:
             **dict(zip(scanned, stacked, strict=True)),
         }
 
-    def _backward_cond(
-        self,
-        node: Node,
-        args: list[Any],
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> list[Any]:
-        wanted = [i + 1 in active for i in range(len(args) - 1)]
+    def _backward_cond(self, visit: Visit) -> list[Any]:
+        node, args = visit.node, visit.inner
+        wanted = visit.wanted[1:]
 
         def branch(name: str) -> Callable[..., Any]:
-            region, inside = node.regions[name], (*at, (number, name))
+            region, inside = node.regions[name], visit.inside(name)
 
             def run(operands: Any, cotangents: Any) -> Any:
                 with self._mute():
                     _, kept = self.forward(region, operands, inside)
                 with self._collecting() as found:
                     ins = self.backward(region, kept, cotangents, wanted, inside)
-                results = [_or_zeros(ins[i - 1], operands[i - 1]) for i in active]
+                results = [_or_zeros(ins[i - 1], operands[i - 1]) for i in visit.active]
                 return list(map(_strong, results)), found
 
             return run
 
         branches = [branch(name) for name in node.regions]
-        return self._switch(node, args[0], branches, (args[1:], list(given)))
+        return self._switch(args[0], branches, (args[1:], list(visit.given)))
 
     # ------------------------------------------------------------------------------ custom rules
 
-    def _compare_with_primal(
-        self,
-        node: CustomGradient,
-        kept: Kept,
-        given: Sequence[Any],
-        active: Sequence[int],
-        results: Sequence[Any],
-        at: Steps,
-        number: int,
-    ) -> None:
+    def _compare_with_primal(self, visit: Visit, results: Sequence[Any]) -> None:
         """What a rule gives beside what the derivative of its function would be."""
-        operands = [_read(v, kept.values) for v in node.inputs]
-        wanted = [i in active for i in range(len(operands))]
+        assert isinstance(visit.node, CustomGradient)
+        primal, operands = visit.node.primal, visit.operands
         refused = dict(self.refused)
         try:
             with self._mute():
-                _, inside = self.forward(node.primal, operands, ())
-                own = self.backward(node.primal, inside, given, wanted, ())
+                _, inside = self.forward(primal, operands, ())
+                own = self.backward(primal, inside, visit.given, visit.wanted, ())
         except Exception:  # it has a rule because it has no derivative
             return
         finally:
             is_refused, self.refused = self.refused != refused, refused
         if is_refused:
             return
-        for i, ct in zip(active, results, strict=True):
-            zeros = jnp.zeros(operands[i].shape, operands[i].dtype)
-            pair = (zeros if ct is None else ct, zeros if own[i] is None else own[i])
-            self._note("rule", at, number, i, difference, *pair, _first(given))
+        for i, ct in zip(visit.active, results, strict=True):
+            pair = _or_zeros(ct, operands[i]), _or_zeros(own[i], operands[i])
+            self._note("rule", visit.at, visit.number, i, difference, *pair, _first(visit.given))
 
-    def _look_into_rule(
-        self,
-        node: CustomGradient,
-        kept: Kept,
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> None:
-        operands = [_read(v, kept.values) for v in node.inputs]
+    def _look_into_rule(self, visit: Visit) -> None:
+        """Measures what a rule computes: of a VJP its backward, of a JVP the transpose."""
+        node, operands = visit.node, visit.operands
+        assert isinstance(node, CustomGradient)
         flowing = [
             _zeros(v) if ct is None else ct
-            for v, ct in zip(node.outputs, given, strict=True)
+            for v, ct in zip(node.outputs, visit.given, strict=True)
             if _jax.has_gradient(v.aval)
         ]
         count = len(node.outputs)
         if node.kind == "vjp":
-            self._find_line(node, kept, given, active, at, number)
+            self._find_line(visit)
             with self._mute():
-                forward = node.face("forward")
-                outs, _ = self.forward(forward, operands, ())
-            backward = node.face("backward")
-            self.forward(backward, [*outs[count:], *flowing], (*at, (number, "backward")))
+                outs, _ = self.forward(node.face("forward"), operands, ())
+            residuals = outs[count:]
+            self.forward(node.face("backward"), [*residuals, *flowing], visit.inside("backward"))
             return
-        tangents = [_zeros(v) for v in node.inputs if _jax.has_gradient(v.aval)]
-        inside = (*at, (number, "jvp"))
+        rule, inside = node.face("jvp"), visit.inside("jvp")
+        has_tangent = [_jax.has_gradient(v.aval) for v in node.inputs]
+        tangents = [_zeros(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
         with self._mute():
-            _, values = self.forward(node.face("jvp"), [*operands, *tangents], inside)
-        which = [i in active for i, v in enumerate(node.inputs) if _jax.has_gradient(v.aval)]
+            _, values = self.forward(rule, [*operands, *tangents], inside)
+        which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]
         wanted = [False] * len(operands) + which
-        self.backward(node.face("jvp"), values, [*[None] * count, *flowing], wanted, inside)
+        self.backward(rule, values, [*[None] * count, *flowing], wanted, inside)
 
-    def _find_line(
-        self,
-        node: CustomGradient,
-        kept: Kept,
-        given: Sequence[Any],
-        active: Sequence[int],
-        at: Steps,
-        number: int,
-    ) -> None:
+    def _find_line(self, visit: Visit) -> None:
         """The line of a rule's backward that makes a NaN or Inf.
 
         JAX gives all of a backward the line of the forward call, but a Python function that runs
         has its frames: it is run once more, with JAX's own check after every operation.
         """
-        operands = [_read(v, kept.values) for v in node.inputs]
-        arrays = [x for x in (*operands, *given) if x is not None]
+        arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
         if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
             return
         try:
             with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-                node_vjp(node, kept.values, given, active)
+                node_vjp(visit.node, visit.kept.values, visit.given, visit.active)
         except FloatingPointError as error:
             line = line_of_error(error.__traceback__)
             if line is not None:
-                self.lines[at, number] = line
+                self.lines[visit.at, visit.number] = line
         except Exception:  # what runs compiled alone has no line, and needs none
             return
 
