@@ -11,6 +11,8 @@ import pytest
 import tracegrad as tg
 from tracegrad.tape import computations
 
+pytestmark = pytest.mark.usefixtures("everything_saved")
+
 
 @jax.custom_vjp
 def doubled(x):

@@ -15,6 +15,12 @@ from tracegrad.ir import Occurrence
 RATE = 0.125
 
 
+@pytest.fixture(params=["computed again", "saved"], autouse=True)
+def what_derivatives_need(request):
+    if request.param == "saved":
+        request.getfixturevalue("everything_saved")
+
+
 def model():
     """A weight, and a traced loss of it with a traced update."""
     w = tg.Variable(jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), name="w")

@@ -9,6 +9,7 @@ parameters), and takes the fast one for a function that stays the same object.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -120,8 +121,11 @@ class Computation:
         return self._keys
 
 
-# Run for more than they cost: their results are worth keeping for the backward pass.
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+# Their results are worth keeping for the backward pass.
+_HEAVY = frozenset({"conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+# Those of a matrix product are, if it has so many terms: fewer are computed in the time that it
+# takes to hand an array from one compiled program to the next.
+_WORTH_KEEPING = 1 << 16
 
 
 def _weight(program: Any) -> tuple[int, bool]:
@@ -131,9 +135,18 @@ def _weight(program: Any) -> tuple[int, bool]:
         inner = [_weight(p) for _, p in sub_programs(equation.params)]
         count += sum(n for n, _ in inner) if inner else 1
         is_call = equation.primitive in (_JIT, _jax.CUSTOM_JVP)
-        heavy |= any(h for _, h in inner) or equation.primitive.name in _HEAVY
+        heavy |= any(h for _, h in inner) or _is_heavy(equation)
         heavy |= bool(inner) and not is_call
     return count, heavy
+
+
+def _is_heavy(equation: Any) -> bool:
+    if equation.primitive.name != "dot_general":
+        return equation.primitive.name in _HEAVY
+    (summed, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval
+    terms = math.prod(left.shape[axis] for axis in summed)
+    return bool(terms * equation.outvars[0].aval.size >= _WORTH_KEEPING)
 
 
 def _compiled_program(params: Mapping[str, Any]) -> Callable[..., Any]:
