@@ -182,6 +182,8 @@ def _setting_names(kind: type) -> tuple[str, ...]:
 def is_jaxs_own(function: Any) -> bool:
     """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
     that its identity tells what it does."""
+    if not _is_from_jax(function):  # and perhaps not hashable
+        return False
     known = _known_own.get(function)
     if known is None:
         known = _known_own[function] = _is_jaxs_own(function, depth=6)
@@ -196,8 +198,7 @@ def _is_jaxs_own(value: Any, depth: int) -> bool:
         return True
     if isinstance(value, tuple):
         return all(_is_jaxs_own(item, depth) for item in value)
-    module = getattr(value, "__module__", None) or ""
-    if depth == 0 or not callable(value) or module.partition(".")[0] != "jax":
+    if depth == 0 or not callable(value) or not _is_from_jax(value):
         return False
     inner = getattr(value, "__wrapped__", None)
     if inner is not None and not _is_jaxs_own(inner, depth - 1):
@@ -206,12 +207,18 @@ def _is_jaxs_own(value: Any, depth: int) -> bool:
     return all(_is_jaxs_own(cell.cell_contents, depth - 1) for cell in cells)
 
 
+def _is_from_jax(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return bool(module.partition(".")[0] == "jax")
+
+
 def settings_now() -> tuple[Any, ...]:
     """What of JAX's settings a function of JAX may read while it is traced."""
-    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+    settings: tuple[Any, ...] = _settings(jax.config)
+    return settings
 
 
-_SETTINGS = (
+_settings = operator.attrgetter(
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_numpy_dtype_promotion",
