@@ -549,6 +549,7 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
             variable._borrower = me
             if variable._keepers or not variable._is_ours:
                 foreign.append(len(values))
+                variable._is_ours, variable._keepers = False, 0
             values.append(variable._value)
     if foreign:
         try:
@@ -567,7 +568,6 @@ def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours = True
-            variable._keepers = 0
             variable._borrower = None
         if _waiting:
             _returned.notify_all()
@@ -620,7 +620,7 @@ def is_only_shown(variable: Variable, value: Any) -> bool:
 def give_back(variable: Variable, value: Any) -> None:
     """Ends the use that a listener made of a value, which it no longer keeps."""
     with _lock:
-        if variable._value is value:
+        if variable._value is value and variable._keepers:
             variable._keepers -= 1
 
 
