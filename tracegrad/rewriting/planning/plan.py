@@ -266,6 +266,10 @@ def plan_recompute(
     (True, True)
     >>> planned = jax.grad(plan.apply())
 
+    On a CPU, XLA makes what loops stack when the program begins, so that memory may not fall where
+    one of several scans is recomputed; compiled with ``trace(..., compiler_options={
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`` it does.
+
     The idea of cutting at the cheapest save sets is that of PyTorch's min-cut partitioner; that of
     segments goes back to Chen et al. 2016 (arXiv:1604.06174).
     """
