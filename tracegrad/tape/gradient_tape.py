@@ -459,7 +459,7 @@ def _real(target: Any) -> Any:
 Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What is made of a backward pass: how it is run, and what zeros have what shape."""
 

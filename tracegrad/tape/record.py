@@ -168,9 +168,9 @@ class Record:
         self.tracked.clear()
         for reads in self.reads.values():
             reads.clear()
-        for variable, value in self.shown:
-            give_back(variable, value)
-        self.shown.clear()
+        if self.shown:
+            give_back(self.shown)
+            self.shown.clear()
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -336,8 +336,7 @@ class Variable:
     def _type_text(self) -> str:
         return _jax.type_text(self._aval)
 
-    def __hash__(self) -> int:
-        return id(self) >> 4
+    __hash__ = object.__hash__  # by identity
 
     def __repr__(self) -> str:
         try:
@@ -617,11 +616,12 @@ def is_only_shown(variable: Variable, value: Any) -> bool:
     return variable._is_ours and variable._value is value
 
 
-def give_back(variable: Variable, value: Any) -> None:
-    """Ends the use that a listener made of a value, which it no longer keeps."""
+def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
+    """Ends the use that a listener made of values, which it no longer keeps."""
     with _lock:
-        if variable._value is value and variable._keepers:
-            variable._keepers -= 1
+        for variable, value in shown:
+            if variable._value is value and variable._keepers:
+                variable._keepers -= 1
 
 
 def _awaited(variable: Variable) -> Any:
