@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -80,21 +82,17 @@ def explain(
     _check_sources(fun, wrt)
     selection = resolve(fun, wrt, args, kwargs)
     _require_alive(args, kwargs)
-    program, dynamic, positions, others = _trace(selection, has_aux)
-    _refuse_references(program)
-    seeds = _seeds(fun, program, cotangent)
+    call = _trace(selection, has_aux)
+    _refuse_references(call.program)
+    leaves = dict(zip(selection.paths, selection.leaves, strict=True))
     return explain_graph(
-        program,
-        dynamic,
-        dict(zip(selection.paths, positions, strict=True)),
-        seeds,
+        call.program,
+        call.inputs,
+        call.sources,
+        _seeds(fun, call.program, cotangent),
         name=function_name(fun),
-        unselectable={
-            path: leaf
-            for path, leaf, i in zip(selection.paths, selection.leaves, positions, strict=True)
-            if i is None
-        },
-        others=others,
+        unselectable={path: leaves[path] for path, i in call.sources.items() if i is None},
+        others=call.others,
     )
 
 
@@ -127,11 +125,19 @@ def _require_alive(args: Any, kwargs: Any) -> None:
             )
 
 
-def _trace(
-    selection: Selection, has_aux: bool
-) -> tuple[Graph, list[Any], list[int | None], dict[int, str]]:
-    """The graph of the call, its inputs, for each selected leaf which of them it is, and the names
-    of the others.
+@dataclass(frozen=True)
+class _Call:
+    """A traced call: the program and its inputs; by path which of them a selected leaf is, None
+    for what is of no differentiable type; and the names of the other inputs."""
+
+    program: Graph
+    inputs: list[Any]
+    sources: dict[str, int | None]
+    others: dict[int, str]
+
+
+def _trace(selection: Selection, has_aux: bool) -> _Call:
+    """Traces the call that a selection is of.
 
     The inputs are all arrays among the arguments; where the function needs the value of one that
     is not selected (an `if` on a flag), the selected leaves alone, as under `jax.grad`.
@@ -152,25 +158,29 @@ def _trace(
         for i, leaf in zip(rest, more, strict=True):
             leaves[i] = leaf
         args, kwargs = jax.tree.unflatten(structure, leaves)
-        return outputs(_with_arguments(refined, args, kwargs).call(chosen))
+        return outputs(replace(refined, args=args, kwargs=kwargs).call(chosen))
 
     def of_selected(chosen: list[Any]) -> Any:
         return outputs(refined.call(chosen))
 
     of_all.__name__ = of_selected.__name__ = name
     arrays = [others[i] for i in rest]
+    names: dict[int, str] = {}
     try:
-        program, dynamic = graph(of_all)(chosen, arrays), [*chosen, *arrays]
-        names = _argument_paths(selection)
-        names_of_others = {len(chosen) + k: names[i] for k, i in enumerate(rest)}
+        program, inputs = graph(of_all)(chosen, arrays), [*chosen, *arrays]
+        paths = _argument_paths(selection)
+        names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        program, dynamic, names_of_others = graph(of_selected)(chosen), list(chosen), {}
-    for k, variable in enumerate(program.variables, len(dynamic)):
-        names_of_others[k] = f"the Variable {variable.name}"
-    dynamic += [variable.value for variable in program.variables]
-    numbers = iter(range(len(chosen)))
-    positions = [next(numbers) if fits else None for fits in is_input]
-    return program, dynamic, positions, names_of_others
+        program, inputs = graph(of_selected)(chosen), list(chosen)
+    for variable in program.variables:
+        names[len(inputs)] = f"the Variable {variable.name}"
+        inputs.append(variable.value)
+    numbers = itertools.count()
+    sources = {
+        path: next(numbers) if fits else None
+        for path, fits in zip(selection.paths, is_input, strict=True)
+    }
+    return _Call(program, inputs, sources, names)
 
 
 def _argument_paths(selection: Selection) -> list[str]:
@@ -188,10 +198,6 @@ def _refuse_references(program: Graph) -> None:
                 "to it can be differentiated only as a whole. Put the part that uses it in a "
                 "function of its own under jax.jit, which is then one operation to explain"
             )
-
-
-def _with_arguments(selection: Selection, args: Any, kwargs: Any) -> Selection:
-    return Selection(selection.fun, args, kwargs, selection.arguments, selection.single)
 
 
 def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]:

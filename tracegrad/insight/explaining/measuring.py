@@ -119,8 +119,8 @@ class MeasuredPass:
         self._found: dict[int, Any] = {}
         self._muted = False
 
-    def run(self, args: Sequence[Any], seeds: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The outputs of the graph and the statistics by the number of their key.
+    def run(self, args: Sequence[Any], seeds: Sequence[Any]) -> dict[int, Any]:
+        """The statistics by the number of their key.
 
         Args:
           args: the graph's inputs.
@@ -137,7 +137,7 @@ class MeasuredPass:
             for i, out in enumerate(outs):
                 if _jax.has_gradient(jax.typeof(out)):
                     self._note("output", (), 0, i, exact, out)
-        return outs, found
+        return found
 
     # ------------------------------------------------------------------------------- collecting
 
@@ -488,7 +488,7 @@ def compile_pass(
         # Operation by operation: as one program it would be the largest of all, for a single run.
         def look(args: Sequence[Any], seeds: Sequence[Any]) -> dict[Key, np.ndarray[Any, Any]]:
             measured.lines.clear()
-            _, found = measured.run(args, place(seeds))
+            found = measured.run(args, place(seeds))
             numbers = jax.device_get(found)
             return {measured.keys[key]: stat for key, stat in numbers.items()}
 
@@ -498,7 +498,7 @@ def compile_pass(
 
     @jax.jit
     def call(args: Sequence[Any], seeds: Sequence[Any]) -> Any:
-        _, found = measured.run(args, place(seeds))
+        found = measured.run(args, place(seeds))
         groups: dict[tuple[int, ...], list[int]] = {}
         for key, stat in found.items():
             groups.setdefault(stat.shape, []).append(key)
