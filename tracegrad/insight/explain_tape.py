@@ -115,40 +115,13 @@ def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
 def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     """Why a tape does not follow a source at all; None if it does."""
     if isinstance(leaf, Variable):
-        if record.reads.get(leaf):
-            return None
-        if leaf in record.reads or leaf.trainable:
-            return Finding(
-                "read outside",
-                "the Variable was not read inside the block: what was computed there had its "
-                "value from before, or did without",
-                (path,),
-                cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
-            )
-        return Finding(
-            "not watched",
-            "the Variable is not trainable, so that a tape does not watch it by itself",
-            (path,),
-            cure="`tape.watch(v)` before it is read",
-        )
+        return _not_read(record, path, leaf)
     if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         return Finding("no gradient", f"it is {dtype}, which has no gradient", (path,))
     if id(leaf) in record.tracked:
         return None
-    twin = next(
-        (
-            array
-            for array in record.arrays
-            if id(array) in record.tracked
-            and array.shape == leaf.shape
-            and array.dtype == leaf.dtype
-            and not _jax.is_tracer(array)
-            and np.array_equal(np.asarray(array), np.asarray(leaf))
-        ),
-        None,
-    )
-    if twin is not None:
+    if _has_twin(record, leaf):
         return Finding(
             "another object",
             "a tape follows array objects, not values: one of the same numbers was watched, which "
@@ -162,6 +135,37 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
         (path,),
         cure="`tape.watch(x)` inside the block, before it is used; compute inside the block what "
         "is to be differentiated",
+    )
+
+
+def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
+    if record.reads.get(variable):
+        return None
+    if variable in record.reads or variable.trainable:
+        return Finding(
+            "read outside",
+            "the Variable was not read inside the block: what was computed there had its "
+            "value from before, or did without",
+            (path,),
+            cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
+        )
+    return Finding(
+        "not watched",
+        "the Variable is not trainable, so that a tape does not watch it by itself",
+        (path,),
+        cure="`tape.watch(v)` before it is read",
+    )
+
+
+def _has_twin(record: Record, leaf: jax.Array) -> bool:
+    """Whether a tape follows another array of the same numbers."""
+    return any(
+        id(array) in record.tracked
+        and array.shape == leaf.shape
+        and array.dtype == leaf.dtype
+        and not _jax.is_tracer(array)
+        and np.array_equal(np.asarray(array), np.asarray(leaf))
+        for array in record.arrays
     )
 
 
