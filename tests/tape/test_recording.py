@@ -426,6 +426,19 @@ def test_an_identity_with_a_rule_is_another_value(rule):
     assert tape.gradient(z, [x, y]) == [20.0, 4.0]
 
 
+def test_a_rule_may_belong_to_an_object_that_cannot_be_hashed():
+    class Layer:
+        __hash__ = None
+        __name__ = "layer"
+
+        def __call__(self, x):
+            return jnp.sin(x)
+
+    layer = jax.custom_vjp(Layer())
+    layer.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (2 * dy * jnp.cos(x),))
+    agrees_with_jax(layer, F32(2.0))
+
+
 def test_stop_gradient_is_another_value():
     x = F32(2.0)
     with GradientTape(persistent=True) as tape:

@@ -116,6 +116,30 @@ def test_settings_of_jax_are_those_at_the_call():
         assert float(gradient) == 3.0
 
 
+def test_results_that_are_arguments_are_values_of_their_own():
+    w, x = tg.Variable(2.0), jnp.float32(10.0)
+    function = tg.trace(lambda x: (w * x, w.value, x, x))
+    for _ in range(3):
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            a, b, c, d = function(x)
+            y = 3 * a + 5 * b + 7 * c + 11 * d
+        assert [float(g) for g in tape.gradient(y, [w, x, b, c])] == [35.0, 24.0, 5.0, 7.0]
+
+
+def test_without_jit_the_function_runs_operation_by_operation():
+    w, loss, _ = model()
+    x, counts = batch(2), []
+    for disabled in (False, True, False):
+        with jax.disable_jit(disabled), tg.GradientTape() as tape:
+            value = loss(x)["loss"]
+        counts.append(len(tape.graph().nodes))
+        gradient = tape.gradient(value, w)
+        np.testing.assert_allclose(gradient, jax.grad(by_hand)(w.value, x), rtol=1e-5, atol=1e-6)
+    assert counts[0] == counts[2] == 1
+    assert counts[1] > 1
+
+
 def test_effects_and_arrays_that_are_closed_over_are_seen():
     w, c = tg.Variable(2.0), jnp.array([1.0, 3.0])
     heard = []

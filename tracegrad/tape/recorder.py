@@ -146,6 +146,8 @@ class Recorder(ForwardingTrace):
     ) -> Any:
         if not self.is_top or len(self.records) != 1 or rules_in_force():
             return None
+        if jax.config.jax_disable_jit:
+            return None
         (record,) = self.records
         operands = jax.tree.leaves((args, kwargs))
         tracked = record.tracked
