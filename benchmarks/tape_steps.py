@@ -88,6 +88,20 @@ def tape_step(
     return lambda: step(x, y), lambda value: done([value, *tg.values_of(variables)])
 
 
+def eager_by_hand(size: tuple[int, int]) -> Row:
+    """Without a tape, but for the gradient operation by operation: what JAX takes in any case."""
+    (x, y), parameters = map(as_arrays, tape_peers.batch_and_parameters(size))
+    gradient = jax.jit(jax.grad(loss))
+
+    def call() -> Any:
+        nonlocal parameters
+        value, gradients = loss(parameters, x, y), gradient(parameters, x, y)
+        parameters = [p - RATE * g for p, g in zip(parameters, gradients, strict=True)]
+        return value
+
+    return call, lambda value: done([value, *parameters])
+
+
 def step_by_hand(size: tuple[int, int]) -> Row:
     (x, y), parameters = map(as_arrays, tape_peers.batch_and_parameters(size))
 
@@ -135,6 +149,7 @@ STEPS: dict[str, Callable[[tuple[int, int]], Row]] = {
     "tape over a traced loss": partial(tape_step, traced_loss=True),
     "traced whole": partial(tape_step, traced=True),
     "by hand, jax.jit": step_by_hand,
+    "by hand, eager, but a jitted gradient": eager_by_hand,
 }
 
 
