@@ -144,9 +144,9 @@ class Recorder(ForwardingTrace):
     def call_directly(
         self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not self.is_top or len(self.records) != 1 or rules_in_force():
+        if not self.is_top or len(self.records) != 1 or type(self.records[0]) is not Record:
             return None
-        if jax.config.jax_disable_jit:
+        if rules_in_force() or jax.config.jax_disable_jit:
             return None
         (record,) = self.records
         operands = jax.tree.leaves((args, kwargs))
@@ -154,10 +154,10 @@ class Recorder(ForwardingTrace):
         active = tuple([i for i, operand in enumerate(operands) if id(operand) in tracked])
         form = forms.get(active)
         if form is None:
-            if type(record) is not Record or not active or len(forms) >= _MOST_FORMS:
+            if not active or len(forms) >= _MOST_FORMS:
                 return None
             form = forms[active] = direct_form(jitted, active)
-        if form is NotDirect or not _PLAIN.issuperset(map(type, operands)):
+        if form is NotDirect or not _are_plain(operands):
             return None
         tell_of_assigned(operands)
         try:
@@ -355,10 +355,7 @@ class Recorder(ForwardingTrace):
     def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
         """The operands as the record can hold them: a NumPy array may be changed by its owner."""
         _refuse_references(primitive, args)
-        for arg in args:
-            if isinstance(arg, _IMMUTABLE) and not _jax.is_tracer(arg):
-                _PLAIN.add(type(arg))
-        if not any(isinstance(arg, np.ndarray) for arg in args):
+        if _are_plain(args) or not any(isinstance(arg, np.ndarray) for arg in args):
             return list(args)
         with set_current_trace(self.parent_trace):
             return [jnp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
@@ -456,6 +453,7 @@ def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
         )
 
 
+_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
 # Of most operands it is known by their type that they can be held as they are.
 _PLAIN = {bool, int, float, complex}
 # A function whose arguments are watched in so many ways has no faster way for further ones.
@@ -464,7 +462,13 @@ _MOST_FORMS = 16
 _WITHOUT_PROGRAMS: set[Any] = set()
 
 
-_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
+def _are_plain(values: Sequence[Any]) -> bool:
+    for value in values:
+        if type(value) not in _PLAIN:
+            if not isinstance(value, _IMMUTABLE) or _jax.is_tracer(value):
+                return False
+            _PLAIN.add(type(value))
+    return True
 
 
 def _is_plain(value: Any) -> bool:
