@@ -45,6 +45,7 @@ from tracegrad.tracing.overriding import ForwardingTrace, OverridingTrace
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
+_config: Any = jax.config  # whose settings have no types
 
 
 class Recorder(ForwardingTrace):
@@ -146,7 +147,7 @@ class Recorder(ForwardingTrace):
     ) -> Any:
         if not self.is_top or len(self.records) != 1 or type(self.records[0]) is not Record:
             return None
-        if rules_in_force() or jax.config.jax_disable_jit:
+        if rules_in_force() or _config.jax_disable_jit:
             return None
         (record,) = self.records
         operands = jax.tree.leaves((args, kwargs))
