@@ -64,6 +64,34 @@ def random_model(seed: int, count: int) -> MemoryModel:
     )
 
 
+def runs_again(m: MemoryModel, s: Segment) -> list[tuple[int, set[int]]]:
+    """What a segment runs again, phase by phase, each with the first operation that it is about:
+    what its pieces read of each other, if there are several, and then each piece, the last first.
+    """
+    if not s.recompute:
+        return []
+    saved = {v for v in s.saved if not m.extra[v]}
+
+    def with_operands(wanted: set[int], start: int) -> set[int]:
+        run: set[int] = set()
+        while wanted - run:
+            run |= wanted
+            wanted |= {v for i in run for v in m.args[i] if v >= start and v not in saved}
+        return run
+
+    phases = []
+    between: set[int] = set()
+    for start, stop in s.pieces:
+        inside = range(start, stop)
+        wanted = {v for i in inside for v in m.needs[i] if v in inside and v not in saved}
+        run = with_operands(wanted | {i for i in inside if m.extra[i]}, start)
+        phases.append((start, run))
+        reads = {v for i in inside for v in m.needs[i]} | {v for i in run for v in m.args[i]}
+        between |= {v for v in reads if s.start <= v < start and v not in saved}
+    first = [(s.start, with_operands(between, s.start))] if s.inner else []
+    return first + phases[::-1]
+
+
 def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     """The peak and the extra FLOPs of a plan, from the rules alone: at each moment all that is
     alive is counted anew."""
@@ -73,17 +101,8 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     def readers(v: int) -> list[int]:
         return [i for i in range(count) if v in m.args[i] or v in m.needs[i]]
 
-    again: list[set[int]] = []  # what each segment runs again
-    for s in plan:
-        run: set[int] = set()
-        if s.recompute:
-            inside = range(s.start, s.stop)
-            wanted = {v for i in inside for v in m.needs[i] if v in inside and v not in s.saved}
-            wanted |= {i for i in inside if m.extra[i]}
-            while wanted - run:
-                run |= wanted
-                wanted |= {v for i in run for v in m.args[i] if v in inside and v not in s.saved}
-        again.append(run)
+    phases = [runs_again(m, s) for s in plan]
+    again = [set().union(*(run for _, run in found)) for found in phases]
 
     def stored(v: int) -> bool:
         """Kept by its own segment for its own backward pass."""
@@ -130,28 +149,40 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         }
         base = sum(m.sizes[v] for v in from_before)
         base += sum(m.extra[i] for i in range(s.start) if not plan[segment_of[i]].recompute)
-        inside = range(s.start, s.stop)
-        runs = sorted(again[k])
-        kept = {v for v in inside if stored(v)}
-        moments: list[tuple[list[int], int]] = []  # (the runs that are left, the step)
-        moments += [(runs[j:], s.stop - 1) for j in range(len(runs))]
-        moments += [([], step) for step in reversed(inside)]
-        for left, step in moments:
-            done = [i for i in runs if i not in left] + left[:1]
+        # All that happens: what is made, what is read, the step that it is for. The copy of a value
+        # that one phase makes is not that of another.
+        events: list[tuple[Any, set[Any], int]] = []
+        pieces = s.pieces[::-1] if s.recompute else [(s.start, s.stop)]
+        found = phases[k] if s.recompute else [(s.start, set())]
+        if s.inner:
+            pieces = [(s.start, s.stop), *pieces]
 
-            def read_later(
-                v: int, left: Any = left, step: int = step, inside: Any = inside
-            ) -> bool:
-                return any(v in m.args[i] for i in left) or any(
-                    v in m.needs[i] for i in inside if i <= step
-                )
+        def copy(v: int, start: int, k: int = k, s: Segment = s) -> Any:
+            if v < s.start:
+                return None  # counted with what is there from before
+            if stored(v):
+                return ("stored", v)
+            return ("own", v) if v >= start else ("between", v)
 
-            alive = {v for v in (*kept, *done) if read_later(v) or v in left[:1]}
-            size = base + sum(m.sizes[v] for v in alive) + m.cotangents[step] + m.gathered[step]
-            made = done if s.recompute else list(inside)
-            size += sum(m.extra[i] for i in made if i <= step)
+        for number, ((start, run), (_, stop)) in enumerate(zip(found, pieces, strict=True)):
+            is_between = bool(s.inner) and number == 0
+            for i in sorted(run):
+                made = ("between" if is_between else "own", i)
+                from_here = count if is_between else start
+                events.append((made, {copy(v, from_here) for v in m.args[i]}, stop - 1))
+            for step in [] if is_between else reversed(range(start, stop)):
+                events.append((None, {copy(v, start) for v in m.needs[step]}, step))
+        made_before = {("stored", v) for v in range(s.start, s.stop) if stored(v)}
+        for now, (made, _, step) in enumerate(events):
+            made_before |= {made} - {None}
+            read_later = set().union(*(reads for _, reads, _ in events[now:]))
+            alive = {c for c in made_before if c in read_later or c == made}
+            size = base + sum(m.sizes[v] for _, v in alive) + m.cotangents[step] + m.gathered[step]
+            own = {v for kind, v in made_before if kind == "own"}
+            is_left = own if s.recompute else range(s.start, s.stop)
+            size += sum(m.extra[i] for i in is_left if i <= step)
             peak = max(peak, size)
-    return peak, sum(m.flops[i] for run in again for i in run)
+    return peak, sum(m.flops[i] for found in phases for _, run in found for i in run)
 
 
 def all_plans(count: int) -> Iterator[list[Segment]]:
@@ -172,17 +203,18 @@ def all_plans(count: int) -> Iterator[list[Segment]]:
 # ------------------------------------------------------------------------------------- simulation
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int):
+def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int, in_pieces: bool):
     rng = np.random.default_rng(seed)
-    m = random_model(seed, 9)
-    edges = [0, *sorted(rng.choice(range(1, 9), size=3, replace=False).tolist()), 9]
-    plan = [
-        Segment(
-            a, b, bool(rng.random() < 0.7), frozenset(v for v in range(a, b) if rng.random() < 0.4)
-        )
-        for a, b in itertools.pairwise(edges)
-    ]
+    m = random_model(seed, 12)
+    edges = [0, *sorted(rng.choice(range(1, 12), size=2, replace=False).tolist()), 12]
+    plan = []
+    for a, b in itertools.pairwise(edges):
+        recompute = bool(rng.random() < 0.8)
+        saved = frozenset(v for v in range(a, b) if rng.random() < 0.4)
+        inner = tuple(i for i in range(a + 1, b) if in_pieces and rng.random() < 0.4)
+        plan.append(Segment(a, b, recompute, saved, inner if recompute else ()))
     found = simulate(m, plan)
     assert (found.peak, found.flops) == replay(m, plan)
     assert max((*found.forward, *found.backward)) == found.peak

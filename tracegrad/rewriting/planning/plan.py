@@ -117,6 +117,7 @@ class RecomputePlan:
                     "stop": segment.stop,
                     "recompute": segment.recompute,
                     "saved": sorted(segment.saved),
+                    "inner": list(segment.inner),
                     "peak": peak,
                     "extra_flops": local.flops,
                 }
@@ -146,12 +147,12 @@ class RecomputePlan:
         for k, (segment, local, peak) in enumerate(
             zip(self.segments, simulation.locals, simulation.peaks, strict=True)
         ):
-            nodes = nodes_of(self._model, segment)
+            nodes = nodes_of(self._model, segment.start, segment.stop)
             rows.append(
                 (
                     str(k),
                     str(len(nodes)),
-                    "recompute" if segment.recompute else "keep",
+                    _what(segment),
                     str(len(local.stored)),
                     in_units(peak),
                     _percent(local.flops, self.forward_flops),
@@ -498,9 +499,17 @@ def load_plan(
 def _segment(entry: Mapping[str, Any]) -> Segment:
     start, stop = int(entry["start"]), int(entry["stop"])
     saved = frozenset(int(v) for v in entry["saved"])
-    if stop <= start or any(not start <= v < stop for v in saved):
+    segment = Segment(start, stop, bool(entry["recompute"]), saved, tuple(entry.get("inner", ())))
+    in_order = all(first < last for first, last in segment.pieces)
+    if not in_order or any(not start <= v < stop for v in saved):
         raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")
-    return Segment(start, stop, bool(entry["recompute"]), saved)
+    return segment
+
+
+def _what(segment: Segment) -> str:
+    if not segment.recompute:
+        return "keep"
+    return f"recompute, {len(segment.pieces)} pieces" if segment.inner else "recompute"
 
 
 def fingerprint(graph: Graph) -> str:

@@ -2,14 +2,16 @@
 
 1. Places to cut a program are where few bytes go from one side to the other.
 2. For the segment between any two of them, save sets by minimum cuts at all prices of a byte
-   (`cuts.Network.hull`); segments that are alike are solved once.
+   (`cuts.Network.hull`); segments that are alike are solved once. Where little is run again, the
+   backward pass of a segment may also go from one place inside to the next.
 3. The part between two neighbouring places is cut once more, finely: the ways through it in several
    short segments, each of which holds little while it runs again, are ways to run that part.
 4. Dynamic programming from the first to the last operation (`paths`) chooses among all of these.
 5. Local search on the winner saves and frees single values.
 
-Everything is deterministic. Programs of a few operations are solved exactly: all cuts, all save
-sets, and only labels dropped that another is at least as good as in every respect.
+Everything is deterministic. Programs of a few operations are solved exactly, but for backward
+passes that go in pieces: all cuts, all save sets, and only labels dropped that another is at least
+as good as in every respect.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,11 +37,13 @@ from tracegrad.rewriting.planning.simulation import (
 
 EXACT = 14  # operations up to which all plans are compared
 MOST_CUTS = 56
-LONGEST = 20  # cuts that one recomputed segment may span
+LONGEST = 14  # cuts that one recomputed segment may span
 SIDEWAYS = 0.05  # bytes across that a cut may have more for a byte nearer to the middle
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
 MOST_LABELS = 150
+MOST_IN_PIECES = 400  # operations of a segment whose backward pass goes piece by piece,
+CHEAP = 0.2  # of which no more than this share of FLOPs is run again
 FINE_PARTS = 2  # so many parts between neighbouring cuts are cut finely together,
 MOST_FINE_CUTS = 12  # at so many places,
 MOST_FINE_LABELS = 8  # with so many labels
@@ -74,8 +79,10 @@ class Planner:
         choices: dict[tuple[int, int], Choices] = {}
         pairs = [(i, j) for i in range(len(cuts) - 1) for j in range(i + 1, len(cuts))]
         for done, (i, j) in enumerate(pairs):
-            is_short = self.exact or j - i <= LONGEST
-            choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short)
+            is_small = cuts[j] - cuts[i] <= MOST_IN_PIECES
+            is_short = self.exact or is_small or j - i <= LONGEST
+            inner = [cut - cuts[i] for cut in cuts[i + 1 : j]] if is_small else []
+            choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short, inner)
             if j <= i + FINE_PARTS and not self.exact:
                 choices[i, j] = self._refined(cuts[i], cuts[j], choices[i, j])
             progress((done + 1) / len(pairs))
@@ -107,23 +114,31 @@ class Planner:
 
     # --------------------------------------------------------------------------------- segments
 
-    def _choices_of(self, start: int, stop: int, recompute: bool) -> Choices:
+    def _choices_of(
+        self, start: int, stop: int, recompute: bool, inner: Sequence[int] = ()
+    ) -> Choices:
         """The ways to run a part as one segment, none of which another is as good as in every
         respect.
 
-        `recompute`: whether to look for ways that recompute.
+        `recompute`: whether to look for ways that recompute; `inner`: places, counted from its
+        start, between which its backward pass may go piece by piece.
         """
-        key = (recompute, *self._tokens[start:stop])
+        inner = () if self.exact else tuple(inner)
+        key = (recompute, inner, *self._tokens[start:stop])
         if key not in self._alike:
             piece = Piece(self.model, start, stop)
             if not recompute or any(self.model.fixed[start:stop]):
                 saves = []
             else:
                 saves = self._all_save_sets(piece) if self.exact else self._saves(piece)
-            runs: list[tuple[frozenset[int] | None, Local]] = [
-                (None, piece.run(False, frozenset()))
-            ]
-            runs += [(saved, piece.run(True, saved)) for saved in saves]
+            whole, piece_flops = Segment(0, stop - start), sum(piece.flops)
+            runs = [(whole, piece.run(False, frozenset()))]
+            for saved in saves:
+                local = piece.run(True, saved)
+                runs.append((replace(whole, recompute=True, saved=saved), local))
+                if inner and local.flops <= CHEAP * piece_flops:
+                    way = replace(whole, recompute=True, saved=saved, inner=inner)
+                    runs.append((way, piece.run(True, saved, inner)))
             rows = []
             for _, local in runs:
                 staying = local.extra + sum([piece.sizes[v] for v in local.stored])
@@ -137,7 +152,7 @@ class Planner:
             chosen = pareto(compared)
             leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
             self._alike[key] = Choices(
-                [(_segment(len(piece.sizes), runs[k][0]),) for k in chosen],
+                [(runs[k][0],) for k in chosen],
                 table[chosen],
                 [tuple(v for v in leaving if v not in runs[k][1].stored) for k in chosen],
             )
@@ -262,10 +277,6 @@ class Planner:
         return high
 
 
-def _segment(length: int, saved: frozenset[int] | None) -> Segment:
-    return Segment(0, length) if saved is None else Segment(0, length, True, saved)
-
-
 def _spread(labels: Labels) -> list[int]:
     """Rows of few bytes for few FLOPs, for several heights of the peak."""
     peak = np.maximum(labels.forward, labels.backward)
@@ -333,7 +344,7 @@ def improve(
         _, negative, k = max(candidates)
         v = -negative
         segment = best[k]
-        changed = Segment(segment.start, segment.stop, True, segment.saved | {v})
+        changed = replace(segment, saved=segment.saved | {v})
         move = [*best[:k], changed, *best[k + 1 :]]
         then = simulate(model, move, known)
         if then.peak <= budget and then.flops < now.flops:

@@ -1,12 +1,14 @@
 """A plan, written into its graph: every segment that is recomputed becomes a `Recompute`.
 
 What the plan saves inside a segment gets a name (`jax.ad_checkpoint.checkpoint_name`), and the
-policy of the region saves these names and nothing else.
+policy of the region saves these names and nothing else. Where the backward pass of a segment goes
+piece by piece, each piece is a `Recompute` within that of the segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,35 +25,56 @@ def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
     original = model.graph
     graph = original.copy()
     here = dict(zip(original.nodes, list(graph.nodes), strict=True))
-    ranges = [(segment, nodes_of(model, segment)) for segment in plan if segment.recompute]
-    count = 0
-    for segment, nodes in ranges:
-        members = [here[node] for node in nodes]
-        names = []
-        for i in sorted(segment.saved):
-            node = here[model.nodes[i]]
-            for value in node.outputs:
-                if not value.users:
-                    continue
-                names.append(f"planned_{count}")
-                count += 1
-                # One is bound for each: a function that JAX has seen is not traced again.
-                program = _naming(names[-1])
-                (named,) = graph.insert(program, [value], after=node)
-                graph.replace_uses(value, named)
-                producer = getattr(named, "producer", None)
-                if isinstance(producer, Node):
-                    members.append(producer)
-        policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-        graph.group(members, recompute=True, policy=policy, name="recomputed")
+    names = (f"planned_{k}" for k in itertools.count())
+    ranges = [
+        (segment, [nodes_of(model, *piece) for piece in segment.pieces])
+        for segment in plan
+        if segment.recompute
+    ]
+    for segment, pieces in ranges:
+        named = _name_saved(graph, [here[model.nodes[i]] for i in sorted(segment.saved)], names)
+        regions = []
+        for nodes in pieces:
+            members = [new for node in nodes for new in (here[node], *named.get(here[node], {}))]
+            if len(pieces) == 1:
+                regions += members
+            elif members:
+                regions.append(_recomputed(graph, members, named))
+        _recomputed(graph, regions, named)
     return graph
 
 
-def nodes_of(model: MemoryModel, segment: Segment) -> list[Node]:
-    """The nodes of a segment, those among them that write no buffer."""
+# Of a node whose results are saved: the nodes that give them names, with these.
+_Named = Mapping[Node, Mapping[Node, str]]
+
+
+def _name_saved(graph: Graph, nodes: Sequence[Node], names: Iterator[str]) -> _Named:
+    named: dict[Node, dict[Node, str]] = {}
+    for node in nodes:
+        for value in node.outputs:
+            if not value.users:
+                continue
+            name = next(names)
+            # A function for each: one that JAX has seen is not traced again.
+            (result,) = graph.insert(_naming(name), [value], after=node)
+            graph.replace_uses(value, result)
+            producer = getattr(result, "producer", None)
+            if isinstance(producer, Node):
+                named.setdefault(node, {})[producer] = name
+    return named
+
+
+def _recomputed(graph: Graph, members: Sequence[Node], named: _Named) -> Node:
+    """Puts nodes of a graph into a `Recompute`, which saves what has a name."""
+    names = [name for found in named.values() for name in found.values()]
+    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
+    return graph.group(members, recompute=True, policy=policy, name="recomputed")
+
+
+def nodes_of(model: MemoryModel, start: int, stop: int) -> list[Node]:
+    """The nodes from one operation up to another, those among them that write no buffer."""
     assert model.graph is not None
-    nodes = model.graph.nodes
-    return nodes[_place(model, segment.start) : _place(model, segment.stop)]
+    return model.graph.nodes[_place(model, start) : _place(model, stop)]
 
 
 def _place(model: MemoryModel, operation: int) -> int:

@@ -10,6 +10,7 @@ more.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -23,18 +24,26 @@ class Segment:
     """The operations from `start` up to `stop`.
 
     `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
-    of that is kept.
+    of that is kept. `inner`: places within it, if its backward pass goes piece by piece. Then it
+    first computes again only what goes from one piece to others, and each piece, when its turn
+    comes, the rest.
     """
 
     start: int
     stop: int
     recompute: bool = False
     saved: frozenset[int] = frozenset()
+    inner: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise((self.start, *self.inner, self.stop)))
 
     def shifted(self, by: int) -> Segment:
         """The same, so many operations later."""
         saved = frozenset([v + by for v in self.saved])
-        return Segment(self.start + by, self.stop + by, self.recompute, saved)
+        inner = tuple([place + by for place in self.inner])
+        return Segment(self.start + by, self.stop + by, self.recompute, saved, inner)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Local:
 
     Attributes:
       flops: extra FLOPs.
-      recomputed: the operations that are run again, in that order.
+      recomputed: the operations that are run again, in that order; some twice, if in pieces.
       stored: what is kept from its forward to its backward pass.
       extra: bytes kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
@@ -77,6 +86,16 @@ class Local:
         return max(self.backward)
 
 
+@dataclass(frozen=True)
+class _Phase:
+    """Of a backward pass: the operations that are run again, then the steps, each with what it
+    reads. `start`: the first of the operations that it is about."""
+
+    start: int
+    runs: list[tuple[int, Sequence[int]]]
+    steps: list[tuple[int, Sequence[int]]]
+
+
 class Piece:
     """The operations of a segment, numbered from its start; what came into it is left out."""
 
@@ -103,75 +122,130 @@ class Piece:
             if not self.leaves[v]:
                 self._freed[at] += self.sizes[v]
 
-    def run(self, recompute: bool, saved: AbstractSet[int]) -> Local:
-        """Simulates it; positions in `saved` and in the result count from its start."""
-        again = self._recomputed(saved) if recompute else set()
-        read = set(self.needed)
-        for i in again:
-            read.update(self.args[i])
-        stored = frozenset(read - again)
-        order: list[int] = []
+    def run(self, recompute: bool, saved: AbstractSet[int], inner: tuple[int, ...] = ()) -> Local:
+        """Simulates it; positions in `saved`, `inner` and in the result count from its start."""
+        if not recompute:
+            stored = frozenset(self.needed)
+            phases = [self._phase(0, len(self.sizes), set())]
+            return self._local(stored, phases, kept_extra=sum(self.extra))
+        saved = {v for v in saved if not self.extra[v]}  # those run again in any case
+        borders = list(itertools.pairwise((0, *inner, len(self.sizes))))
+        runs = [self._recomputed(saved, *border) for border in borders]
+        again = set().union(*runs)
+        phases = [self._phase(*borders[k], runs[k]) for k in reversed(range(len(borders)))]
+        if inner:
+            first = self._between(saved, borders, runs)
+            again |= first
+            phases = self._in_pieces(saved, first, phases)
+        read = set(self.needed).union(*(self.args[i] for i in again))
+        return self._local(frozenset(read - again), phases, kept_extra=0)
+
+    def _local(self, stored: frozenset[int], phases: list[_Phase], kept_extra: int) -> Local:
+        order = [i % len(self.sizes) for phase in phases for i, _ in phase.runs]
+        again = set(order)
         return Local(
-            flops=sum([self.flops[i] for i in again]),
+            flops=sum([self.flops[i] for i in order]),
             stored=stored,
-            extra=0 if recompute else sum(self.extra),
+            extra=kept_extra,
             unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
-            forward=self._forward(stored, recompute),
-            backward=self._backward(again, stored, recompute, order),
+            forward=self._forward(stored, kept_extra == 0),
+            backward=self._backward(phases, stored, kept_extra),
             recomputed=tuple(order),
         )
 
-    def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
-        """The operations that must run again so that everything is there that is not saved."""
+    def _recomputed(self, saved: AbstractSet[int], start: int, stop: int) -> set[int]:
+        """The operations of a piece that must run again so that everything is there that its
+        backward pass reads, but what is saved or comes from before."""
+        pending = [v for i in range(start, stop) for v in self.needs[i]]
+        pending = [v for v in pending if v >= start and v not in saved]
+        pending += [i for i in range(start, stop) if self.extra[i]]
+        return self._with_operands(pending, saved, start)
+
+    def _with_operands(self, pending: list[int], saved: AbstractSet[int], start: int) -> set[int]:
         again: set[int] = set()
-        pending = [v for v in self.needed if v not in saved]
-        pending += [i for i, size in enumerate(self.extra) if size]
         while pending:
             i = pending.pop()
             if i not in again:
                 again.add(i)
-                pending += [v for v in self.args[i] if v not in saved]
+                pending += [v for v in self.args[i] if v >= start and v not in saved]
         return again
 
+    def _between(
+        self, saved: AbstractSet[int], borders: list[tuple[int, int]], runs: list[set[int]]
+    ) -> set[int]:
+        """The operations that must run again so that every piece has what it reads of others."""
+        wanted: set[int] = set()
+        for (start, stop), again in zip(borders, runs, strict=True):
+            reads = [self.needs[i] for i in range(start, stop)] + [self.args[i] for i in again]
+            wanted.update(v for found in reads for v in found if v < start and v not in saved)
+        return self._with_operands(list(wanted), saved, 0)
+
+    def _phase(self, start: int, stop: int, again: set[int]) -> _Phase:
+        return _Phase(
+            start,
+            [(i, self.args[i]) for i in sorted(again)],
+            [(step, self.needs[step]) for step in range(stop - 1, start - 1, -1)],
+        )
+
+    def _in_pieces(
+        self, saved: AbstractSet[int], first: set[int], phases: list[_Phase]
+    ) -> list[_Phase]:
+        """The phases of a backward pass that goes piece by piece. What is run first has numbers of
+        its own, behind those of the operations: a piece may run the same once more."""
+        count = len(self.sizes)
+
+        def of(start: int, operands: Sequence[int]) -> list[int]:
+            return [v if v >= start or v in saved else v + count for v in operands]
+
+        runs = [(i + count, of(count, self.args[i])) for i in sorted(first)]
+        return [_Phase(0, runs, [])] + [
+            _Phase(
+                phase.start,
+                [(i, of(phase.start, operands)) for i, operands in phase.runs],
+                [(step, of(phase.start, operands)) for step, operands in phase.steps],
+            )
+            for phase in phases
+        ]
+
     def _backward(
-        self, again: set[int], stored: AbstractSet[int], recompute: bool, order: list[int]
+        self, phases: list[_Phase], stored: AbstractSet[int], kept_extra: int
     ) -> tuple[int, ...]:
-        sizes, args, needs = self.sizes, self.args, self.needs
+        sizes = self.sizes if len(phases) == 1 else self.sizes * 2
+        extra = self.extra if len(phases) == 1 else [*self.extra, *([0] * len(self.extra))]
         reads = [0] * len(sizes)
-        live = 0 if recompute else sum(self.extra)
-        for found in needs:
-            for v in found:
-                reads[v] += 1
-        for i in again:
-            for v in args[i]:
-                reads[v] += 1
-        for v in stored:
-            live += sizes[v]
-        # All of it runs when the cotangents arrive: it has a barrier in common with them, and XLA
-        # does not put off what it could compute.
-        order += sorted(again)
+        for phase in phases:
+            for _, operands in phase.runs:
+                for v in operands:
+                    reads[v] += 1
+            for _, operands in phase.steps:
+                for v in operands:
+                    reads[v] += 1
+        live = kept_extra + sum([sizes[v] for v in stored])
         peak = live
-        for i in order:
-            live += sizes[i] + self.extra[i]
-            if live > peak:
-                peak = live
-            for v in args[i]:
-                reads[v] -= 1
-                if reads[v] == 0:
-                    live -= sizes[v]
-            if reads[i] == 0:  # run for its extra bytes alone
-                live -= sizes[i]
         peaks = []
-        for step in range(len(sizes) - 1, -1, -1):
-            if live > peak:
-                peak = live
-            peaks.append(peak + self.cotangents[step])
-            peak = 0
-            for v in needs[step]:
-                reads[v] -= 1
-                if reads[v] == 0:
-                    live -= sizes[v]
-            live -= self.extra[step]
+        for phase in phases:
+            # All of it runs when the cotangents arrive: it has a barrier in common with them, and
+            # XLA does not put off what it could compute.
+            for i, operands in phase.runs:
+                live += sizes[i] + extra[i]
+                if live > peak:
+                    peak = live
+                for v in operands:
+                    reads[v] -= 1
+                    if reads[v] == 0:
+                        live -= sizes[v]
+                if reads[i] == 0:  # run for its extra bytes alone
+                    live -= sizes[i]
+            for step, operands in phase.steps:
+                if live > peak:
+                    peak = live
+                peaks.append(peak + self.cotangents[step])
+                peak = 0
+                for v in operands:
+                    reads[v] -= 1
+                    if reads[v] == 0:
+                        live -= sizes[v]
+                live -= extra[step]
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
@@ -203,7 +277,11 @@ def run_segment(model: MemoryModel, segment: Segment) -> Local:
     """Simulates one segment."""
     start = segment.start
     piece = Piece(model, start, segment.stop)
-    local = piece.run(segment.recompute, {v - start for v in segment.saved})
+    local = piece.run(
+        segment.recompute,
+        {v - start for v in segment.saved},
+        tuple(place - start for place in segment.inner),
+    )
     return local.shifted(start)
 
 
