@@ -370,7 +370,10 @@ class GradientTape:
             # assignment.
             reads = [record.reads_of(leaf) for leaf in leaves]
             each = iter(self._pull_back(targets, [a for of in reads for a in of], kind, seeds))
-            found = [sum_of_known([next(each) for _ in of]) for of in reads]
+            found = [
+                next(each) if len(of) == 1 else sum_of_known([next(each) for _ in of])
+                for of in reads
+            ]
         else:
             found = self._pull_back(targets, leaves, kind, seeds)
         if not self._persistent:

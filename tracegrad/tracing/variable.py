@@ -57,6 +57,9 @@ def start_listening(listener: Listener) -> None:
 def stop_listening(listener: Listener) -> None:
     """Takes a listener of this thread away, the innermost one or not."""
     stack = _listeners.stack
+    if stack and stack[-1] is listener:
+        _listeners.stack = stack[:-1]
+        return
     place = max((i for i, other in enumerate(stack) if other is listener), default=None)
     if place is None:
         raise RuntimeError("this listener does not listen on this thread")
