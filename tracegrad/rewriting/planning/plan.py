@@ -215,7 +215,8 @@ class RecomputePlan:
             xticks=[],
         )
         memory.legend()
-        points = self.curve()
+        here = (self.peak, self.flops, self.flops_bound)
+        points = sorted({*self.curve(), here}, reverse=True)
         forward = max(1, self.forward_flops) / 100
         peaks = [peak / mib for peak, _, _ in points]
         trade.plot(peaks, [flops / forward for _, flops, _ in points], marker="o", label="plans")

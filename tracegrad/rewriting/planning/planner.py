@@ -43,7 +43,8 @@ MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
 MOST_LABELS = 150
 MOST_IN_PIECES = 400  # operations of a segment whose backward pass goes piece by piece,
-CHEAP = 0.2  # of which no more than this share of FLOPs is run again
+MOST_IN_PIECES_SETS = 2  # with so many save sets
+CHEAP = 0.2  # by which no more than this share of FLOPs is run again
 FINE_PARTS = 2  # so many parts between neighbouring cuts are cut finely together,
 MOST_FINE_CUTS = 12  # at so many places,
 MOST_FINE_LABELS = 8  # with so many labels
@@ -79,8 +80,8 @@ class Planner:
         choices: dict[tuple[int, int], Choices] = {}
         pairs = [(i, j) for i in range(len(cuts) - 1) for j in range(i + 1, len(cuts))]
         for done, (i, j) in enumerate(pairs):
+            is_short = self.exact or j - i <= LONGEST
             is_small = cuts[j] - cuts[i] <= MOST_IN_PIECES
-            is_short = self.exact or is_small or j - i <= LONGEST
             inner = [cut - cuts[i] for cut in cuts[i + 1 : j]] if is_small else []
             choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short, inner)
             if j <= i + FINE_PARTS and not self.exact:
@@ -131,14 +132,14 @@ class Planner:
                 saves = []
             else:
                 saves = self._all_save_sets(piece) if self.exact else self._saves(piece)
-            whole, piece_flops = Segment(0, stop - start), sum(piece.flops)
+            whole = Segment(0, stop - start)
             runs = [(whole, piece.run(False, frozenset()))]
             for saved in saves:
-                local = piece.run(True, saved)
-                runs.append((replace(whole, recompute=True, saved=saved), local))
-                if inner and local.flops <= CHEAP * piece_flops:
-                    way = replace(whole, recompute=True, saved=saved, inner=inner)
-                    runs.append((way, piece.run(True, saved, inner)))
+                way = replace(whole, recompute=True, saved=saved)
+                runs.append((way, piece.run(True, saved)))
+            cheap = [way for way, local in runs[1:] if local.flops <= CHEAP * sum(piece.flops)]
+            for way in cheap[-MOST_IN_PIECES_SETS:] if inner else []:
+                runs.append((replace(way, inner=inner), piece.run(True, way.saved, inner)))
             rows = []
             for _, local in runs:
                 staying = local.extra + sum([piece.sizes[v] for v in local.stored])
