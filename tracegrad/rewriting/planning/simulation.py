@@ -197,7 +197,9 @@ class Piece:
         def of(start: int, operands: Sequence[int]) -> list[int]:
             return [v if v >= start or v in saved else v + count for v in operands]
 
-        runs = [(i + count, of(count, self.args[i])) for i in sorted(first)]
+        runs: list[tuple[int, Sequence[int]]] = [
+            (i + count, of(count, self.args[i])) for i in sorted(first)
+        ]
         return [_Phase(0, runs, [])] + [
             _Phase(
                 phase.start,
