@@ -50,7 +50,6 @@ def trace_backward(
     Args:
       block: from `block_between`.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
-
     """
     rules = rules_in_force()
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))

@@ -620,7 +620,8 @@ def _compile(
         for place, aval in enumerate(block.types)
         if traced.needed[place] or not isinstance(aval.dtype, np.dtype)
     ]
-    absent = [(i, aval) for i, aval in enumerate(block.types) if i not in needed]
+    taken = set(needed)
+    absent = [(i, aval) for i, aval in enumerate(block.types) if i not in taken]
 
     def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         found = run(*arrays, *seeds)
