@@ -121,6 +121,16 @@ class Computation:
         return self._keys
 
 
+def sole_equation(program: Any) -> Any:
+    """The equation of a program that is nothing but it, on the same operands; else None."""
+    open_form = _jax.opened(program)
+    if len(open_form.eqns) != 1:
+        return None
+    (equation,) = open_form.eqns
+    same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
+    return equation if same else None
+
+
 # Their results are worth keeping for the backward pass.
 _HEAVY = frozenset({"conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Those of a matrix product are, if it has so many terms: fewer are computed in the time that it

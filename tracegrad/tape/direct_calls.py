@@ -15,7 +15,12 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.tape.computations import Computation, jitted_call, new_jitted_call
+from tracegrad.tape.computations import (
+    Computation,
+    jitted_call,
+    new_jitted_call,
+    sole_equation,
+)
 from tracegrad.tape.linearised import linearised
 
 
@@ -87,12 +92,8 @@ def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., Told]:
 
 
 def _computation(program: Any) -> Computation:
-    open_form = _jax.opened(program)
-    if len(open_form.eqns) != 1 or _jax.constants_of(program):
-        raise NotDirect
-    (equation,) = open_form.eqns
-    same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
-    if not same or equation.primitive is not _jax.JIT:
+    equation = sole_equation(program)
+    if equation is None or equation.primitive is not _jax.JIT or _jax.constants_of(program):
         raise NotDirect
     call = jitted_call(equation.params) or new_jitted_call(equation.params)
     if call.constants or call.computation.has_effects or not call.computation.is_shared:

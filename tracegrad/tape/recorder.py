@@ -28,6 +28,7 @@ from tracegrad.tape.computations import (
     jitted_call,
     new_jitted_call,
     rule_computation,
+    sole_equation,
     without_donation,
 )
 from tracegrad.tape.direct_calls import NotDirect, direct_form
@@ -494,14 +495,10 @@ class _OwnRule:
         self.program = program
         self.result_trees = result_trees
         self.lone: Computation | None = None
-        open_form = _jax.opened(program)
-        if len(open_form.eqns) == 1:
-            (equation,) = open_form.eqns
-            same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
-            if same and equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
-                constants = int(equation.params.get("num_consts", 0))
-                if constants == 0:
-                    self.lone = rule_computation(equation.primitive, equation.params)
+        call = sole_equation(program)
+        is_rule = call is not None and call.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
+        if call is not None and is_rule and not call.params.get("num_consts", 0):
+            self.lone = rule_computation(call.primitive, call.params)
 
 
 _own_rules = Remembered(1024)
