@@ -71,10 +71,16 @@ def within(matches: Sequence[Occurrence]) -> Covers:
 
 
 @dataclass(frozen=True)
-class _And(Selector):
+class _Two(Selector):
     left: Selector
     right: Selector
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (*self.left.patterns, *self.right.patterns)
+
+
+class _And(_Two):
     def look(self, graph: Graph) -> Found:
         left, right = self.left.look(graph), self.right.look(graph)
         both = [m for m in left.matches if _lies_in(m, right.covers)]
@@ -95,19 +101,11 @@ class _And(Selector):
                 return side.names(graph)
         return []
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (*self.left.patterns, *self.right.patterns)
-
     def __repr__(self) -> str:
         return f"({self.left!r} & {self.right!r})"
 
 
-@dataclass(frozen=True)
-class _Or(Selector):
-    left: Selector
-    right: Selector
-
+class _Or(_Two):
     def look(self, graph: Graph) -> Found:
         left, right = self.left.look(graph), self.right.look(graph)
         both = [*left.matches, *(m for m in right.matches if m not in left.matches)]
@@ -119,10 +117,6 @@ class _Or(Selector):
 
     def names(self, graph: Graph) -> list[str]:
         return [*self.left.names(graph), *self.right.names(graph)]
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (*self.left.patterns, *self.right.patterns)
 
     def __repr__(self) -> str:
         return f"({self.left!r} | {self.right!r})"
