@@ -48,7 +48,7 @@ class Labels:
     last: np.ndarray
 
     def __getitem__(self, rows: Sequence[int] | np.ndarray) -> Labels:
-        return Labels(*(getattr(self, f.name)[rows] for f in fields(self)))
+        return Labels(*(column[rows] for column in _columns(self)))
 
     def __len__(self) -> int:
         return len(self.flops)

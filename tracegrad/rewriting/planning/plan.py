@@ -312,6 +312,11 @@ class _Case:
     progress: Callable[[float], None]
 
     @functools.cached_property
+    def kept(self) -> Simulation:
+        """With nothing recomputed but in its scans."""
+        return keep_all(self.model)
+
+    @functools.cached_property
     def planner(self) -> Planner:
         return Planner(self.model, self.progress)
 
@@ -365,9 +370,8 @@ class _Search:
 
 
 def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation]:
-    kept = keep_all(case.model)
-    if kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-        return [Segment(0, len(case.model))], kept
+    if case.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
+        return [Segment(0, len(case.model))], case.kept
     return case.planner.plan(budget)
 
 

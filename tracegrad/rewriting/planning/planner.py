@@ -31,6 +31,7 @@ from tracegrad.rewriting.planning.simulation import (
     Piece,
     Segment,
     Simulation,
+    keep_all,
     run_segment,
     simulate,
 )
@@ -248,8 +249,9 @@ class Planner:
         Raises BudgetTooSmall if there is none.
         """
         nothing = [Segment(0, len(self.model))]
-        if simulate(self.model, nothing).peak <= budget:
-            return nothing, simulate(self.model, nothing)
+        kept = keep_all(self.model)
+        if kept.peak <= budget:
+            return nothing, kept
         plan = self.best(budget)
         if plan is None:
             lowest, bound = self.lowest_peak(), lowest_peak_bound(self.model)
@@ -266,7 +268,7 @@ class Planner:
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, for which `plan` finds a plan (to a hundredth)."""
         low = lowest_peak_bound(self.model)
-        nothing = simulate(self.model, [Segment(0, len(self.model))]).peak
+        nothing = keep_all(self.model).peak
         high = nothing
         while high - low > max(0 if self.exact else nothing // 500, 0) and low < high:
             middle = (low + high) // 2
