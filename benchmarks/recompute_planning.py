@@ -300,11 +300,11 @@ def minimum_cuts(m: MemoryModel) -> list[tuple[int, int]]:
     needed = {v for found in m.needs for v in found}
     must_run = [i for i, size in enumerate(m.extra) if size]
     cuts = [cut.saved for cut in Network(m, needed, must_run).hull(40)]
-    few = next((c for c in cuts if on_demand(m, c)[1] <= 0.03 * m.total_flops), frozenset())
-    for cut in cuts:  # the smallest of those that compute next to nothing again
-        if len(cut) < len(few) and on_demand(m, cut)[1] <= 0.03 * m.total_flops:
-            few = cut
-    return [on_demand(m, saved) for saved in (*cuts, *knapsacks(m, few))]
+    plans = [on_demand(m, saved) for saved in cuts]
+    # The smallest of those that compute next to nothing again.
+    cheap = [c for c, (_, flops) in zip(cuts, plans, strict=True) if flops <= 0.03 * m.total_flops]
+    few: frozenset[int] = min(cheap, key=len, default=frozenset())
+    return plans + [on_demand(m, saved) for saved in knapsacks(m, few)]
 
 
 def knapsacks(m: MemoryModel, saved: frozenset[int], count: int = 40) -> Iterator[frozenset[int]]:
