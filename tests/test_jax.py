@@ -274,6 +274,29 @@ def test_a_trace_is_handed_functions_with_rules_in_a_form_that_we_know():
     assert trees is not None
 
 
+def test_a_rule_in_a_program_is_known_by_its_function_and_what_was_put_around_it():
+    @jax.custom_vjp
+    def double(x):
+        return x * 2
+
+    def backward(residuals, dy):
+        return (dy * 2,)
+
+    double.defvjp(lambda x: (x * 2, None), backward)
+
+    def rule(fun):
+        (equation,) = jax.make_jaxpr(fun)(jnp.ones(2)).eqns
+        return _jax.rule_and_what_is_around(equation.params["bwd"])
+
+    program = jax.make_jaxpr(double)(jnp.ones(2))
+    assert rule(double) == (backward, ())
+    # Bound once more as it stands in a program, JAX puts something around it: it shows.
+    again, around = rule(lambda x: _jax.eval_program(program, [x]))
+    assert again is backward
+    assert all(len(each) == 2 for each in around)
+    assert rule(jax.vmap(double)) != (backward, ())
+
+
 def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
     primitive = _jax.identity_primitive(
         "test_identity",

@@ -370,6 +370,13 @@ def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     return functions, trees
 
 
+def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The user's backward function of a rule that stands in a program, and what transformations
+    have put around it since: (function, its parameters) of each, without that which flattens the
+    arguments."""
+    return wrapped.f, tuple(wrapped.transforms[:-1])
+
+
 def result_trees(wrapped: Any) -> tuple[Any, ...]:
     """What a run of a wrapped function has left about the trees of its results."""
     return tuple(store and SimpleNamespace(val=store.val) for store in wrapped.stores)

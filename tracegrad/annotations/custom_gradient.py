@@ -43,6 +43,7 @@ from tracegrad.annotations.variables import (
     without_variables,
 )
 from tracegrad.ir.wording import brief, described
+from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.tracing.capture import variable_of
 from tracegrad.tracing.variable import Variable
 
@@ -122,6 +123,12 @@ def custom_gradient(f: Any = None) -> Any:
     tracegrad's ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation
     ``f`` and ``grad_fn`` run once per call, on tracers; where ``f`` branches on a value, as it may
     outside jit, they run on values.
+
+    Under a `GradientTape` too they run at each call, so that what they read of Python may change
+    from one step of a loop to the next. Nothing is compiled at a step at which they do what they
+    did before. An array that they close over is the same only as the same object, and a second
+    derivative of `jax.vmap` of the function never is: pass arrays as arguments, and put `jax.jit`
+    around the vmap.
     """
     if f is None:
         return custom_gradient
@@ -312,7 +319,8 @@ def _bind_traced(
         )
         for i, value in enumerate(values)
     ]
-    output = _output_rule(call.fun, pullbacks, captured)
+    made_of = _made_of(traced, given, inputs_read, pullbacks[0])
+    output = _output_rule(call.fun, pullbacks, captured, made_of)
 
     def forward(*inputs: Any) -> tuple[Any, Residuals]:
         if isinstance(pullbacks[0], Exception):
@@ -326,16 +334,32 @@ def _bind_traced(
     def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
         return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured))
 
+    tell_made_of(backward, made_of)
     rule = jax.custom_vjp(named_after(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return _bound(rule, primal, (*call.arguments.arrays, *values))
 
 
+def _made_of(
+    traced: Program,
+    given: int,
+    inputs_read: Sequence[int | None],
+    pullback: Pullback | Exception,
+) -> MadeOf:
+    """What a rule around a traced function is made of."""
+    own = traced.captured, given, tuple(inputs_read)
+    if isinstance(pullback, Exception):  # which the rule raises
+        return MadeOf((traced.program,), (own, type(pullback), str(pullback)))
+    its = pullback.program.captured, tuple(pullback.differentiable), tuple(pullback.given)
+    return MadeOf((traced.program, pullback.program.program), (own, its))
+
+
 def _output_rule(
     fun: Callable[..., Any],
     pullbacks: Sequence[Pullback | Exception],
     captured: Sequence[Captured],
+    made_of: MadeOf | None = None,
 ) -> Callable[[Sequence[Any], Any, Residuals], Any]:
     """Gives an output computed in the forward pass the custom gradient, without computing it again.
 
@@ -362,6 +386,8 @@ def _output_rule(
             raise ValueError(residuals.problem)
         return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured)), None, None
 
+    if made_of is not None:
+        tell_made_of(backward, made_of._replace(settings=("output", *made_of.settings)))
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return lambda *inputs: _bound(rule, primal, inputs)
 

@@ -11,8 +11,9 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,8 +69,11 @@ def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
     `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
     programs just the primal counts.
     """
-    if "donated_invars" in params and not as_run:
-        return _jit_key(params)
+    if not as_run:
+        if "donated_invars" in params:
+            return _jit_key(params)
+        if "bwd" in params and (key := _made_rule_key(params)) is not None:
+            return key
     return tuple([(name, _value_key(params[name], as_run)) for name in sorted(params)])
 
 
@@ -105,6 +109,10 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     Its rule is Python code, which a call may have made just now. What it says is in its faces: the
     programs that it traces to.
     """
+    if "bwd" in node.params:
+        made = _made_rule_key(node.params, as_run=True), _made_rule_key(node.params)
+        if None not in made:
+            return made
     if node.params.get("symbolic_zeros"):
         # It may do another thing where only some inputs are differentiated.
         by_identity = node.primitive, params_key(node.params)
@@ -116,6 +124,53 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
         for flag in (True, False)
     )
     return once, exact
+
+
+# ------------------------------------------------------------------------ rules made of programs
+
+
+class MadeOf(NamedTuple):
+    """What a rule that this package has made does, told by what it was made of.
+
+    Such a rule runs programs that are traced already, and nothing of the user's. So two of them
+    made of equal parts have equal derivatives of every order, though each is a function of its own.
+
+    Attributes:
+      programs: what the rule runs.
+      settings: how it puts them together; hashable.
+    """
+
+    programs: tuple[Any, ...]
+    settings: tuple[Any, ...]
+
+
+_made_of: weakref.WeakKeyDictionary[Any, MadeOf] = weakref.WeakKeyDictionary()
+
+
+def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
+    """Tells what a rule, known by its backward function, was made of."""
+    _made_of[backward] = parts
+
+
+def _made_rule_key(params: Mapping[str, Any], *, as_run: bool = False) -> Structure | None:
+    """A key equal for the parameters of rules made of the same: then their derivatives of every
+    order are (`as_run`: the first is). None for rules of which it was not told."""
+    backward, around = _jax.rule_and_what_is_around(params["bwd"])
+    parts = _made_of.get(backward) if isinstance(backward, FunctionType) else None
+    if parts is None:
+        return None
+    programs = (params["call_jaxpr"], *parts.programs)
+    keys = tuple([program_key(program, as_run=as_run) for program in programs])
+    return Structure((MadeOf, keys, parts.settings, _settled(around), params["num_consts"]))
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_settled, value))
+    return _value_key(value, False)
+
+
+# --------------------------------------------------------------------------------- parameters
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})

@@ -1,0 +1,281 @@
+"""Functions with a custom gradient on a tape in a tape: what is compiled once serves every step,
+and a rule that has changed is never answered from it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+X = jnp.array([0.3, -1.2, 2.0])
+
+
+def by_tapes(f, x, sources=None):
+    """The gradient of the sum of f, and that of the sum of its squares and of f."""
+    with tg.GradientTape() as outer:
+        outer.watch(x)
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            y = f(x).sum()
+        g = inner.gradient(y, x)
+        z = (g**2).sum() + y
+    return g, outer.gradient(z, x if sources is None else sources)
+
+
+def by_jax(f, x):
+    def g(x):
+        return jax.grad(lambda x: f(x).sum())(x)
+
+    return g(x), jax.grad(lambda x: (g(x) ** 2).sum() + f(x).sum())(x)
+
+
+# ------------------------------------------------------------------------------- compiled once
+
+
+def with_slope(value, slope):
+    """A function with that derivative, written with JAX alone."""
+    rule = jax.custom_jvp(value)
+    rule.defjvp(lambda primals, tangents: (rule(*primals), slope(*primals) * tangents[0]))
+    return rule
+
+
+@tg.custom_gradient
+def log1pexp(x):  # the gradient takes a value from the middle
+    e = jnp.exp(x)
+    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+
+@tg.custom_gradient
+def square(x):  # the gradient is not that of the value
+    return x**2, lambda dy: x * dy
+
+
+square_by_hand = with_slope(lambda x: x**2, lambda x: x)
+
+
+@tg.custom_gradient
+def power(x):  # the gradient calls the function
+    return jnp.exp(3 * x), lambda dy: 2 * power(x) * dy
+
+
+power_by_hand = with_slope(lambda x: jnp.exp(3 * x), lambda x: 2 * power_by_hand(x))
+
+
+@tg.custom_gradient
+def curved(x):  # the gradient has a gradient of its own
+    @tg.custom_gradient
+    def slope(x):
+        return 2 * x, lambda dy: 5 * dy
+
+    return x**2, lambda dy: slope(x) * dy
+
+
+curved_by_hand = with_slope(lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: 5 + 0 * x))
+
+
+@tg.recompute_grad
+def recomputed(x):
+    return jnp.sin(square(x))
+
+
+@jax.jit
+def twice_log1pexp(x):
+    return jax.lax.scan(lambda c, _: (log1pexp(c), None), x, None, length=2)[0]
+
+
+@tg.custom_gradient
+def looped(x):  # rules in the programs of the rule
+    return twice_log1pexp(x), lambda dy: dy * recomputed(x) + twice_log1pexp(0 * dy)
+
+
+def made_anew(x, factor=4.0):
+    @tg.custom_gradient
+    def f(x):
+        return x**2, lambda dy: factor * x**2 * dy
+
+    return f(x)
+
+
+@tg.custom_gradient
+def product(x, y, factor=3):
+    return x * y, lambda dy: (factor * dy * y, None)
+
+
+FUNCTIONS = {
+    "log1pexp": (log1pexp, lambda x: jnp.log(1 + jnp.exp(x))),
+    "square": (square, square_by_hand),
+    "power": (power, power_by_hand),
+    "curved": (curved, curved_by_hand),
+    "rounded": (
+        tg.grad_pass_through(lambda x: jnp.round(x) * 3),
+        with_slope(lambda x: jnp.round(x) * 3, jnp.ones_like),
+    ),
+    "recomputed": (recomputed, lambda x: jnp.sin(square_by_hand(x))),
+    "looped": (
+        looped,
+        with_slope(
+            lambda x: jnp.log(2 + jnp.exp(x)), lambda x: jnp.sin(square_by_hand(x)) + jnp.log(3.0)
+        ),
+    ),
+    "made anew": (made_anew, with_slope(lambda x: x**2, lambda x: 4 * x**2)),
+    "of two": (
+        lambda x: product(x, x + 1),
+        with_slope(lambda x: x * (x + 1), lambda x: 3 * (x + 1)),
+    ),
+    "several": (
+        lambda x: power(jnp.sin(x)) * square(x) + jax.jit(curved)(x),
+        lambda x: power_by_hand(jnp.sin(x)) * square_by_hand(x) + curved_by_hand(x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_second_step_compiles_nothing_and_its_numbers_are_those_of_jax(name, compilations):
+    fun, by_hand = FUNCTIONS[name]
+    steps = [X + float(i) / 4 for i in range(4)]
+    found = [by_tapes(fun, x) for x in steps[:2]]
+    before = compilations()
+    found += [by_tapes(fun, x) for x in steps[2:]]
+    assert compilations() == before
+    for i in (0, 3):
+        np.testing.assert_allclose(found[i], by_jax(by_hand, steps[i]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_second_step_on_three_tapes_compiles_nothing(compilations):
+    def step(x):
+        with tg.GradientTape() as outer:
+            outer.watch(x)
+            _, second = by_tapes(power, x)
+        return outer.gradient(second, x)
+
+    for i in range(2):
+        step(X + float(i))
+    before = compilations()
+    third = step(X)
+    assert compilations() == before
+    want = jax.grad(lambda x: by_jax(power_by_hand, x)[1].sum())(X)
+    np.testing.assert_allclose(third, want, rtol=1e-4)
+
+
+def test_the_second_step_with_a_variable_inside_compiles_nothing(compilations):
+    v = tg.Variable(jnp.array([1.0, 2.0, 3.0]))
+
+    @tg.custom_gradient
+    def f(x):
+        def grad(dy, variables=None):
+            return dy * v * 2 * x, [7 * dy * x**2 * v]
+
+        return x**2 * v, grad
+
+    for i in range(2):
+        x = X + float(i)
+        by_tapes(f, x, [x, v])
+        v.assign(v + 1.0)
+    x, w = X + 2.0, v.value
+    before = compilations()
+    g, (dx, dv) = by_tapes(f, x, [x, v])
+    assert compilations() == before
+    np.testing.assert_allclose(g, 2 * w * x, rtol=1e-5)
+    # Of z = sum((2 w x)²) + y, where dy/dx is 2 w x and dy/dv is 7 x² w.
+    np.testing.assert_allclose(dx, 8 * w**2 * x + 2 * w * x, rtol=1e-5)
+    np.testing.assert_allclose(dv, 8 * x**2 * w + 7 * x**2 * w, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------- never stale
+
+
+def numbers_follow(make, by_hand):
+    """Whether the numbers of a function are those for the setting that it is made with, whatever
+    was compiled for another."""
+    for setting in (2.0, 3.0, 2.0, 3.0, 5.0, 2.0):
+        found = by_tapes(make(setting), X)
+        np.testing.assert_allclose(found, by_jax(by_hand(setting), X), rtol=1e-5, err_msg=setting)
+
+
+def test_a_python_value_in_a_rule_may_change_between_steps():
+    now = {}
+
+    @tg.custom_gradient
+    def f(x):
+        return x**2, lambda dy: now["factor"] * x * dy
+
+    def make(setting):
+        now["factor"] = setting
+        return f
+
+    numbers_follow(make, lambda s: with_slope(lambda x: x**2, lambda x: s * x))
+
+
+def test_a_python_value_may_show_in_the_second_derivative_alone():
+    now = {}
+
+    @tg.custom_gradient
+    def slope(x):
+        return 2 * x, lambda dy: now["factor"] * dy
+
+    @tg.custom_gradient
+    def f(x):
+        return x**2, lambda dy: slope(x) * dy
+
+    def make(setting):
+        now["factor"] = setting
+        return f
+
+    def by_hand(s):
+        return with_slope(lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: s + 0 * x))
+
+    numbers_follow(make, by_hand)
+    numbers_follow(lambda setting: jax.jit(lambda x: make(setting)(x)), by_hand)
+    numbers_follow(lambda setting: lambda x: jax.lax.map(make(setting), x), by_hand)
+    numbers_follow(lambda setting: jax.vmap(make(setting)), by_hand)
+
+
+def test_a_python_value_may_decide_which_inputs_have_a_gradient():
+    @tg.custom_gradient
+    def f(x, y, which=0):
+        return x * y, lambda dy: (dy * y, None) if which == 0 else (None, dy * y)
+
+    x, y = jnp.float32(2.0), jnp.float32(5.0)
+    for which in (0, 1, 0, 1):
+        with tg.GradientTape(persistent=True) as outer:
+            outer.watch([x, y])
+            with tg.GradientTape() as inner:
+                inner.watch([x, y])
+                z = f(x, y, which=which)
+            found = inner.gradient(z, [x, y])
+        assert [g is None for g in found] == [which != 0, which != 1]
+        assert outer.gradient(found[which], [x, y]) == [None, 1.0]
+        assert [g is None for g in outer.gradient(z, [x, y])] == [which != 0, which != 1]
+
+
+def test_an_array_that_a_rule_closes_over_may_be_another_one_at_each_step():
+    def make(setting):
+        factor = jnp.full(3, setting)
+        return tg.custom_gradient(lambda x: (x**2, lambda dy: factor * x * dy))
+
+    numbers_follow(make, lambda s: with_slope(lambda x: x**2, lambda x: s * x))
+
+
+def test_an_error_in_a_gradient_function_comes_when_its_gradient_is_asked_for_each_time():
+    now = {"good": True}
+
+    @tg.custom_gradient
+    def slope(x):
+        return 2 * x, lambda dy: dy if now["good"] else (dy, dy)
+
+    @tg.custom_gradient
+    def f(x):
+        return x**2, lambda dy: slope(x) * dy
+
+    for good in (True, False, True, False):
+        now["good"] = good
+        if good:
+            by_tapes(f, X)
+            continue
+        with tg.GradientTape() as tape:
+            tape.watch(X)
+            y = f(X)
+        np.testing.assert_allclose(tape.gradient(y, X), 2 * X)
+        with pytest.raises(ValueError, match="returned 2 gradients for 1 input"):
+            by_tapes(f, X)
