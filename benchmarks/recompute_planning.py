@@ -37,11 +37,12 @@ from report import print_table
 
 import tracegrad
 from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
+from tracegrad.rewriting.planning.bounds import flops_bound
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.planner import Planner, crossing_bytes, flops_bound
+from tracegrad.rewriting.planning.planner import Planner, crossing_bytes
 from tracegrad.rewriting.planning.simulation import Segment, keep_all, simulate
 
 MIB = 2**20
@@ -101,7 +102,31 @@ def mixer_program(
     return loss, ([block] * layers, f32(width, 10), f32(16, tokens, width))
 
 
-def gru_program(steps: int = 64, batch: int = 2048, width: int = 128) -> Program:
+def gru_program(
+    steps: int = 64, batch: int = 2048, width: int = 128, features: int = 16
+) -> Program:
+    """The GRU of Cho et al. 2014, whose inputs are about a tenth of its width."""
+
+    def loss(p: Any, xs: jax.Array, h: jax.Array) -> jax.Array:
+        for t in range(steps):
+            zx, rx, cx = jnp.split(xs[t] @ p["w"] + p["b"], 3, axis=-1)
+            zh, rh = jnp.split(h @ p["u"], 2, axis=-1)
+            z, r = jax.nn.sigmoid(zx + zh), jax.nn.sigmoid(rx + rh)
+            h = (1 - z) * h + z * jnp.tanh(cx + (r * h) @ p["v"])
+        return jnp.mean(h**2)
+
+    params = {
+        "w": f32(features, 3 * width),
+        "b": f32(3 * width),
+        "u": f32(width, 2 * width),
+        "v": f32(width, width),
+    }
+    return loss, (params, f32(steps, batch, features), f32(batch, width))
+
+
+def reset_after_gru(steps: int = 64, batch: int = 2048, width: int = 128) -> Program:
+    """The GRU of cuDNN, which resets after the product, on inputs of its own width."""
+
     def loss(p: Any, xs: jax.Array, h: jax.Array) -> jax.Array:
         for t in range(steps):
             zx, rx, cx = jnp.split(xs[t] @ p["w"] + p["b"], 3, axis=-1)
@@ -213,6 +238,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Program], list[float]]] = {
     "unet": (unet_program, [0.6, 0.5, 0.4, 0.3]),
     "mixer": (mixer_program, [0.6, 0.4, 0.25, 0.2]),
     "gru": (gru_program, [0.7, 0.5, 0.3]),
+    "reset-after-gru": (reset_after_gru, [0.7, 0.5, 0.3]),
     "small-transformer": (small_transformer, [0.3, 0.25, 0.15]),
     "small-mixer": (small_mixer, [0.25, 0.2]),
     "small-resnet": (small_resnet, [0.3, 0.25]),
@@ -384,6 +410,7 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
         "small-mixer": functools.partial(small_mixer, 4),
         "small-resnet": small_resnet,
         "gru": functools.partial(gru_program, 16),
+        "reset-after-gru": functools.partial(reset_after_gru, 16),
     }
     for name, build in smaller.items():
         if only not in (None, name):

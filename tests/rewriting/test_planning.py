@@ -15,17 +15,13 @@ import pytest
 import tracegrad
 from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
 from tracegrad.rewriting.planning import cuts as cuts_module
+from tracegrad.rewriting.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.rewriting.planning.budget import budget_bytes
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import node_flops
 from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.planner import (
-    EXACT,
-    Planner,
-    flops_bound,
-    lowest_peak_bound,
-)
+from tracegrad.rewriting.planning.planner import EXACT, Planner
 from tracegrad.rewriting.planning.residuals import NodeResiduals
 from tracegrad.rewriting.planning.simulation import (
     Leaving,

@@ -9,10 +9,11 @@ alive anyway and count as nothing, and so do gradients of arguments, which are r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, StopGradient, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
+from tracegrad.rewriting.planning.activity import active_values
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import elements, node_flops
 from tracegrad.rewriting.planning.model import MemoryModel
@@ -146,14 +147,27 @@ def model(graph: Graph, *, fused: bool = True) -> MemoryModel:
     return _Modelling(graph, fused).result()
 
 
+def node_reads(
+    graph: Graph, active: Collection[Value], residuals: NodeResiduals
+) -> tuple[dict[Node, Residuals], set[Node]]:
+    """What the backward pass of every node reads where the `active` values get a cotangent, and the
+    nodes that write no buffer."""
+    modelling = _Modelling(graph, fused=True, residuals=residuals)
+    modelling.active = active
+    modelling.find_residuals()
+    modelling.find_buffers()
+    return modelling.read, modelling.absorbed
+
+
 class _Modelling:
     """One graph, one step after the other; each fills in a few of the attributes."""
 
-    def __init__(self, graph: Graph, fused: bool):
+    def __init__(self, graph: Graph, fused: bool, residuals: NodeResiduals | None = None):
         self.graph = graph
         self.fused = fused
         self.index = {node: i for i, node in enumerate(graph.nodes)}
-        self.residuals = NodeResiduals()
+        self.residuals = residuals or NodeResiduals()
+        self.active: Collection[Value] = ()
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
         self.category: dict[Node, str] = {node: _category(node) for node in graph.nodes}
@@ -169,24 +183,13 @@ class _Modelling:
     # What gets a cotangent.
 
     def find_active(self) -> None:
-        reached = {
-            v for v in (*self.graph.inputs, *self.graph.constants) if _jax.has_gradient(v.aval)
-        }
-        for node in self.graph.nodes:
-            if isinstance(node, StopGradient):
-                continue
-            if any(v in reached for v in _values(node)):
-                reached.update(v for v in node.outputs if _jax.has_gradient(v.aval))
-        live = {v for v in self.is_output if v in reached}
-        if not live:
+        sources = (*self.graph.inputs, *self.graph.constants)
+        self.active = active_values(self.graph, sources, self.is_output)
+        if not self.active:
             raise ValueError(
                 "cannot plan what to recompute for a program without a gradient: no result of "
                 f"{self.graph.name} is a float computed from its arguments"
             )
-        for node in reversed(self.graph.nodes):
-            if any(v in live for v in node.outputs):
-                live.update(v for v in _values(node) if v in reached)
-        self.active = live & reached
 
     def find_residuals(self) -> None:
         self.read: dict[Node, Residuals] = {}
@@ -303,14 +306,16 @@ class _Modelling:
         makes one kernel of the additions.
         """
         inputs = {*self.graph.inputs, *self.graph.constants}
-        terms = {v: len([n for n in set(v._uses) if n in self.read]) for v in inputs & self.active}
+        terms = {
+            v: len([n for n in set(v._uses) if n in self.read]) for v in inputs if v in self.active
+        }
         left = dict(terms)
         waits: dict[Value, int] = {}
         buffer: dict[Value, list[int]] = {}  # [bytes, how many values share it]
         live = waiting = 0
         during: dict[Node, int] = {}
         gathered: dict[Node, int] = {}
-        for value in self.is_output & self.active:
+        for value in self.is_output.intersection(self.active):
             buffer[value] = [nbytes(value.aval), 1]
             live += nbytes(value.aval)
         for node in reversed(self.graph.nodes):

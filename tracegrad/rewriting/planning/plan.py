@@ -19,16 +19,12 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.edits import refuse_differentiated
+from tracegrad.rewriting.planning.bounds import FlopsBound, lowest_peak_bound
 from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.planner import (
-    BudgetTooSmall,
-    Planner,
-    flops_bound,
-    lowest_peak_bound,
-)
+from tracegrad.rewriting.planning.planner import BudgetTooSmall, Planner
 from tracegrad.rewriting.planning.regions import nodes_of, with_regions
 from tracegrad.rewriting.planning.scans import Variant, variants
 from tracegrad.rewriting.planning.simulation import Segment, Simulation, keep_all, simulate
@@ -185,7 +181,7 @@ class RecomputePlan:
             budget = self.peak_without + (lowest - self.peak_without) * k // points
             case, _, simulation = search.best(budget)
             flops = simulation.flops + case.variant.flops
-            found.append((simulation.peak, flops, _flops_bound(self._whole, budget, flops)))
+            found.append((simulation.peak, flops, search.flops_bound(budget, flops)))
         return found
 
     def plot(self) -> Any:
@@ -295,11 +291,12 @@ def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
     without = keep_all(whole)
     budget = budget_bytes(memory_budget, without.peak)
     bar = _Progress()
+    search = _Search(whole, bar)
     try:
-        case, segments, simulation = _Search(whole, bar).best(budget)
+        case, segments, simulation = search.best(budget)
     finally:
         bar.close()
-    return _plan(flat, whole, case, budget, segments, simulation)
+    return _plan(flat, search, case, budget, segments, simulation)
 
 
 @dataclass(frozen=True)
@@ -325,7 +322,7 @@ class _Search:
     """Plans for one program, for any number of budgets, over all ways to run its scans."""
 
     def __init__(self, whole: MemoryModel, progress: Callable[[float], None] = lambda share: None):
-        self._whole, self._progress = whole, progress
+        self.whole, self._progress = whole, progress
         self._variants = enumerate(variants(whole))
         self._known: list[_Case] = []
 
@@ -333,7 +330,7 @@ class _Search:
         """From the one whose scans run the least again; each is made when it is asked for."""
         yield from self._known
         for number, variant in self._variants:
-            planned = model(variant.graph) if number else self._whole
+            planned = model(variant.graph) if number else self.whole
             case = _Case(number, variant, planned, self._progress)
             self._known.append(case)
             yield case
@@ -345,15 +342,14 @@ class _Search:
         """
         best: tuple[_Case, list[Segment], Simulation] | None = None
         least = 0
-        smallest: BudgetTooSmall | None = None
+        lowest: list[int] = []
         for case in self.cases():
             if best is not None and case.variant.flops >= least:
                 continue
             try:
                 segments, simulation = _segments(case, budget)
             except BudgetTooSmall as error:
-                if smallest is None or error.lowest < smallest.lowest:
-                    smallest = error
+                lowest.append(error.lowest)
                 continue
             flops = simulation.flops + case.variant.flops
             if best is None or flops < least:
@@ -361,12 +357,19 @@ class _Search:
             if least == 0:
                 break
         if best is None:
-            assert smallest is not None
-            raise smallest
+            raise BudgetTooSmall(budget, min(lowest), lowest_peak_bound(self.whole))
         return best
 
     def lowest_peak(self) -> int:
         return min(case.planner.lowest_peak() for case in self.cases())
+
+    @functools.cached_property
+    def _bound(self) -> FlopsBound:
+        return FlopsBound(self.whole)
+
+    def flops_bound(self, budget: int, flops: int) -> int:
+        """What no plan within a budget is below; `flops` is what one of them needs."""
+        return min(flops, self._bound(budget)) if flops else 0
 
 
 def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation]:
@@ -377,12 +380,13 @@ def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation]:
 
 def _plan(
     flat: Graph,
-    whole: MemoryModel,
+    search: _Search,
     case: _Case,
     budget: int,
     segments: list[Segment],
     simulation: Simulation,
 ) -> RecomputePlan:
+    whole = search.whole
     without = keep_all(whole)
     flops = simulation.flops + case.variant.flops
     return RecomputePlan(
@@ -394,21 +398,14 @@ def _plan(
         residual_without=without.residual,
         flops=flops,
         forward_flops=whole.total_flops,
-        flops_bound=_flops_bound(whole, budget, flops),
-        peak_bound=lowest_peak_bound(case.model),
+        flops_bound=search.flops_bound(budget, flops),
+        peak_bound=lowest_peak_bound(whole),
         scans=case.variant.name,
         segments=tuple(segments),
         _model=case.model,
         _whole=whole,
         _variant=case.number,
     )
-
-
-def _flops_bound(whole: MemoryModel, budget: int, flops: int) -> int:
-    """At most `flops`, which a plan needs."""
-    if not flops or any(whole.extra):  # the insides of scans are not in the network it comes of
-        return 0
-    return min(flops, flops_bound(whole, budget))
 
 
 def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
@@ -485,9 +482,9 @@ def load_plan(
                 f"{path} was planned for another program: {data.get('name')} with other code, "
                 "argument shapes or another JAX. Plan again"
             )
-        whole = model(flat)
+        search = _Search(model(flat))
         number = data["scan_variant"]
-        found = [case for case in _Search(whole).cases() if case.number == number]
+        found = [case for case in search.cases() if case.number == number]
         segments = [_segment(entry) for entry in data["segments"]]
         if not found:
             raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
@@ -496,7 +493,7 @@ def load_plan(
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
             raise ValueError(f"{path}: the segments do not cover the program's operations in order")
         simulation = simulate(planned, segments)
-        return _plan(flat, whole, found[0], int(data["budget"]), segments, simulation)
+        return _plan(flat, search, found[0], int(data["budget"]), segments, simulation)
 
     return load
 

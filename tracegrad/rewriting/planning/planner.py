@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tracegrad.rewriting.planning.bounds import lowest_peak_bound
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.paths import Choices, Labels, Paths, frontier, pareto
@@ -62,8 +63,11 @@ class BudgetTooSmall(ValueError):
       bound: bytes, below which no plan can be.
     """
 
-    def __init__(self, message: str, lowest: int, bound: int):
-        super().__init__(message)
+    def __init__(self, budget: int, lowest: int, bound: int):
+        super().__init__(
+            f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
+            f"{lowest:,} bytes, and none below {bound:,} bytes is possible"
+        )
         self.lowest, self.bound = lowest, bound
 
 
@@ -254,13 +258,7 @@ class Planner:
             return nothing, kept
         plan = self.best(budget)
         if plan is None:
-            lowest, bound = self.lowest_peak(), lowest_peak_bound(self.model)
-            raise BudgetTooSmall(
-                f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found "
-                f"is {lowest:,} bytes, and none below {bound:,} bytes is possible",
-                lowest,
-                bound,
-            )
+            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.model))
         if not self.exact:
             plan = improve(self.model, plan, budget)
         return plan, simulate(self.model, plan)
@@ -355,62 +353,3 @@ def improve(
         else:
             refused.add((k, v))
     return best
-
-
-# ----------------------------------------------------------------------------------- lower bounds
-
-
-def lowest_peak_bound(model: MemoryModel) -> int:
-    """Bytes that any plan needs: what one step of the backward pass reads and writes."""
-    return max((_step_bytes(model, i) for i in range(len(model))), default=0)
-
-
-def _step_bytes(model: MemoryModel, step: int) -> int:
-    """What a step of the backward pass reads and writes."""
-    reads = sum(model.sizes[v] for v in model.needs[step])
-    return reads + model.cotangents[step] + model.gathered[step] + model.extra[step]
-
-
-def _heaviest_steps(model: MemoryModel, most: int) -> list[int]:
-    """Steps that read and write much while nearly all that is kept is still there: one of each of
-    ever longer stretches, from the last operation, whose backward step comes first."""
-    steps: list[int] = []
-    stop, length = len(model), 8
-    while stop > 0 and len(steps) < most:
-        start = max(0, stop - length)
-        steps.append(max(range(start, stop), key=lambda i: _step_bytes(model, i)))
-        stop, length = start, 4 * length
-    return steps
-
-
-def flops_bound(model: MemoryModel, budget: int, moments: int = 4) -> int:
-    """Extra FLOPs that any plan within a budget (bytes) needs.
-
-    At any step of the backward pass what is alive fits the budget, and what the step itself reads
-    and writes is alive. What is needed from there on and is not alive must be run again. The
-    cheapest choice is a knapsack problem; for every price of a byte, the minimum cut less the price
-    of the budget is at most its value (Lagrange).
-    """
-    best = 0.0
-    for at in _heaviest_steps(model, moments):
-        reads = set(model.needs[at])
-        room = budget - _step_bytes(model, at)
-        needed = {v for i in range(at + 1) for v in model.needs[i]}
-        if room < 0 or not needed:
-            continue
-        network = Network(model, needed, free=reads)
-        low, high = 0.0, None
-        price = 2.0 * network.flops / max(1, room)
-        # The bound is concave in the price; its slope is the bytes saved less the room.
-        for _ in range(24):
-            cut = network.cut(price)
-            best = max(best, cut.value - price * room)
-            if cut.bytes > room:
-                low = price
-                price = price * 4 if high is None else (low + high) / 2
-            elif cut.bytes < room:
-                high = price
-                price = (low + high) / 2
-            else:
-                break
-    return int(best)

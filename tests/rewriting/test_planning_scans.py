@@ -1,0 +1,222 @@
+"""Plans of programs with loops: no way to run one is below the bounds that come with its plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import tracegrad
+from tracegrad.ir import Graph
+from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
+from tracegrad.rewriting.planning.bounds import FlopsBound, lowest_peak_bound
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.flops import node_flops
+from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.modelling import model
+from tracegrad.rewriting.planning.planner import EXACT, Planner
+from tracegrad.rewriting.planning.simulation import keep_all
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def model_of(fun: Callable[..., Any], *shapes: Any) -> MemoryModel:
+    return model(flatten(tracegrad.graph(fun)(*shapes)))
+
+
+# ------------------------------------------------------------------------------------- programs
+
+Scan = Callable[..., Any]  # of the arguments of `jax.lax.scan`
+
+
+def unrolled(body: Any, carry: Any, xs: Any, length: int | None = None) -> Any:
+    """`jax.lax.scan` as a Python loop."""
+    stacked = []
+    for i in range(length or jax.tree.leaves(xs)[0].shape[0]):
+        carry, y = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+        stacked.append(y)
+    return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *stacked)
+
+
+def layers(scan: Scan, ws: Any, x: jax.Array) -> jax.Array:
+    x, _ = scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w["up"]) @ w["down"]), None), x, ws)
+    return jnp.mean(x**2)
+
+
+def recurrent(scan: Scan, w: jax.Array, xs: jax.Array) -> jax.Array:
+    """Of which each step is a result, too."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w + x)
+        return h, jnp.exp(h @ w)
+
+    h, ys = scan(step, xs[0], xs)
+    return jnp.sum(h * ys)
+
+
+def masked(scan: Scan, w: jax.Array, xs: jax.Array) -> jax.Array:
+    """JAX keeps a mask of one byte for each element."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        y = h @ w
+        return jax.nn.relu(jnp.where(y + x > 0.5, y, 3 * x)), None
+
+    return jnp.sum(scan(step, xs[0], xs)[0])
+
+
+def layers_of_steps(scan: Scan, ws: jax.Array, xs: jax.Array) -> jax.Array:
+    def layer(xs: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h), jnp.zeros_like(xs[0]), xs)[
+            1
+        ], None
+
+    return jnp.mean(scan(layer, xs, ws)[0] ** 2)
+
+
+def stacked(scan: Scan, ws: Any, xs: jax.Array) -> jax.Array:
+    """One scan after the other."""
+    for w in ws:
+        _, xs = scan(lambda h, x, w=w: ((h := jnp.tanh(h @ w + x)), h), xs[0], xs)
+    return jnp.mean(xs**2)
+
+
+def half_active(scan: Scan, w: jax.Array, xs: jax.Array) -> jax.Array:
+    """One carry has no gradient, nor leads the other result anywhere."""
+
+    def step(carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        clock, h = carry
+        return (jnp.exp(jnp.sin(clock)), h @ w + x * jnp.cos(jnp.sin(clock))), jnp.sin(jnp.cos(h))
+
+    (_, h), _ = scan(step, (jnp.ones_like(xs[0]), xs[0]), jax.lax.stop_gradient(xs))
+    return jnp.sum(h)
+
+
+# ------------------------------------------------------------------- every way to run a small loop
+
+
+def computed(graph: Graph) -> int:
+    """FLOPs of the products and of the costly functions in a program."""
+    total = 0
+    for node in graph.nodes:
+        if node.regions:
+            times = node.params["length"] if node.op == "scan" else 1
+            total += times * sum(map(computed, node.regions.values()))
+        elif node.op in ("dot_general", "tanh", "sin", "cos"):
+            total += node_flops(node, {})
+    return total
+
+
+LENGTH, WIDTH = 12, 16
+
+
+def every_way() -> Iterator[Callable[..., jax.Array]]:
+    """A loop, and how it saves any of what it computes, alone or in groups, as JAX itself does."""
+
+    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        a = checkpoint_name(x @ w, "a")
+        b = checkpoint_name(jnp.sin(a) @ w, "b")
+        c = checkpoint_name(jnp.sin(b) @ w, "c")
+        return jnp.cos(c), None
+
+    def way(saved: tuple[str, ...] | None, size: int, saved_of_group: bool) -> Any:
+        policy = jax.checkpoint_policies.save_only_these_names(*(saved or ()))
+        body = step if saved is None else jax.checkpoint(step, policy=policy)
+
+        def fun(ws: jax.Array, x: jax.Array) -> jax.Array:
+            def group(x: jax.Array, ws: jax.Array) -> tuple[jax.Array, None]:
+                return jax.lax.scan(body, x, ws)
+
+            if size == 1:
+                x, _ = group(x, ws)
+            else:
+                again = jax.checkpoint(group, policy=policy if saved_of_group else None)
+                x, _ = jax.lax.scan(again, x, ws.reshape(-1, size, WIDTH, WIDTH))
+            return jnp.sum(x)
+
+        return fun
+
+    saves = [s for k in range(4) for s in itertools.combinations("abc", k)]
+    yield way(None, 1, False)
+    yield from (way(saved, 1, False) for saved in saves)
+    yield from (way(saved, 3, of_group) for saved in saves for of_group in (False, True))
+
+
+def test_no_way_to_run_a_small_loop_is_below_the_bounds():
+    shapes = (f32(LENGTH, WIDTH, WIDTH), f32(32, WIDTH))
+    whole = model_of(next(every_way()), *shapes)
+    ways = []
+    for fun in every_way():
+        flops = computed(tracegrad.graph(jax.grad(fun, (0, 1)))(*shapes))
+        ways.append((keep_all(model_of(fun, *shapes)).peak, flops))
+    bound, (everything, least) = FlopsBound(whole), ways[0]
+    lowest = min(peak for peak, _ in ways)
+    assert lowest_peak_bound(whole) <= lowest
+    shares = []
+    for budget in range(lowest, everything + 1, everything // 50):
+        again = min(flops for peak, flops in ways if peak <= budget) - least
+        assert bound(budget) <= again
+        shares.append(bound(budget) / again)
+    assert max(shares) > 0.4  # and it is not far below
+    assert bound(everything) == 0
+
+
+# Any plan of the unrolled program is one of the loop; so small a program is planned exactly.
+UNROLLED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "layers": (layers, ({"up": f32(2, 8, 8), "down": f32(2, 8, 8)}, f32(16, 8))),
+    "recurrent": (recurrent, (f32(8, 8), f32(2, 16, 8))),
+    "masked": (masked, (f32(8, 8), f32(3, 16, 8))),
+    "layers of steps": (layers_of_steps, (f32(2, 8, 8), f32(2, 16, 8))),
+    "stacked": (stacked, ([f32(8, 8)] * 2, f32(2, 16, 8))),
+    "half active": (half_active, (f32(8, 8), f32(3, 16, 8))),
+}
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_no_plan_of_the_unrolled_program_is_below_the_bound(name: str):
+    fun, shapes = UNROLLED[name]
+    loop = model_of(lambda *a: fun(jax.lax.scan, *a), *shapes)
+    flat = model_of(lambda *a: fun(unrolled, *a), *shapes)
+    assert len(flat) <= EXACT
+    bound, planner = FlopsBound(loop), Planner(flat)
+    whole, lowest = keep_all(flat).peak, planner.lowest_peak()
+    for budget in range(lowest, whole + 1, 128):
+        assert bound(budget) <= planner.plan(budget)[1].flops
+
+
+LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "layers": (layers, ({"up": f32(12, 32, 32), "down": f32(12, 32, 32)}, f32(256, 32))),
+    "masked": (masked, (f32(16, 16), f32(32, 64, 16))),
+    "layers of steps": (layers_of_steps, (f32(6, 16, 16), f32(16, 64, 16))),
+    "stacked": (stacked, ([f32(16, 16)] * 3, f32(32, 64, 16))),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_plans_are_between_the_bounds_and_everything(name: str):
+    scanned, shapes = LONG[name]
+
+    def fun(*args: Any) -> jax.Array:
+        return scanned(jax.lax.scan, *args)
+
+    whole = model_of(fun, *shapes)
+    bound, everything, lowest = FlopsBound(whole), keep_all(whole).peak, lowest_peak_bound(whole)
+    for share in (0.9, 0.3, 0.05):
+        budget = int(share * everything)
+        try:
+            plan = plan_recompute(fun, budget)(*shapes)
+        except BudgetTooSmall as error:
+            too_small = error
+            break
+        assert plan.peak_bound == lowest <= plan.peak
+        assert plan.flops_bound == bound(budget) <= plan.flops
+        assert name != "layers" or share != 0.3 or plan.flops_bound > 0.3 * plan.flops
+    else:
+        return
+    assert too_small.bound == lowest <= too_small.lowest
