@@ -1,21 +1,21 @@
 """A plan, written into its graph: every segment that is recomputed becomes a `Recompute`.
 
-What the plan saves inside a segment gets a name (`jax.ad_checkpoint.checkpoint_name`), and the
-policy of the region saves these names and nothing else. Where the backward pass of a segment goes
+What the plan saves inside a segment gets a name (see `names`), and the policy of the region saves
+these names and nothing else. Where the backward pass of a segment goes
 piece by piece, each piece is a `Recompute` within that of the segment.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from tracegrad.ir import Graph, Node
+from tracegrad.ir import Graph, Node, Value
 from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.rewriting.planning.names import name_results
 from tracegrad.rewriting.planning.simulation import Segment
 
 
@@ -32,42 +32,58 @@ def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
         if segment.recompute
     ]
     for segment, pieces in ranges:
-        named = _name_saved(graph, [here[model.nodes[i]] for i in sorted(segment.saved)], names)
+        saved = [model.nodes[i] for i in sorted(segment.saved)]
+        named = {node: name_results(graph, here[node], names) for node in saved}
+        policy = _save_alone([name for found in named.values() for name in found.names])
         regions = []
         for nodes in pieces:
-            members = [new for node in nodes for new in (here[node], *named.get(here[node], {}))]
+            members = [
+                new
+                for node in nodes
+                for new in (named[node].nodes if node in named else [here[node]])
+            ]
             if len(pieces) == 1:
                 regions += members
             elif members:
-                regions.append(_recomputed(graph, members, named))
-        _recomputed(graph, regions, named)
+                regions.append(_recomputed(graph, members, policy))
+        _in_turn(graph, _recomputed(graph, regions, policy))
     return graph
 
 
-# Of a node whose results are saved: the nodes that give them names, with these.
-_Named = Mapping[Node, Mapping[Node, str]]
+def _in_turn(graph: Graph, region: Node) -> None:
+    """Lets nothing of a region run before all that comes into it is there.
+
+    XLA may run what depends on arguments alone (an RNN's products with its inputs) for all regions
+    ahead, and holds it until their turn comes.
+    """
+    values = list(dict.fromkeys(v for v in region.inputs if isinstance(v, Value)))
+    if all(v.producer is None for v in values):
+        return
+    together = dict(zip(values, graph.insert(_barrier(), values, before=region), strict=True))
+    graph.set_inputs(region, [together[v] if isinstance(v, Value) else v for v in region.inputs])
 
 
-def _name_saved(graph: Graph, nodes: Sequence[Node], names: Iterator[str]) -> _Named:
-    named: dict[Node, dict[Node, str]] = {}
-    for node in nodes:
-        for value in node.outputs:
-            if not value.users:
-                continue
-            name = next(names)
-            # A function for each: one that JAX has seen is not traced again.
-            (result,) = graph.insert(_naming(name), [value], after=node)
-            graph.replace_uses(value, result)
-            producer = getattr(result, "producer", None)
-            if isinstance(producer, Node):
-                named.setdefault(node, {})[producer] = name
-    return named
+def _barrier() -> Callable[..., list[Any]]:
+    barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
+
+    @jax.custom_jvp
+    def together(*values: Any) -> list[Any]:
+        return list(barrier(values))
+
+    def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        # Cotangents do not wait for each other: those of an argument's slices would be padded.
+        return together(*values), list(tangents)
+
+    together.defjvp(derivative, symbolic_zeros=True)
+    return together
 
 
-def _recomputed(graph: Graph, members: Sequence[Node], named: _Named) -> Node:
-    """Puts nodes of a graph into a `Recompute`, which saves what has a name."""
-    names = [name for found in named.values() for name in found.values()]
-    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
+def _save_alone(names: Sequence[str]) -> Callable[..., Any] | None:
+    return jax.checkpoint_policies.save_only_these_names(*names) if names else None
+
+
+def _recomputed(graph: Graph, members: Sequence[Node], policy: Callable[..., Any] | None) -> Node:
+    """Puts nodes of a graph into a `Recompute`."""
     return graph.group(members, recompute=True, policy=policy, name="recomputed")
 
 
@@ -84,7 +100,3 @@ def _place(model: MemoryModel, operation: int) -> int:
     place = model.cuts[operation] if operation else 0
     assert place is not None
     return place
-
-
-def _naming(name: str) -> Callable[[Any], Any]:
-    return lambda value: checkpoint_name(value, name)  # type: ignore[no-untyped-call]

@@ -1,0 +1,126 @@
+"""What a plan promises of its regions, held against what XLA computes and holds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.modelling import model
+from tracegrad.rewriting.planning.regions import with_regions
+from tracegrad.rewriting.planning.simulation import Segment
+
+
+@jax.custom_jvp
+def exponential(x):
+    return jnp.exp(x)
+
+
+@exponential.defjvp
+def _(primals, tangents):
+    y = exponential(*primals)
+    return y, y * tangents[0]
+
+
+# Their derivatives, as JAX has them, read what they have returned.
+READING_THEIR_RESULT = {
+    "tanh": jnp.tanh,
+    "logistic": jax.nn.sigmoid,
+    "exp": lambda x: jnp.exp(-x),
+    "sqrt": lambda x: jnp.sqrt(x + 2),
+    "exponential": lambda x: exponential(x),
+}
+
+
+def layers_of(fun):
+    """A product, what is to be saved of it, and what reads that."""
+
+    def loss(x, first, last):
+        return jnp.sum(jnp.sin(fun(x @ first)) @ last)
+
+    return loss
+
+
+def operands(dtype):
+    random = np.random.default_rng(0)
+    return [
+        jnp.asarray(random.uniform(0, 0.1, shape), dtype) for shape in ((32, 64), (64, 16), (16, 8))
+    ]
+
+
+def saving(loss, args, op, inner=()):
+    """`loss` as one region that saves the results of one kind of operation."""
+    m = model(flatten(tg.graph(loss)(*args)), fused=False)
+    saved = frozenset(i for i, node in enumerate(m.nodes) if op in (node.op, node.name))
+    assert saved
+    return with_regions(m, [Segment(0, len(m), True, saved, inner)]).to_callable()
+
+
+def products(fun, *args):
+    """How many matrix products the gradient takes."""
+    return str(jax.make_jaxpr(jax.grad(fun, (0, 1, 2)))(*args)).count("dot_general[")
+
+
+@pytest.mark.parametrize("inner", [(), (1,), (2,)])
+@pytest.mark.parametrize("op", READING_THEIR_RESULT)
+def test_what_is_saved_is_not_computed_again(op, inner):
+    args = operands(jnp.float32)
+    loss = layers_of(READING_THEIR_RESULT[op])
+    assert products(jax.checkpoint(loss), *args) > products(loss, *args)
+    assert products(saving(loss, args, op, inner), *args) == products(loss, *args)
+
+
+def test_what_is_saved_has_the_derivatives_that_jax_gives():
+    with jax.enable_x64(True):
+        args = operands(jnp.float64)
+        losses = [layers_of(fun) for fun in READING_THEIR_RESULT.values()]
+        planned = [saving(f, args, op) for f, op in zip(losses, READING_THEIR_RESULT, strict=True)]
+
+        def derivatives(losses):
+            def gradient(*args):
+                return jax.grad(lambda *args: sum(f(*args) for f in losses), (0, 1, 2))(*args)
+
+            batch = jnp.stack([args[0], 2 * args[0]])
+            second = jax.jvp(gradient, args, args)
+            return jax.tree.leaves((second, jax.vmap(gradient, (0, None, None))(batch, *args[1:])))
+
+        for got, want in zip(derivatives(planned), derivatives(losses), strict=True):
+            np.testing.assert_allclose(got, want, 1e-12, 1e-14)
+
+
+def gru(steps, width):
+    """Of its products with its inputs XLA could compute all before it begins."""
+
+    def loss(p, xs, h):
+        for t in range(steps):
+            z, r, c = jnp.split(xs[t] @ p["inputs"], 3, axis=-1)
+            zh, rh = jnp.split(h @ p["gates"], 2, axis=-1)
+            z, r = jax.nn.sigmoid(z + zh), jax.nn.sigmoid(r + rh)
+            h = (1 - z) * h + z * jnp.tanh(c + (r * h) @ p["state"])
+        return jnp.mean(h**2)
+
+    shapes = {"inputs": (16, 3 * width), "gates": (width, 2 * width), "state": (width, width)}
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    batch = 16 * width
+    xs, h = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((steps, batch, 16), (batch, width)))
+    return loss, (params, xs, h)
+
+
+def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
+    loss, args = gru(steps=10, width=64)
+
+    def compiled(fun):
+        step = tg.trace(jax.grad(fun, (0, 1, 2))).lower(*args).compile()
+        found = step.cost_analysis()
+        cost = found[0] if isinstance(found, list) else found
+        return cost["flops"], step.memory_analysis().temp_size_in_bytes
+
+    flops, held = compiled(loss)
+    for share in (0.6, 0.4):
+        plan = tg.plan_recompute(loss, share)(*args)
+        planned_flops, planned_held = compiled(plan.apply())
+        assert planned_flops - flops < 1.1 * plan.flops + 0.02 * plan.forward_flops
+        assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15

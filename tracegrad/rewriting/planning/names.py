@@ -1,0 +1,118 @@
+"""Names for the results of a node (`jax.ad_checkpoint.checkpoint_name`), for a policy to save.
+
+A name is an operation behind the node, and what the policy saves is what that returns. It spares
+the node only if nothing reads the node itself any more; but JAX's derivative of ``tanh`` reads what
+``tanh`` has returned. So a node whose derivative reads its own results becomes a function with the
+very derivative that JAX has for it, in which they have their names, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Node, Value
+from tracegrad.lowering import Lowering
+from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.tracing.importer import import_program
+
+
+class Named(NamedTuple):
+    """What stands in a graph in the place of a node whose results have got names."""
+
+    nodes: list[Node]
+    names: list[str]
+
+
+def name_results(graph: Graph, node: Node, names: Iterator[str]) -> Named:
+    """Gives names to those results of a node that are used."""
+    given = [next(names) for _ in node.outputs]
+    if not _derivative_reads_results(node):
+        return Named([node, *_name(graph, node, node.outputs, given)], given)
+    before = set(graph.nodes)
+    results = graph.insert(_with_names(node, given), node.inputs, after=node)
+    for value, result in zip(node.outputs, results, strict=True):
+        graph.replace_uses(value, result)
+    graph.erase(node)
+    return Named([new for new in graph.nodes if new not in before], given)
+
+
+def _name(graph: Graph, node: Node, values: Sequence[Value], names: Sequence[str]) -> list[Node]:
+    """Puts names behind results of a node; returns the nodes that give them."""
+    added = []
+    for value, name in zip(values, names, strict=True):
+        (result,) = graph.insert(_naming(name), [value], after=node)
+        graph.replace_uses(value, result)
+        if isinstance(result, Value) and result.producer is not None:
+            added.append(result.producer)
+    return added
+
+
+def _naming(name: str) -> Callable[[Any], Any]:
+    # A function for each: one that JAX has seen is not traced again.
+    return lambda value: checkpoint_name(value, name)  # type: ignore[no-untyped-call]
+
+
+def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
+    """The function of a node with names for its results, wherever they are read."""
+
+    def original(*args: Any) -> list[Any]:
+        results = evaluate_node(node, list(args), Lowering())
+        return [_naming(name)(result) for result, name in zip(results, names, strict=True)]
+
+    original.__name__ = original.__qualname__ = node.name
+    function = jax.custom_jvp(original)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [
+            i
+            for i, (value, tangent) in enumerate(zip(node.inputs, tangents, strict=True))
+            if _jax.has_gradient(value.aval) and not isinstance(tangent, SymbolicZero)
+        ]
+        graph = _derivative(node, moving)
+        for value, name in zip(graph.outputs[: len(names)], names, strict=True):
+            if isinstance(value, Value) and value.producer is not None:
+                _name(graph, value.producer, [value], [name])
+        found = evaluate(graph, [*primals, *(tangents[i] for i in moving)], Lowering())
+        outs, flowing = found[: len(names)], found[len(names) :]
+        return outs, _jax.align([value.aval for value in node.outputs], flowing)
+
+    function.defjvp(derivative, symbolic_zeros=True)
+    return function
+
+
+def _derivative_reads_results(node: Node) -> bool:
+    if node.regions and not (isinstance(node, CustomGradient) and node.kind == "jvp"):
+        return False  # run backwards, loops and calls read what is inside them
+    moving = [i for i, v in enumerate(node.inputs) if _jax.has_gradient(v.aval)]
+    graph = _derivative(node, moving)
+    return any(
+        isinstance(value, Value) and value.users for value in graph.outputs[: len(node.outputs)]
+    )
+
+
+def _derivative(node: Node, moving: Sequence[int]) -> Graph:
+    """JAX's own: operands and some of their tangents -> results and tangents of the float ones."""
+
+    def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def run(*chosen: Any) -> list[Any]:
+            operands = list(args)
+            for i, value in zip(moving, chosen, strict=True):
+                operands[i] = value
+            return evaluate_node(node, operands, Lowering())
+
+        outs, out_tangents = jax.jvp(run, [args[i] for i in moving], list(tangents))
+        flowing = [
+            t
+            for out, t in zip(outs, out_tangents, strict=True)
+            if _jax.has_gradient(jax.typeof(out))
+        ]
+        return [*outs, *flowing]
+
+    avals = [value.aval for value in node.inputs]
+    return import_program(jax.make_jaxpr(pushed)(avals, [avals[i] for i in moving]), name=node.name)
