@@ -15,7 +15,7 @@ All are simulated by the same model. A budget is a share of the peak of the prog
 kept, counted as XLA holds it; or, with ``--before-fusion``, as JAX hands it from the forward to the
 backward pass, which is what other planners count.
 
-``--xla`` compiles instead and compares XLA's temporary bytes with the simulated peaks;
+``--xla`` compiles instead and compares XLA's temporary bytes and FLOPs with the simulated ones;
 ``--time`` measures planning for programs of 2,000 and 20,000 operations.
 """
 
@@ -422,17 +422,22 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
             if all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(arg))
         ]
 
-        def temporary(f: Callable[..., Any], floats: Any = floats, shapes: Any = shapes) -> int:
-            step = tracegrad.trace(jax.grad(lambda *a: f(*a), floats))
-            return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        def measured(
+            f: Callable[..., Any], floats: Any = floats, shapes: Any = shapes
+        ) -> tuple[int, float]:
+            step = tracegrad.trace(jax.grad(lambda *a: f(*a), floats)).lower(*shapes).compile()
+            cost = step.cost_analysis()
+            flops = (cost[0] if isinstance(cost, list) else cost)["flops"]
+            return step.memory_analysis().temp_size_in_bytes, flops
 
-        whole = temporary(fun)
+        whole, flops_before = measured(fun)
         for share in (0.7, 0.5, 0.35):
             try:
                 plan = plan_recompute(fun, share)(*shapes)
             except BudgetTooSmall:
                 continue
-            simulated, found = plan.peak / plan.peak_without, temporary(plan.apply()) / whole
+            held, flops = measured(plan.apply())
+            simulated, found = plan.peak / plan.peak_without, held / whole
             yield [
                 f"{name} {share:.2f}",
                 f"{plan.peak_without / MIB:.1f}",
@@ -440,6 +445,8 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
                 f"{simulated:.3f}",
                 f"{found:.3f}",
                 f"{found / simulated - 1:+.0%}",
+                f"{100 * plan.flops / plan.forward_flops:.1f}",
+                f"{100 * (flops - flops_before) / plan.forward_flops:.1f}",
             ]
 
 
@@ -467,6 +474,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.xla:
         header = ["program, budget", "MiB simulated", "MiB XLA", "planned", "XLA", "difference"]
+        header += ["extra FLOPs %", "XLA's"]
         print_table(
             "Peak, share of the program with everything kept", header, list(xla_rows(options.only))
         )
