@@ -953,3 +953,18 @@ def test_no_warning_is_given_on_the_way():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         agrees_with_jax(lambda x: jnp.sum(jnp.sin(x)), X)
+
+
+@pytest.mark.parametrize("recomputed", [jax.checkpoint, tg.recompute_grad])
+def test_a_recomputed_constant_is_connected_to_the_arguments_wherever_it_is_read(recomputed):
+    one, x = jnp.float32(1.0), jnp.arange(3.0)
+
+    def gradients(x):
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = recomputed(lambda x: jnp.zeros_like(one))(x)  # a number in the program
+            z = jnp.sin(y) + 1.0
+        return tape.gradient(y, x), tape.gradient(z, x)
+
+    for found in (gradients(x), tg.trace(gradients)(x)):
+        assert [g.tolist() for g in found] == [[0.0, 0.0, 0.0]] * 2

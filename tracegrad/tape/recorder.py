@@ -324,11 +324,16 @@ class Recorder(ForwardingTrace):
         """The results, each an array of its own.
 
         An operation may return the very array that it was given (a reshape to the same shape). The
-        result is another value with a gradient of its own: it gets its own identity.
+        result is another value with a gradient of its own: it gets its own identity. And of a
+        checkpointed function JAX hands on a constant as it stands in the program, which is no array
+        yet: each operation that reads it would make another one of it.
         """
         own = {id(arg) for arg in args}
         fresh = []
         for result in results:
+            if not isinstance(result, jax.Array):
+                with set_current_trace(self.parent_trace):
+                    result = jnp.asarray(result)
             if id(result) in own:
                 result = self._alias(result)
             own.add(id(result))
