@@ -1,6 +1,9 @@
 """Functions with a custom gradient on a tape in a tape: what is compiled once serves every step,
 and a rule that has changed is never answered from it."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +105,10 @@ def product(x, y, factor=3):
     return x * y, lambda dy: (factor * dy * y, None)
 
 
+in_a_jvp = jax.custom_jvp(lambda x: x**2)
+in_a_jvp.defjvp(lambda primals, tangents: jax.jvp(square, primals, tangents))
+
+
 FUNCTIONS = {
     "log1pexp": (log1pexp, lambda x: jnp.log(1 + jnp.exp(x))),
     "square": (square, square_by_hand),
@@ -112,6 +119,7 @@ FUNCTIONS = {
         with_slope(lambda x: jnp.round(x) * 3, jnp.ones_like),
     ),
     "recomputed": (recomputed, lambda x: jnp.sin(square_by_hand(x))),
+    "in a jvp": (in_a_jvp, square_by_hand),
     "looped": (
         looped,
         with_slope(
@@ -249,12 +257,54 @@ def test_a_python_value_may_decide_which_inputs_have_a_gradient():
         assert [g is None for g in outer.gradient(z, [x, y])] == [which != 0, which != 1]
 
 
-def test_an_array_that_a_rule_closes_over_may_be_another_one_at_each_step():
+def test_an_array_that_a_rule_closes_over_may_be_another_one_at_each_step(compilations):
     def make(setting):
-        factor = jnp.full(3, setting)
-        return tg.custom_gradient(lambda x: (x**2, lambda dy: factor * x * dy))
+        factor, offset = jnp.full(3, setting), np.full(3, setting, np.float32)
+        return tg.custom_gradient(lambda x: (x**2 - offset, lambda dy: (factor * x + offset) * dy))
 
-    numbers_follow(make, lambda s: with_slope(lambda x: x**2, lambda x: s * x))
+    numbers_follow(make, lambda s: with_slope(lambda x: x**2 - s, lambda x: s * x + s))
+    functions = [make(7.0), make(8.0)]
+    before = compilations()
+    for function in functions:
+        by_tapes(function, X)
+    assert compilations() == before
+
+
+def test_what_a_rule_closes_over_is_freed_with_its_step():
+    held = []
+
+    def step():
+        factor = jnp.full(3, 2.0)
+        held.append(weakref.ref(factor))
+        f = tg.custom_gradient(lambda x: (x * factor, lambda dy: factor * x * dy))
+        by_tapes(f, X)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        assert [each() for each in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_gradient_depends_on_a_watched_array_that_its_rule_closes_over():
+    w, x = jnp.float32(3.0), jnp.float32(2.0)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * w, lambda dy: w**3 * dy
+
+    with tg.GradientTape(persistent=True) as outer:
+        outer.watch([w, x])
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            y = f(x)
+        g = inner.gradient(y, x)
+    assert float(g) == 27.0
+    assert outer.gradient(g, [w, x]) == [27.0, None]  # d(w³)/dw
+    assert outer.gradient(y, [w, x]) == [None, 27.0]
 
 
 def test_an_error_in_a_gradient_function_comes_when_its_gradient_is_asked_for_each_time():

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -44,6 +45,7 @@ from tracegrad.annotations.variables import (
 )
 from tracegrad.ir.wording import brief, described
 from tracegrad.tape.keys import MadeOf, tell_made_of
+from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.capture import variable_of
 from tracegrad.tracing.variable import Variable
 
@@ -125,10 +127,10 @@ def custom_gradient(f: Any = None) -> Any:
     outside jit, they run on values.
 
     Under a `GradientTape` too they run at each call, so that what they read of Python may change
-    from one step of a loop to the next. Nothing is compiled at a step at which they do what they
-    did before. An array that they close over is the same only as the same object, and a second
-    derivative of `jax.vmap` of the function never is: pass arrays as arguments, and put `jax.jit`
-    around the vmap.
+    from one step of a loop to the next, and arrays that they close over may be others. Where that
+    comes to the same operations, nothing is compiled anew, for derivatives of any order. But on a
+    tape in a tape `jax.vmap` of the function is: JAX makes new rules of its own of it each time.
+    ``jax.jit(jax.vmap(f))``, made once, is not.
     """
     if f is None:
         return custom_gradient
@@ -143,9 +145,22 @@ _DEEPEST = 5
 
 class _Within(threading.local):
     pullbacks = 0  # being traced around one another
+    on_tape = False  # whether a tape follows the call around which all that is traced is traced
 
 
 _within = _Within()
+
+
+@contextmanager
+def _on_tape() -> Iterator[None]:
+    """Notes whether a tape is recording what is traced inside it."""
+    before = _within.on_tape
+    _within.on_tape = before or isinstance(_jax.current_trace(None), Recorder)
+    try:
+        yield
+    finally:
+        _within.on_tape = before
+
 
 _top_level = functools.cache(_jax.top_level_trace_type)
 
@@ -179,9 +194,10 @@ def _call_listening(
             return call.forward_or_later(*arrays)
 
     try:
-        program, shapes = jax.make_jaxpr(heard, return_shape=True)(
-            *map(jax.typeof, call.arguments.arrays)
-        )
+        with _on_tape():
+            program, shapes = jax.make_jaxpr(heard, return_shape=True)(
+                *map(jax.typeof, call.arguments.arrays)
+            )
         reads.note(_jax.constants_of(program))
     except NEEDS_VALUES:
         program = None
@@ -250,7 +266,9 @@ class _Call:
             return y, Residuals(values, 0)
         _within.pullbacks += 1
         try:
-            pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
+            pullback, values = trace_pullback(
+                self.fun, self.args, grad_fn, arrays, y, on_tape=_within.on_tape
+            )
         except NEEDS_VALUES:
             raise
         except Exception as error:
@@ -266,7 +284,7 @@ class _Call:
 
 def _bind_with_values(call: _Call) -> Any:
     """JAX's rule around the function itself, which sees values where there are any."""
-    output = _output_rule(call.fun, call.pullbacks, [])
+    output = _output_rule(call.fun, call.pullbacks)
 
     def forward(*arrays: Any) -> tuple[Any, Residuals]:
         y, residuals = call.forward(*arrays)
@@ -292,7 +310,8 @@ def _bind_traced(
     call: _Call, program: Any, out_tree: Any, variables: Sequence[Variable] = ()
 ) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
-    traced, values = Program.of(program)
+    with _on_tape():
+        traced, values = Program.of(program, on_tape=_within.on_tape)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
     pullbacks, given = call.pullbacks, len(call.arguments.arrays)
     # What functions further inside have read of a Variable is the input that stands for it.
@@ -318,9 +337,11 @@ def _bind_traced(
             primal,
         )
         for i, value in enumerate(values)
+        if _jax.is_tracer(value)  # nothing else is ever differentiated, but on a tape
     ]
-    made_of = _made_of(traced, given, inputs_read, pullbacks[0])
-    output = _output_rule(call.fun, pullbacks, captured, made_of)
+    made_of = _made_of(traced, given, inputs_read, captured, pullbacks[0])
+    closed_over = len(values)
+    output = _output_rule(call.fun, pullbacks, captured, closed_over, made_of)
 
     def forward(*inputs: Any) -> tuple[Any, Residuals]:
         if isinstance(pullbacks[0], Exception):
@@ -332,7 +353,7 @@ def _bind_traced(
         return output(inputs, y, residuals), residuals
 
     def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
-        return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured))
+        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over)
 
     tell_made_of(backward, made_of)
     rule = jax.custom_vjp(named_after(call.fun, primal))
@@ -345,10 +366,12 @@ def _made_of(
     traced: Program,
     given: int,
     inputs_read: Sequence[int | None],
+    captured: Sequence[Captured],
     pullback: Pullback | Exception,
 ) -> MadeOf:
     """What a rule around a traced function is made of."""
-    own = traced.captured, given, tuple(inputs_read)
+    refused = tuple(each.position for each in captured)
+    own = traced.captured, given, tuple(inputs_read), refused
     if isinstance(pullback, Exception):  # which the rule raises
         return MadeOf((traced.program,), (own, type(pullback), str(pullback)))
     its = pullback.program.captured, tuple(pullback.differentiable), tuple(pullback.given)
@@ -358,7 +381,8 @@ def _made_of(
 def _output_rule(
     fun: Callable[..., Any],
     pullbacks: Sequence[Pullback | Exception],
-    captured: Sequence[Captured],
+    captured: Sequence[Captured] = (),
+    closed_over: int = 0,
     made_of: MadeOf | None = None,
 ) -> Callable[[Sequence[Any], Any, Residuals], Any]:
     """Gives an output computed in the forward pass the custom gradient, without computing it again.
@@ -384,7 +408,7 @@ def _output_rule(
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
         if residuals.problem is not None and used:
             raise ValueError(residuals.problem)
-        return (*_gradients(pullbacks, residuals, dy), *(None for _ in captured)), None, None
+        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
     if made_of is not None:
         tell_made_of(backward, made_of._replace(settings=("output", *made_of.settings)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
@@ -45,16 +46,20 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function, in which values of the enclosing traces have become arguments."""
+    """A traced function, in which values of the enclosing traces have become arguments.
+
+    Under a tape arrays have too: it would take each of them for another function.
+    """
 
     program: Any
     captured: tuple[int, ...]  # their positions among its constants
 
     @classmethod
-    def of(cls, program: Any) -> tuple[Program, list[Any]]:
+    def of(cls, program: Any, *, on_tape: bool = False) -> tuple[Program, list[Any]]:
         """The program without those values, since it outlives their traces; and the values."""
+        kinds = (jax.core.Tracer, jax.Array, np.ndarray) if on_tape else jax.core.Tracer
         constants = list(_jax.constants_of(program))
-        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
+        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c, kinds))
         values = [constants[i] for i in captured]
         for i in captured:
             constants[i] = None
@@ -67,11 +72,9 @@ class Program:
         return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
 
 
-def _can_be_argument(constant: object) -> bool:
-    """Whether a value that a program closes over belongs to an enclosing trace; Refs stay."""
-    return isinstance(constant, jax.core.Tracer) and isinstance(
-        jax.typeof(constant), jax.core.ShapedArray
-    )
+def _can_be_argument(constant: object, kinds: Any) -> bool:
+    """Whether a value that a program closes over is of these kinds, and an array; Refs stay."""
+    return isinstance(constant, kinds) and isinstance(jax.typeof(constant), jax.core.ShapedArray)
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,14 @@ def trace_pullback(
     grad_fn: Callable[..., Any],
     arrays: Sequence[Any],
     y: Any,
+    *,
+    on_tape: bool = False,
 ) -> tuple[Pullback, list[Any]]:
     """The pullback, and its residuals, of ``y, grad_fn = fun(*args, ...)``.
 
     Args:
         arrays: the inputs, which are the array leaves of ``args``, as the function got them.
+        on_tape: whether arrays that ``grad_fn`` closes over are residuals too.
     """
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
@@ -122,7 +128,8 @@ def trace_pullback(
     program, residuals = Program.of(
         jax.make_jaxpr(gradients)(
             *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
-        )
+        ),
+        on_tape=on_tape,
     )
     return Pullback(program, differentiable, given), residuals
 

@@ -69,11 +69,12 @@ def params_key(params: Mapping[str, Any], *, as_run: bool = False) -> Any:
     `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
     programs just the primal counts.
     """
-    if not as_run:
-        if "donated_invars" in params:
-            return _jit_key(params)
-        if "bwd" in params and (key := _made_rule_key(params)) is not None:
-            return key
+    if "donated_invars" in params and not as_run:
+        return _jit_key(params)
+    if "bwd" in params:
+        made = _made_rule_key(params, as_run)
+        if made is not None:
+            return made
     return tuple([(name, _value_key(params[name], as_run)) for name in sorted(params)])
 
 
@@ -110,7 +111,7 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     programs that it traces to.
     """
     if "bwd" in node.params:
-        made = _made_rule_key(node.params, as_run=True), _made_rule_key(node.params)
+        made = _made_rule_key(node.params, True), _made_rule_key(node.params, False)
         if None not in made:
             return made
     if node.params.get("symbolic_zeros"):
@@ -152,22 +153,26 @@ def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
     _made_of[backward] = parts
 
 
-def _made_rule_key(params: Mapping[str, Any], *, as_run: bool = False) -> Structure | None:
+# Of the parameters of a rule in a program: what its backward function tells of.
+_TOLD = frozenset({"bwd", "fwd_jaxpr_thunk", "out_trees"})
+
+
+def _made_rule_key(params: Mapping[str, Any], as_run: bool) -> Structure | None:
     """A key equal for the parameters of rules made of the same: then their derivatives of every
     order are (`as_run`: the first is). None for rules of which it was not told."""
     backward, around = _jax.rule_and_what_is_around(params["bwd"])
     parts = _made_of.get(backward) if isinstance(backward, FunctionType) else None
     if parts is None:
         return None
-    programs = (params["call_jaxpr"], *parts.programs)
-    keys = tuple([program_key(program, as_run=as_run) for program in programs])
-    return Structure((MadeOf, keys, parts.settings, _settled(around), params["num_consts"]))
+    programs = tuple([program_key(program, as_run=as_run) for program in parts.programs])
+    rest = [(name, _items_key(params[name], as_run)) for name in sorted(params.keys() - _TOLD)]
+    return Structure((MadeOf, programs, parts.settings, _items_key(around, as_run), tuple(rest)))
 
 
-def _settled(value: Any) -> Any:
+def _items_key(value: Any, as_run: bool) -> Any:
     if isinstance(value, tuple | list):
-        return tuple(map(_settled, value))
-    return _value_key(value, False)
+        return tuple([_items_key(item, as_run) for item in value])
+    return _value_key(value, as_run)
 
 
 # --------------------------------------------------------------------------------- parameters
