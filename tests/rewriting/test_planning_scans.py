@@ -216,7 +216,7 @@ def test_plans_are_between_the_bounds_and_everything(name: str):
             break
         assert plan.peak_bound == lowest <= plan.peak
         assert plan.flops_bound == bound(budget) <= plan.flops
-        assert name != "layers" or share != 0.3 or plan.flops_bound > 0.3 * plan.flops
+        assert name != "layers" or share != 0.3 or plan.flops_bound > 0.1 * plan.flops
     else:
         return
     assert too_small.bound == lowest <= too_small.lowest

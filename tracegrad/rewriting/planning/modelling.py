@@ -127,10 +127,9 @@ REDUCTIONS = frozenset(
         "reduce",
     ]
 )
+RESHAPES = frozenset(["reshape", "squeeze", "expand_dims"])
 # The cotangent of an operand is that of the result.
-PASSES_ON = frozenset(
-    ["add", "add_any", "sub", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "name"]
-)
+PASSES_ON = frozenset(["add", "add_any", "sub", "copy", "copy_p", "name"]).union(RESHAPES)
 
 
 def model(graph: Graph, *, fused: bool = True) -> MemoryModel:
@@ -305,11 +304,12 @@ class _Modelling:
         The terms of an argument's gradient are added up at once when all of them are there: XLA
         makes one kernel of the additions.
         """
-        inputs = {*self.graph.inputs, *self.graph.constants}
-        terms = {
-            v: len([n for n in set(v._uses) if n in self.read]) for v in inputs if v in self.active
-        }
-        left = dict(terms)
+        argument = self._arguments()
+        left: dict[Value, int] = {}  # terms that are to come
+        for node in self.read:
+            if node.outputs[0] not in argument:
+                for value in {argument[v] for v in _values(node) if v in argument}:
+                    left[value] = left.get(value, 0) + 1
         waits: dict[Value, int] = {}
         buffer: dict[Value, list[int]] = {}  # [bytes, how many values share it]
         live = waiting = 0
@@ -333,7 +333,7 @@ class _Modelling:
             made = 0
             taken = node in self.read
             made += self.work(node) if taken else 0
-            for value in dict.fromkeys(_values(node)) if taken else ():
+            for value in dict.fromkeys(argument.get(v, v) for v in _values(node)) if taken else ():
                 size = nbytes(value.aval)
                 if value not in self.active:
                     continue
@@ -364,12 +364,39 @@ class _Modelling:
             gathered[node] = waiting
         return during, gathered
 
+    def _arguments(self) -> dict[Value, Value]:
+        """The arguments and constants, and for those in another shape which they are: of these
+        the gradient is written at once to where that of the argument belongs."""
+        found = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
+        for node in self.graph.nodes:
+            if node.op in RESHAPES and node.outputs[0] not in self.is_output:
+                source = node.inputs[0]
+                if isinstance(source, Value) and source in found:
+                    found[node.outputs[0]] = found[source]
+        return found
+
     def work(self, node: Node) -> int:
         """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
         iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
             return 0
-        return max(self._region_peak(region) for region in node.regions.values())
+        is_scan = node.primitive is _jax.SCAN
+        inside = max(
+            self._region_peak(region) - self._cotangents_from_outside(node, region)
+            for region in node.regions.values()
+        )
+        return max(inside, 0) + (slice_bytes(node) if is_scan else 0)
+
+    def _cotangents_from_outside(self, node: Node, region: Graph) -> int:
+        """Bytes of cotangents that are counted inside a region as well as outside; a loop has
+        those of its carry where they were before it."""
+        pairs = list(zip(region.outputs, node.outputs, strict=False))
+        if node.primitive is _jax.SCAN:
+            pairs = pairs[: _jax.scan_split(node.params)[1]]
+        both = {
+            inner for inner, outer in pairs if isinstance(inner, Value) and outer in self.active
+        }
+        return sum(nbytes(v.aval) for v in both)
 
     def _region_peak(self, region: Graph) -> int:
         if region not in self.peaks_known:
@@ -407,6 +434,27 @@ class _Modelling:
             cuts.append(min(range(before, at + 1), key=lambda p: (crossing[p], -p)))
             before = at + 1
         return cuts
+
+
+def slice_bytes(scan: Node) -> int:
+    """Bytes of the slices of an iteration that are cut out for a kernel or a loop to read, and of
+    their gradients, which are written before they are put in their places."""
+    body = scan.regions["jaxpr"]
+    return sum(
+        nbytes(v.aval) * (1 + _jax.has_gradient(v.aval))
+        for v in body.inputs[sum(_jax.scan_split(scan.params)) :]
+        if _is_read_by_kernel(v)
+    )
+
+
+def _is_read_by_kernel(value: Value) -> bool:
+    for user in value._uses:
+        category = _category(user)
+        if category == "kernel" or (
+            category == "view" and any(map(_is_read_by_kernel, user.outputs))
+        ):
+            return True
+    return False
 
 
 def _values(node: Node) -> list[Value]:

@@ -3,16 +3,19 @@
 What a scan keeps for its backward pass is kept once for each iteration. So its body is recomputed
 whole, but for a save set; and beyond that the iterations go in groups of which only the first
 carry is kept, each group being run again when its turn comes (Griewank's checkpointing at two
-levels: the square root of the length is best).
+levels: the square root of the length is best). All of that for each way to run the scans that are
+inside the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from tracegrad import _jax
@@ -21,11 +24,14 @@ from tracegrad.lowering import to_callable
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten, replace_values
 from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model
+from tracegrad.rewriting.planning.modelling import model, slice_bytes
+from tracegrad.rewriting.planning.paths import frontier
 from tracegrad.rewriting.planning.regions import with_regions
-from tracegrad.rewriting.planning.simulation import Piece, Segment
+from tracegrad.rewriting.planning.residuals import nbytes
+from tracegrad.rewriting.planning.simulation import Piece, Segment, keep_all
 
 MOST_SAVE_SETS = 4
+MOST_OPTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Variant:
 
 
 def variants(whole: MemoryModel) -> Iterator[Variant]:
-    """The program as it is, then ever smaller ones: the same step for every scan that keeps
-    something beside its operands and results."""
+    """The program as it is, then those that run ever more again to keep ever less: the same step
+    for every scan that keeps something beside its operands and results."""
     graph = whole.graph
     assert graph is not None
     yield Variant(graph, 0, "")
@@ -53,18 +59,17 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
     ]
     if not scans:
         return
-    bodies = {node: _options(node) for node in scans}
-    most = max(map(len, bodies.values()))
-    for k in range(most):
+    options = {node: _best(_options(node), len(scans)) for node in scans}
+    for k in range(max(map(len, options.values()))):
         new = graph.copy()
         here = dict(zip(graph.nodes, list(new.nodes), strict=True))
         flops, names = 0, []
         for node in scans:
-            option = bodies[node][min(k, len(bodies[node]) - 1)]
+            option = options[node][min(k, len(options[node]) - 1)]
             flops += option.flops
             names.append(option.name)
             at = here[node]
-            results = new.insert(option.program, at.inputs, before=at)
+            results = new.insert(option.program(), at.inputs, before=at)
             replace_values(new, dict(zip(at.outputs, results, strict=True)))
             new.erase(at)
         yield Variant(flatten(new), flops, "; ".join(dict.fromkeys(names)))
@@ -72,8 +77,16 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
 
 @dataclass(frozen=True)
 class _Option:
-    program: Callable[..., list[Any]]
+    """A way to run a scan.
+
+    `flops`: what it runs again, in all. `kept`, `working`: about how many bytes it keeps for its
+    backward pass, and how many that needs beside them.
+    """
+
+    program: Callable[[], Callable[..., list[Any]]]
     flops: int
+    kept: int
+    working: int
     name: str
 
 
@@ -82,25 +95,62 @@ def _is_plain(node: Node) -> bool:
     return isinstance(length, int) and length > 1 and not node.effects
 
 
-def _options(node: Node) -> list[_Option]:
-    """Ways to run a scan, from the one that computes the least again."""
+def _options(node: Node) -> Iterator[_Option]:
+    """Its body as it is and with less kept in the scans inside it, each recomputed but for a save
+    set, and in groups."""
     length = node.params["length"]
-    flat = flatten(node.regions["jaxpr"])
-    body = model(flat)
-    piece = Piece(body, 0, len(body))
-    must_run = [i for i, size in enumerate(piece.extra) if size]
-    options = []
-    for cut in Network(piece, piece.needed, must_run).hull(MOST_SAVE_SETS):
-        region = with_regions(body, [Segment(0, len(body), True, cut.saved)])
-        what = f"scan bodies recomputed but for {len(cut.saved)} values"
-        options.append(_Option(_scan(node, to_callable(region), 1), cut.flops * length, what))
-    size = group_size(length)
-    if size > 1:
-        region = with_regions(body, [Segment(0, len(body), True)])
-        flops = length * (body.total_flops + cut.flops)
-        what = f"scan bodies recomputed, in groups of {size}"
-        options.append(_Option(_scan(node, to_callable(region), size), flops, what))
-    return options
+    constants, carried = _jax.scan_split(node.params)
+    whole = model(flatten(node.regions["jaxpr"]))
+    assert whole.graph is not None
+    carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
+    slices = slice_bytes(node)
+    for variant in variants(whole):
+        body = model(variant.graph) if variant.name else whole
+        inside = f"; inside these, {variant.name}" if variant.name else ""
+        everything = keep_all(body)
+        working = everything.peak + slices
+        if variant.name:
+            yield _Option(
+                partial(_scan, node, variant.graph, 1),
+                length * variant.flops,
+                length * (everything.residual + carry),
+                working,
+                f"scan bodies kept{inside}",
+            )
+        piece = Piece(body, 0, len(body))
+        must_run = [i for i, size in enumerate(piece.extra) if size]
+        for cut in Network(piece, piece.needed, must_run).hull(MOST_SAVE_SETS):
+            yield _Option(
+                partial(_recomputed, node, body, cut.saved, 1),
+                length * (variant.flops + cut.flops),
+                length * (cut.bytes + carry),
+                working,
+                f"scan bodies recomputed but for {len(cut.saved)} values{inside}",
+            )
+        size = group_size(length)
+        if size > 1:
+            yield _Option(
+                partial(_recomputed, node, body, frozenset(), size),
+                length * (variant.flops + body.total_flops + cut.flops),
+                length // size * carry,
+                size * (carry + slices) + working,
+                f"scan bodies recomputed, in groups of {size}{inside}",
+            )
+
+
+def _best(options: Iterable[_Option], count: int) -> list[_Option]:
+    """Those that no other spares both bytes and FLOPs to, if there are so many such scans: the
+    backward pass of one works while the others still keep what they do."""
+    found = list(options)
+    flops = np.array([option.flops for option in found], float)
+    size = np.array([count * option.kept + option.working for option in found], float)
+    return [found[k] for k in frontier(flops, size, MOST_OPTIONS)]
+
+
+def _recomputed(
+    node: Node, body: MemoryModel, saved: frozenset[int], size: int
+) -> Callable[..., list[Any]]:
+    return _scan(node, with_regions(body, [Segment(0, len(body), True, saved)]), size)
 
 
 def group_size(length: int) -> int:
@@ -109,9 +159,9 @@ def group_size(length: int) -> int:
     return min(divisors, key=lambda d: (d + length // d, d), default=1)
 
 
-def _scan(node: Node, body: Callable[..., list[Any]], size: int) -> Callable[..., list[Any]]:
+def _scan(node: Node, graph: Graph, size: int) -> Callable[..., list[Any]]:
     """The same scan of another body, in groups of so many iterations."""
-    params = node.params
+    params, body = node.params, to_callable(graph)
     constants, carried = _jax.scan_split(params)
     options = {"reverse": params["reverse"], "unroll": params["unroll"]}
 
