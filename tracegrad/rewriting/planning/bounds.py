@@ -26,7 +26,7 @@ from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import node_flops, size_of
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import CHEAP, VIEWS, model, node_reads
-from tracegrad.rewriting.planning.residuals import NodeResiduals, Residuals, nbytes
+from tracegrad.rewriting.planning.residuals import Residuals, nbytes
 
 MOMENTS = 4
 PRICES = 24
@@ -35,7 +35,7 @@ PRICES = 24
 def lowest_peak_bound(whole: MemoryModel) -> int:
     """Bytes that any plan needs: what one step of the backward pass reads and writes."""
     steps = range(len(whole))
-    return max((_step_bytes(whole, i) + _body_bytes(whole, i) for i in steps), default=0)
+    return max((step_bytes(whole, i) + _body_bytes(whole, i) for i in steps), default=0)
 
 
 def flops_bound(whole: MemoryModel, budget: int) -> int:
@@ -56,7 +56,7 @@ class FlopsBound:
     def __call__(self, budget: int) -> int:
         best = 0.0
         for at in self._moments:
-            room = budget - _step_bytes(self.model, at)
+            room = budget - step_bytes(self.model, at)
             if room >= 0:
                 network = self._network(at)
                 first = sum(self._program.first_carries.get(v, 0) for v in network.values)
@@ -102,7 +102,7 @@ def _moments(whole: MemoryModel) -> list[int]:
     stop, length = len(whole), 8
     while stop > 0 and len(steps) < MOMENTS:
         start = max(0, stop - length)
-        steps.append(max(range(start, stop), key=lambda i: _step_bytes(whole, i)))
+        steps.append(max(range(start, stop), key=lambda i: step_bytes(whole, i)))
         stop, length = start, 4 * length
     scans = [i for i in range(len(whole)) if _is_scan(whole, i)]
     scans = sorted(scans, key=lambda i: -whole.extra[i])[:MOMENTS]
@@ -114,7 +114,7 @@ def _is_scan(whole: MemoryModel, operation: int) -> bool:
     return bool(whole.nodes) and whole.nodes[operation].primitive is _jax.SCAN
 
 
-def _step_bytes(whole: MemoryModel, step: int) -> int:
+def step_bytes(whole: MemoryModel, step: int) -> int:
     """What a step of the backward pass reads and writes; of a scan, whose insides a plan may
     change, what it does so outside."""
     needs = whole.needs[step]
@@ -129,7 +129,8 @@ def _body_bytes(whole: MemoryModel, step: int) -> int:
     """What one iteration of a scan needs at least for its backward pass."""
     if not _is_scan(whole, step) or not whole.extra[step]:
         return 0
-    return lowest_peak_bound(model(flatten(whole.nodes[step].regions["jaxpr"])))
+    body = flatten(whole.nodes[step].regions["jaxpr"])
+    return lowest_peak_bound(model(body, residuals=whole.residuals))
 
 
 # ---------------------------------------------------------------------------------- written out
@@ -181,7 +182,7 @@ class _WrittenOut(_Program):
         self._needs: list[set[int]] = [set() for _ in range(count)]
         self._written: list[list[int]] = [[] for _ in range(count)]
         super().__init__([], [], [], self._needs, self._written, {})
-        self._residuals = NodeResiduals()
+        self._residuals = whole.residuals
         self._flops_known: dict[Graph, int] = {}
         graph = whole.graph
         number = {node: i for i, node in enumerate(whole.nodes)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tracegrad.ir import Graph, Node
+from tracegrad.rewriting.planning.residuals import NodeResiduals
 
 
 @dataclass
@@ -27,6 +28,7 @@ class MemoryModel:
         not happen twice: a segment with it is not recomputed.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
       graph: what was modelled, with its calls written out.
+      residuals: what is known of its nodes, for models of much the same nodes.
     """
 
     sizes: list[int]
@@ -40,6 +42,7 @@ class MemoryModel:
     fixed: list[bool] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None
+    residuals: NodeResiduals = field(default_factory=NodeResiduals)
 
     def __post_init__(self) -> None:
         count = len(self.sizes)

@@ -132,7 +132,9 @@ RESHAPES = frozenset(["reshape", "squeeze", "expand_dims"])
 PASSES_ON = frozenset(["add", "add_any", "sub", "copy", "copy_p", "name"]).union(RESHAPES)
 
 
-def model(graph: Graph, *, fused: bool = True) -> MemoryModel:
+def model(
+    graph: Graph, *, fused: bool = True, residuals: NodeResiduals | None = None
+) -> MemoryModel:
     """The model of a graph without plain calls (see `flatten`), differentiated with respect to all
     its inputs.
 
@@ -140,10 +142,11 @@ def model(graph: Graph, *, fused: bool = True) -> MemoryModel:
       graph: the forward program.
       fused: whether cheap element-wise results are taken not to be kept (see above); False for
         what JAX's own residuals hold before XLA fuses anything.
+      residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
 
     Raises ValueError for a program without a gradient.
     """
-    return _Modelling(graph, fused).result()
+    return _Modelling(graph, fused, residuals or NodeResiduals()).result()
 
 
 def node_reads(
@@ -161,11 +164,11 @@ def node_reads(
 class _Modelling:
     """One graph, one step after the other; each fills in a few of the attributes."""
 
-    def __init__(self, graph: Graph, fused: bool, residuals: NodeResiduals | None = None):
+    def __init__(self, graph: Graph, fused: bool, residuals: NodeResiduals):
         self.graph = graph
         self.fused = fused
         self.index = {node: i for i, node in enumerate(graph.nodes)}
-        self.residuals = residuals or NodeResiduals()
+        self.residuals = residuals
         self.active: Collection[Value] = ()
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
@@ -295,6 +298,7 @@ class _Modelling:
             cuts=self._cuts(),
             nodes=ops,
             graph=self.graph,
+            residuals=self.residuals,
         )
 
     def _cotangent_bytes(self) -> tuple[dict[Node, int], dict[Node, int]]:
@@ -401,7 +405,8 @@ class _Modelling:
     def _region_peak(self, region: Graph) -> int:
         if region not in self.peaks_known:
             try:
-                self.peaks_known[region] = keep_all(model(flatten(region), fused=self.fused)).peak
+                inside = model(flatten(region), fused=self.fused, residuals=self.residuals)
+                self.peaks_known[region] = keep_all(inside).peak
             except ValueError:  # it has no gradient by itself
                 self.peaks_known[region] = 0
         return self.peaks_known[region]

@@ -330,7 +330,9 @@ class _Search:
         """From the one whose scans run the least again; each is made when it is asked for."""
         yield from self._known
         for number, variant in self._variants:
-            planned = model(variant.graph) if number else self.whole
+            planned = self.whole
+            if number:
+                planned = model(variant.graph, residuals=self.whole.residuals)
             case = _Case(number, variant, planned, self._progress)
             self._known.append(case)
             yield case
@@ -342,22 +344,20 @@ class _Search:
         """
         best: tuple[_Case, list[Segment], Simulation] | None = None
         least = 0
-        lowest: list[int] = []
         for case in self.cases():
             if best is not None and case.variant.flops >= least:
                 continue
-            try:
-                segments, simulation = _segments(case, budget)
-            except BudgetTooSmall as error:
-                lowest.append(error.lowest)
+            found = _segments(case, budget)
+            if found is None:
                 continue
+            segments, simulation = found
             flops = simulation.flops + case.variant.flops
             if best is None or flops < least:
                 best, least = (case, segments, simulation), flops
             if least == 0:
                 break
         if best is None:
-            raise BudgetTooSmall(budget, min(lowest), lowest_peak_bound(self.whole))
+            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.whole))
         return best
 
     def lowest_peak(self) -> int:
@@ -372,10 +372,10 @@ class _Search:
         return min(flops, self._bound(budget)) if flops else 0
 
 
-def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation]:
+def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation] | None:
     if case.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
         return [Segment(0, len(case.model))], case.kept
-    return case.planner.plan(budget)
+    return case.planner.find(budget)
 
 
 def _plan(

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tracegrad.rewriting.planning.bounds import lowest_peak_bound
+from tracegrad.rewriting.planning.bounds import lowest_peak_bound, step_bytes
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.paths import Choices, Labels, Paths, frontier, pareto
@@ -252,20 +252,26 @@ class Planner:
 
         Raises BudgetTooSmall if there is none.
         """
-        nothing = [Segment(0, len(self.model))]
+        found = self.find(budget)
+        if found is None:
+            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.model))
+        return found
+
+    def find(self, budget: int) -> tuple[list[Segment], Simulation] | None:
+        """`plan`, but None if there is none."""
         kept = keep_all(self.model)
         if kept.peak <= budget:
-            return nothing, kept
+            return [Segment(0, len(self.model))], kept
         plan = self.best(budget)
         if plan is None:
-            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.model))
+            return None
         if not self.exact:
             plan = improve(self.model, plan, budget)
         return plan, simulate(self.model, plan)
 
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, for which `plan` finds a plan (to a hundredth)."""
-        low = lowest_peak_bound(self.model)
+        low = max((step_bytes(self.model, i) for i in range(len(self.model))), default=0)
         nothing = keep_all(self.model).peak
         high = nothing
         while high - low > max(0 if self.exact else nothing // 500, 0) and low < high:

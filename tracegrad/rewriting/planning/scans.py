@@ -27,7 +27,7 @@ from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import model, slice_bytes
 from tracegrad.rewriting.planning.paths import frontier
 from tracegrad.rewriting.planning.regions import with_regions
-from tracegrad.rewriting.planning.residuals import nbytes
+from tracegrad.rewriting.planning.residuals import NodeResiduals, nbytes
 from tracegrad.rewriting.planning.simulation import Piece, Segment, keep_all
 
 MOST_SAVE_SETS = 4
@@ -59,7 +59,7 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
     ]
     if not scans:
         return
-    options = {node: _best(_options(node), len(scans)) for node in scans}
+    options = {node: _best(_options(node, whole.residuals), len(scans)) for node in scans}
     for k in range(max(map(len, options.values()))):
         new = graph.copy()
         here = dict(zip(graph.nodes, list(new.nodes), strict=True))
@@ -95,17 +95,17 @@ def _is_plain(node: Node) -> bool:
     return isinstance(length, int) and length > 1 and not node.effects
 
 
-def _options(node: Node) -> Iterator[_Option]:
+def _options(node: Node, residuals: NodeResiduals) -> Iterator[_Option]:
     """Its body as it is and with less kept in the scans inside it, each recomputed but for a save
     set, and in groups."""
     length = node.params["length"]
     constants, carried = _jax.scan_split(node.params)
-    whole = model(flatten(node.regions["jaxpr"]))
+    whole = model(flatten(node.regions["jaxpr"]), residuals=residuals)
     assert whole.graph is not None
     carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
     slices = slice_bytes(node)
     for variant in variants(whole):
-        body = model(variant.graph) if variant.name else whole
+        body = model(variant.graph, residuals=residuals) if variant.name else whole
         inside = f"; inside these, {variant.name}" if variant.name else ""
         everything = keep_all(body)
         working = everything.peak + slices
