@@ -968,3 +968,21 @@ def test_a_recomputed_constant_is_connected_to_the_arguments_wherever_it_is_read
 
     for found in (gradients(x), tg.trace(gradients)(x)):
         assert [g.tolist() for g in found] == [[0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("recomputed", [jax.checkpoint, tg.recompute_grad])
+def test_a_recomputed_function_that_closes_over_an_array_gives_zeros_to_what_it_does_not_use(
+    recomputed,
+):
+    x, unused = jnp.arange(3.0), jnp.float32(2.0)
+
+    def gradients(x, unused):
+        with tg.GradientTape() as tape:
+            tape.watch((x, unused))
+            inner = jax.jit(lambda: jnp.sin(x))
+            y = recomputed(lambda unused: inner())(unused)
+        return tape.gradient(y, [x, unused])
+
+    for at_x, at_unused in (gradients(x, unused), tg.trace(gradients)(x, unused)):
+        np.testing.assert_allclose(at_x, np.cos(x), 1e-6)
+        assert at_unused == 0.0

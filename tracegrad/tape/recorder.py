@@ -284,6 +284,9 @@ class Recorder(ForwardingTrace):
             computed = primitive, params
             if captured:
                 computed = _JIT, lift(primitive, params, captured, args)
+                if primitive is _jax.REMAT:  # not a call of one: it is differentiated as a whole
+                    alone = sole_equation(computed[1]["jaxpr"])
+                    computed = computed if alone is None else (primitive, alone.params)
             if any(map(_jax.is_tracer, constants)):  # gone with their transformation
                 computation = Computation(*computed, is_shared=False)
             else:
