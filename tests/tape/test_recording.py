@@ -986,3 +986,17 @@ def test_a_recomputed_function_that_closes_over_an_array_gives_zeros_to_what_it_
     for at_x, at_unused in (gradients(x, unused), tg.trace(gradients)(x, unused)):
         np.testing.assert_allclose(at_x, np.cos(x), 1e-6)
         assert at_unused == 0.0
+
+
+def test_jax_grad_of_a_checkpointed_loop_on_a_tape():
+    @jax.checkpoint
+    def loop(x):
+        last, each = lax.scan(lambda c, y: (jnp.tanh(c), c), x, x)
+        return jnp.sum(last * x) + jnp.sum(each)
+
+    def penalty(x):
+        return jnp.sum(jax.grad(loop)(x) ** 2)
+
+    x = jnp.array([0.3, -0.2, 0.5])
+    agrees_with_jax(penalty, x)
+    np.testing.assert_allclose(tg.trace(jax.grad(loop))(x), jax.grad(loop)(x), 1e-6)

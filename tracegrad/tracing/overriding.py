@@ -46,6 +46,13 @@ class ForwardingTrace(jax.core.Trace):
         with _jax.set_current_trace(self.parent_trace):
             return self.parent_trace.stage_value(value)
 
+    def process_call(
+        self, primitive: Any, fun: Any, args: Sequence[Any], params: Mapping[str, Any], /
+    ) -> list[Any]:
+        """Runs a call in which JAX (before 0.11) puts the known part of a checkpointed loop."""
+        with _jax.set_current_trace(self):
+            return list(fun.call_wrapped(*args))
+
     def process_custom_jvp_call(
         self, primitive: Any, fun: Any, jvp: Any, args: Sequence[Any], /, **params: Any
     ) -> list[Any]:
