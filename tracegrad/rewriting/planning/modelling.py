@@ -389,7 +389,7 @@ class _Modelling:
             self._region_peak(region) - self._cotangents_from_outside(node, region)
             for region in node.regions.values()
         )
-        return max(inside, 0) + (slice_bytes(node) if is_scan else 0)
+        return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
 
     def _cotangents_from_outside(self, node: Node, region: Graph) -> int:
         """Bytes of cotangents that are counted inside a region as well as outside; a loop has
@@ -441,15 +441,16 @@ class _Modelling:
         return cuts
 
 
-def slice_bytes(scan: Node) -> int:
-    """Bytes of the slices of an iteration that are cut out for a kernel or a loop to read, and of
-    their gradients, which are written before they are put in their places."""
+def handed_bytes(scan: Node) -> int:
+    """Bytes of what a kernel or a loop inside an iteration needs for itself of what comes into it:
+    the slices that are cut out for it, and, for slices and constants, the gradients that it writes
+    before they are put in their places or added up."""
     body = scan.regions["jaxpr"]
-    return sum(
-        nbytes(v.aval) * (1 + _jax.has_gradient(v.aval))
-        for v in body.inputs[sum(_jax.scan_split(scan.params)) :]
-        if _is_read_by_kernel(v)
-    )
+    constants, carried = _jax.scan_split(scan.params)
+    read = [v for v in body.inputs[:constants] if _is_read_by_kernel(v)]
+    cut = [v for v in body.inputs[constants + carried :] if _is_read_by_kernel(v)]
+    gradients = [v for v in (*read, *cut) if _jax.has_gradient(v.aval)]
+    return sum(nbytes(v.aval) for v in (*cut, *gradients))
 
 
 def _is_read_by_kernel(value: Value) -> bool:

@@ -24,7 +24,7 @@ from tracegrad.lowering import to_callable
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten, replace_values
 from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model, slice_bytes
+from tracegrad.rewriting.planning.modelling import handed_bytes, model
 from tracegrad.rewriting.planning.paths import frontier
 from tracegrad.rewriting.planning.regions import with_regions
 from tracegrad.rewriting.planning.residuals import NodeResiduals, nbytes
@@ -103,12 +103,12 @@ def _options(node: Node, residuals: NodeResiduals) -> Iterator[_Option]:
     whole = model(flatten(node.regions["jaxpr"]), residuals=residuals)
     assert whole.graph is not None
     carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
-    slices = slice_bytes(node)
+    handed = handed_bytes(node)
     for variant in variants(whole):
         body = model(variant.graph, residuals=residuals) if variant.name else whole
         inside = f"; inside these, {variant.name}" if variant.name else ""
         everything = keep_all(body)
-        working = everything.peak + slices
+        working = everything.peak + handed
         if variant.name:
             yield _Option(
                 partial(_scan, node, variant.graph, 1),
@@ -133,7 +133,7 @@ def _options(node: Node, residuals: NodeResiduals) -> Iterator[_Option]:
                 partial(_recomputed, node, body, frozenset(), size),
                 length * (variant.flops + body.total_flops + cut.flops),
                 length // size * carry,
-                size * (carry + slices) + working,
+                size * (carry + handed) + working,
                 f"scan bodies recomputed, in groups of {size}{inside}",
             )
 
