@@ -109,6 +109,15 @@ in_a_jvp = jax.custom_jvp(lambda x: x**2)
 in_a_jvp.defjvp(lambda primals, tangents: jax.jvp(square, primals, tangents))
 
 
+@jax.custom_vjp
+def calls_itself(x):
+    return x**2
+
+
+calls_itself.defvjp(lambda x: (calls_itself(x), x), lambda x, dy: (calls_itself(x) * dy,))
+itself_by_hand = with_slope(lambda x: x**2, lambda x: itself_by_hand(x))
+
+
 FUNCTIONS = {
     "log1pexp": (log1pexp, lambda x: jnp.log(1 + jnp.exp(x))),
     "square": (square, square_by_hand),
@@ -125,6 +134,12 @@ FUNCTIONS = {
         with_slope(
             lambda x: jnp.log(2 + jnp.exp(x)), lambda x: jnp.sin(square_by_hand(x)) + jnp.log(3.0)
         ),
+    ),
+    "calls itself": (calls_itself, itself_by_hand),
+    "calls itself in a jvp": (itself_by_hand, itself_by_hand),
+    "mapped": (
+        lambda x: jax.vmap(curved)(x) * jax.vmap(calls_itself)(x),
+        lambda x: curved_by_hand(x) * itself_by_hand(x),
     ),
     "made anew": (made_anew, with_slope(lambda x: x**2, lambda x: 4 * x**2)),
     "of two": (
@@ -196,7 +211,7 @@ def test_the_second_step_with_a_variable_inside_compiles_nothing(compilations):
 def numbers_follow(make, by_hand):
     """Whether the numbers of a function are those for the setting that it is made with, whatever
     was compiled for another."""
-    for setting in (2.0, 3.0, 2.0, 3.0, 5.0, 2.0):
+    for setting in (2.0, 3.0, 2.0):
         found = by_tapes(make(setting), X)
         np.testing.assert_allclose(found, by_jax(by_hand(setting), X), rtol=1e-5, err_msg=setting)
 
@@ -234,9 +249,60 @@ def test_a_python_value_may_show_in_the_second_derivative_alone():
         return with_slope(lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: s + 0 * x))
 
     numbers_follow(make, by_hand)
-    numbers_follow(lambda setting: jax.jit(lambda x: make(setting)(x)), by_hand)
     numbers_follow(lambda setting: lambda x: jax.lax.map(make(setting), x), by_hand)
     numbers_follow(lambda setting: jax.vmap(make(setting)), by_hand)
+
+
+def test_a_python_value_may_change_in_a_rule_written_with_jax():
+    now = {}
+
+    def rule(slope):
+        f = jax.custom_vjp(lambda x: x**2)
+        f.defvjp(lambda x: (f(x), x), lambda x, dy: (slope(x) * dy,))
+        return f
+
+    inner = jax.custom_jvp(lambda x: 2 * x)
+    inner.defjvp(lambda primals, tangents: (inner(*primals), now["factor"] * tangents[0]))
+    first = rule(lambda x: now["factor"] * x)
+    second = rule(inner)  # it shows in the second derivative alone
+
+    def make(f):
+        def with_setting(setting):
+            now["factor"] = setting
+            return f
+
+        return with_setting
+
+    by_hand = {
+        first: lambda s: with_slope(lambda x: x**2, lambda x: s * x),
+        second: lambda s: with_slope(
+            lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: s + 0 * x)
+        ),
+    }
+    for f in (first, second):
+        numbers_follow(make(f), by_hand[f])
+        numbers_follow(make(jax.vmap(f)), by_hand[f])
+
+
+def test_a_rule_that_makes_ever_new_rules_is_never_taken_for_another():
+    def make(setting):
+        def rule(depth):
+            f = jax.custom_vjp(lambda x: x**2)
+            slope = setting if depth == 1 else 1.0  # of the second derivative alone
+
+            def forward(x):
+                y = rule(depth + 1)(x)
+                return y, y
+
+            f.defvjp(forward, lambda y, dy: (slope * y * dy,))
+            return f
+
+        return rule(0)
+
+    for setting in (2.0, 3.0, 2.0):
+        slope = with_slope(lambda x: x**2, lambda x, s=setting: s * x**2)
+        want = by_jax(with_slope(lambda x: x**2, slope), X)
+        np.testing.assert_allclose(by_tapes(make(setting), X), want, rtol=1e-5)
 
 
 def test_a_python_value_may_decide_which_inputs_have_a_gradient():

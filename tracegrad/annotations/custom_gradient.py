@@ -128,9 +128,9 @@ def custom_gradient(f: Any = None) -> Any:
 
     Under a `GradientTape` too they run at each call, so that what they read of Python may change
     from one step of a loop to the next, and arrays that they close over may be others. Where that
-    comes to the same operations, nothing is compiled anew, for derivatives of any order. But on a
-    tape in a tape `jax.vmap` of the function is: JAX makes new rules of its own of it each time.
-    ``jax.jit(jax.vmap(f))``, made once, is not.
+    comes to the same operations, nothing is compiled anew, for derivatives of any order. (On tapes
+    in one another a `jax.vmap` of it may be, if it and the gradients of its gradient call a dozen
+    functions with rules: that is then not looked through. ``jax.jit(jax.vmap(f))`` is not.)
     """
     if f is None:
         return custom_gradient
