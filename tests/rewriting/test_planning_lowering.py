@@ -277,6 +277,7 @@ def test_plans_are_the_same_every_time():
         ({"format": "x"}, "is not a recompute plan"),
         ({"segments": []}, "do not cover"),
         ({"scan_variant": 77}, "no variant 77"),
+        ({"scans": "in threes"}, "planned by another version .* 'in threes'"),
     ],
 )
 def test_files_that_are_no_plan_of_the_program_are_refused(

@@ -107,6 +107,7 @@ class RecomputePlan:
             "forward_flops": self.forward_flops,
             "flops_bound": self.flops_bound,
             "scan_variant": self._variant,
+            "scans": self.scans,
             "segments": [
                 {
                     "start": segment.start,
@@ -488,6 +489,12 @@ def load_plan(
         segments = [_segment(entry) for entry in data["segments"]]
         if not found:
             raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
+        name = found[0].variant.name
+        if data.get("scans", name) != name:
+            raise ValueError(
+                f"{path} was planned by another version of this package, which runs scans in other "
+                f"ways: {data['scans']!r} was what is {name!r} now. Plan again"
+            )
         planned = found[0].model
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
