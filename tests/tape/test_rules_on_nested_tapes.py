@@ -1,8 +1,10 @@
 """Functions with a custom gradient on a tape in a tape: what is compiled once serves every step,
 and a rule that has changed is never answered from it."""
 
+import functools
 import gc
 import weakref
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -282,6 +284,54 @@ def test_a_python_value_may_change_in_a_rule_written_with_jax():
     for f in (first, second):
         numbers_follow(make(f), by_hand[f])
         numbers_follow(make(jax.vmap(f)), by_hand[f])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["factor"])
+@dataclass(frozen=True)
+class Scaled:
+    x: jax.Array
+    factor: float
+
+
+def by_static_argument(now):
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def rule(factor, x):
+        return x**2
+
+    def forward(factor, x):
+        y = rule(now["factor"], x)
+        return y, y
+
+    rule.defvjp(forward, lambda factor, y, dy: (factor * y * dy,))
+    return lambda x: rule(1.0, x)
+
+
+def by_static_field(now):
+    @jax.custom_vjp
+    def rule(scaled):
+        return scaled.x**2
+
+    def forward(scaled):
+        y = rule(Scaled(scaled.x, now["factor"]))
+        return y, Scaled(y, scaled.factor)
+
+    rule.defvjp(forward, lambda y, dy: (Scaled(y.factor * y.x * dy, y.factor),))
+    return lambda x: rule(Scaled(x, 1.0))
+
+
+@pytest.mark.parametrize("make_rule", [by_static_argument, by_static_field])
+def test_a_rule_that_calls_itself_with_another_python_value_is_another_rule(make_rule):
+    now = {}
+    rule = make_rule(now)
+
+    def make(setting):
+        now["factor"] = setting  # of the second derivative alone
+        return rule
+
+    def by_hand(s):
+        return with_slope(lambda x: x**2, with_slope(lambda x: x**2, lambda x: s * x**2))
+
+    numbers_follow(make, by_hand)
 
 
 def test_a_rule_that_makes_ever_new_rules_is_never_taken_for_another():

@@ -170,31 +170,34 @@ def _inner_rule_key(equation: Any, within: Within) -> Any:
     its forward pass. Rules of the same functions on operands of the same types are the same rule.
     """
     primitive, params = equation.primitive, equation.params
-    who = _who(primitive, params)
-    if who is None or params.get("symbolic_zeros"):
-        return None
-    if who in within.rules:
-        return _RULES, len(within.rules) - within.rules.index(who)
-    place = who, within.rules
-    if place not in within.known:
-        if len(within.known) >= _MOST_INNER:
+    try:
+        who = _who(primitive, params)
+        if who is None or params.get("symbolic_zeros"):
             return None
-        within.known[place] = None
-        avals = [atom.aval for atom in equation.invars]
-        node = lone_node(primitive, params, avals, Source(equation.source_info, equation.ctx))
-        assert isinstance(node, CustomGradient)
-        try:
+        if who in within.rules:
+            return _RULES, len(within.rules) - within.rules.index(who)
+        place = who, within.rules
+        if place not in within.known:
+            if len(within.known) >= _MOST_INNER:
+                return None
+            within.known[place] = None
+            avals = [atom.aval for atom in equation.invars]
+            node = lone_node(primitive, params, avals, Source(equation.source_info, equation.ctx))
+            assert isinstance(node, CustomGradient)
             within.known[place] = _faces_key(node, within.faces_of(who))
-        except Exception:  # whoever differentiates it is told
-            return None
-    return within.known[place]
+        return within.known[place]
+    except Exception:  # whoever differentiates it is told; or something in it cannot be compared
+        return None
 
 
 def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
     """What is equal only for rules of the same functions on operands of the same types; None for
     rules of which that is not known."""
     names = ("fwd_jaxpr_thunk", "bwd") if primitive is _jax.CUSTOM_VJP else ("jvp_jaxpr_fun",)
-    inside = [_jax.inside_of_rule(params[name]) for name in names]
+    try:
+        inside = [_jax.inside_of_rule(params[name]) for name in names]
+    except TypeError:  # a tree with something that has no hash
+        return None
     if not all(functions for functions, _ in inside):
         return None
     functions = tuple([_ById(function) for of, _ in inside for function in of])
