@@ -43,6 +43,24 @@ def tape_over(make: Callable[[Any], Callable[[Any], Any]]) -> Step:
     return step
 
 
+def tapes_in_one_another(w: Any, x: Any) -> Any:
+    """A step on the size of a gradient, of a new function with a gradient of its own."""
+    batch = x + 0.0
+
+    @tg.custom_gradient
+    def doubled(w: Any) -> Any:
+        y = batch @ w
+        return jnp.tanh(y), lambda dy: 2.0 * batch.T @ (dy * y)
+
+    with tg.GradientTape() as outer:
+        outer.watch(w)
+        with tg.GradientTape() as inner:
+            inner.watch(w)
+            value = jnp.mean(doubled(w) ** 2)
+        size = jnp.mean(inner.gradient(value, w) ** 2)
+    return w - 0.01 * outer.gradient(size, w)
+
+
 def compiled_anew(compiler: Callable[..., Any]) -> Step:
     """A step that a new compiled function does; what it closes over is new too."""
 
@@ -66,6 +84,7 @@ ROWS: dict[str, tuple[Step, int]] = {  # and how many steps
         20_000,
     ),
     "tape, a new jitted function": (tape_over(lambda x: jax.jit(lambda w: jnp.sum(x @ w))), 2_000),
+    "tapes in one another, a new custom_gradient": (tapes_in_one_another, 20_000),
     "a new function in tracegrad.trace": (compiled_anew(tg.trace), 2_000),
     "a new function in jax.jit": (compiled_anew(jax.jit), 2_000),
 }
