@@ -301,3 +301,20 @@ def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
         assert temporary / everything == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_not_differentiated_in_a_body_needs_no_derivative():
+    def fun(w: jax.Array, x: jax.Array, clock: jax.Array) -> jax.Array:
+        def step(carry: Any, _: None) -> tuple[Any, None]:
+            x, clock = carry
+            clock = jax.lax.while_loop(lambda t: jnp.sum(t) < 10.0, lambda t: 2 * t + 1, clock)
+            return (jnp.sin(jnp.tanh(x @ w) * clock), clock - 9), None
+
+        start = (x, jax.lax.stop_gradient(clock))
+        return jnp.sum(jax.lax.scan(step, start, None, length=9)[0][0])
+
+    shapes = f32(16, 16), f32(64, 16), f32(64, 16)
+    assert not plan_recompute(fun, "100%")(*shapes).is_needed
+    plan = plan_recompute(fun, "60%")(*shapes)
+    assert plan.scans
+    assert plan.flops > 0

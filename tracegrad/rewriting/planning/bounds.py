@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Literal, Node, Value
-from tracegrad.rewriting.planning.activity import active_in_body, active_values
+from tracegrad.rewriting.planning.activity import active_in_body
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import node_flops, size_of
@@ -129,8 +129,10 @@ def _body_bytes(whole: MemoryModel, step: int) -> int:
     """What one iteration of a scan needs at least for its backward pass."""
     if not _is_scan(whole, step) or not whole.extra[step]:
         return 0
-    body = flatten(whole.nodes[step].regions["jaxpr"])
-    return lowest_peak_bound(model(body, residuals=whole.residuals))
+    scan = whole.nodes[step]
+    body = flatten(scan.regions["jaxpr"])
+    active = active_in_body(scan, body, whole.active)
+    return lowest_peak_bound(model(body, active=active, residuals=whole.residuals))
 
 
 # ---------------------------------------------------------------------------------- written out
@@ -191,10 +193,8 @@ class _WrittenOut(_Program):
         for node in graph.nodes:
             step = number.get(node, step)
             steps[node] = max(step, 0)
-        sources = (*graph.inputs, *graph.constants)
-        outputs = [v for v in graph.outputs if isinstance(v, Value)]
-        places = dict.fromkeys(sources, _Place(None, 1))
-        self._write(graph, active_values(graph, sources, outputs), places, steps)
+        places = dict.fromkeys((*graph.inputs, *graph.constants), _Place(None, 1))
+        self._write(graph, whole.active, places, steps)
         for i, node in enumerate(whole.nodes):
             found = [places[v].number for v in node.outputs]
             self._written[i] += [v for v in found if v is not None]

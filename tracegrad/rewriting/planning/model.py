@@ -3,9 +3,10 @@ what reads it in the forward and in the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tracegrad.ir import Graph, Node
+from tracegrad.ir import Graph, Node, Value
 from tracegrad.rewriting.planning.residuals import NodeResiduals
 
 
@@ -28,6 +29,7 @@ class MemoryModel:
         not happen twice: a segment with it is not recomputed.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
       graph: what was modelled, with its calls written out.
+      active: the values of the graph that get a cotangent.
       residuals: what is known of its nodes, for models of much the same nodes.
     """
 
@@ -42,6 +44,7 @@ class MemoryModel:
     fixed: list[bool] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None
+    active: Collection[Value] = ()
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
 
     def __post_init__(self) -> None:

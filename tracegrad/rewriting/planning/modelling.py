@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
-from tracegrad.rewriting.planning.activity import active_values
+from tracegrad.rewriting.planning.activity import active_in_body, active_values
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import elements, node_flops
 from tracegrad.rewriting.planning.model import MemoryModel
@@ -133,20 +133,24 @@ PASSES_ON = frozenset(["add", "add_any", "sub", "copy", "copy_p", "name"]).union
 
 
 def model(
-    graph: Graph, *, fused: bool = True, residuals: NodeResiduals | None = None
+    graph: Graph,
+    *,
+    fused: bool = True,
+    active: Collection[Value] | None = None,
+    residuals: NodeResiduals | None = None,
 ) -> MemoryModel:
-    """The model of a graph without plain calls (see `flatten`), differentiated with respect to all
-    its inputs.
+    """The model of a graph without plain calls (see `flatten`).
 
     Args:
       graph: the forward program.
+      active: the values that get a cotangent; without it those between any input and any output.
       fused: whether cheap element-wise results are taken not to be kept (see above); False for
         what JAX's own residuals hold before XLA fuses anything.
       residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
 
     Raises ValueError for a program without a gradient.
     """
-    return _Modelling(graph, fused, residuals or NodeResiduals()).result()
+    return _Modelling(graph, fused, residuals or NodeResiduals(), active).result()
 
 
 def node_reads(
@@ -154,8 +158,7 @@ def node_reads(
 ) -> tuple[dict[Node, Residuals], set[Node]]:
     """What the backward pass of every node reads where the `active` values get a cotangent, and the
     nodes that write no buffer."""
-    modelling = _Modelling(graph, fused=True, residuals=residuals)
-    modelling.active = active
+    modelling = _Modelling(graph, True, residuals, active)
     modelling.find_residuals()
     modelling.find_buffers()
     return modelling.read, modelling.absorbed
@@ -164,34 +167,36 @@ def node_reads(
 class _Modelling:
     """One graph, one step after the other; each fills in a few of the attributes."""
 
-    def __init__(self, graph: Graph, fused: bool, residuals: NodeResiduals):
+    def __init__(
+        self,
+        graph: Graph,
+        fused: bool,
+        residuals: NodeResiduals,
+        active: Collection[Value] | None = None,
+    ):
         self.graph = graph
         self.fused = fused
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.residuals = residuals
-        self.active: Collection[Value] = ()
+        self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
+        sources = (*graph.inputs, *graph.constants)
+        self.active = active_values(graph, sources, self.is_output) if active is None else active
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
         self.category: dict[Node, str] = {node: _category(node) for node in graph.nodes}
-        self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
 
     def result(self) -> MemoryModel:
-        self.find_active()
-        self.find_residuals()
-        self.find_buffers()
-        self.find_roots()
-        return self.assemble()
-
-    # What gets a cotangent.
-
-    def find_active(self) -> None:
-        sources = (*self.graph.inputs, *self.graph.constants)
-        self.active = active_values(self.graph, sources, self.is_output)
         if not self.active:
             raise ValueError(
                 "cannot plan what to recompute for a program without a gradient: no result of "
                 f"{self.graph.name} is a float computed from its arguments"
             )
+        self.find_residuals()
+        self.find_buffers()
+        self.find_roots()
+        return self.assemble()
+
+    # What its backward pass reads.
 
     def find_residuals(self) -> None:
         self.read: dict[Node, Residuals] = {}
@@ -298,6 +303,7 @@ class _Modelling:
             cuts=self._cuts(),
             nodes=ops,
             graph=self.graph,
+            active=self.active,
             residuals=self.residuals,
         )
 
@@ -386,7 +392,7 @@ class _Modelling:
             return 0
         is_scan = node.primitive is _jax.SCAN
         inside = max(
-            self._region_peak(region) - self._cotangents_from_outside(node, region)
+            self._region_peak(node, region) - self._cotangents_from_outside(node, region)
             for region in node.regions.values()
         )
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
@@ -402,10 +408,13 @@ class _Modelling:
         }
         return sum(nbytes(v.aval) for v in both)
 
-    def _region_peak(self, region: Graph) -> int:
+    def _region_peak(self, node: Node, region: Graph) -> int:
         if region not in self.peaks_known:
             try:
-                inside = model(flatten(region), fused=self.fused, residuals=self.residuals)
+                body = flatten(region)
+                is_scan = node.primitive is _jax.SCAN
+                active = active_in_body(node, body, self.active) if is_scan else None
+                inside = model(body, fused=self.fused, active=active, residuals=self.residuals)
                 self.peaks_known[region] = keep_all(inside).peak
             except ValueError:  # it has no gradient by itself
                 self.peaks_known[region] = 0

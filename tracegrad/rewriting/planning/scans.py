@@ -21,13 +21,14 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.lowering import to_callable
+from tracegrad.rewriting.planning.activity import active_in_body
 from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten, replace_values
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import handed_bytes, model
 from tracegrad.rewriting.planning.paths import frontier
 from tracegrad.rewriting.planning.regions import with_regions
-from tracegrad.rewriting.planning.residuals import NodeResiduals, nbytes
+from tracegrad.rewriting.planning.residuals import nbytes
 from tracegrad.rewriting.planning.simulation import Piece, Segment, keep_all
 
 MOST_SAVE_SETS = 4
@@ -59,7 +60,7 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
     ]
     if not scans:
         return
-    options = {node: _best(_options(node, whole.residuals), len(scans)) for node in scans}
+    options = {node: _best(_options(node, whole), len(scans)) for node in scans}
     for k in range(max(map(len, options.values()))):
         new = graph.copy()
         here = dict(zip(graph.nodes, list(new.nodes), strict=True))
@@ -95,17 +96,22 @@ def _is_plain(node: Node) -> bool:
     return isinstance(length, int) and length > 1 and not node.effects
 
 
-def _options(node: Node, residuals: NodeResiduals) -> Iterator[_Option]:
+def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
     """Its body as it is and with less kept in the scans inside it, each recomputed but for a save
     set, and in groups."""
     length = node.params["length"]
     constants, carried = _jax.scan_split(node.params)
-    whole = model(flatten(node.regions["jaxpr"]), residuals=residuals)
+
+    def body_model(graph: Graph) -> MemoryModel:
+        active = active_in_body(node, graph, around.active)
+        return model(graph, active=active, residuals=around.residuals)
+
+    whole = body_model(flatten(node.regions["jaxpr"]))
     assert whole.graph is not None
     carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
     handed = handed_bytes(node)
     for variant in variants(whole):
-        body = model(variant.graph, residuals=residuals) if variant.name else whole
+        body = body_model(variant.graph) if variant.name else whole
         inside = f"; inside these, {variant.name}" if variant.name else ""
         everything = keep_all(body)
         working = everything.peak + handed
