@@ -57,6 +57,9 @@ def random_model(seed: int, count: int) -> MemoryModel:
         cotangents=[int(s) for s in rng.integers(1, 4, count)],
         extra=[int(e) for e in rng.integers(0, 4, count) * (rng.random(count) < 0.2)],
         gathered=sorted((int(g) for g in rng.integers(0, 6, count)), reverse=True),
+        behind=[
+            tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
+        ],
     )
 
 
@@ -94,6 +97,11 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     count = len(m)
     segment_of = {i: k for k, s in enumerate(plan) for i in range(s.start, s.stop)}
 
+    def needs(i: int) -> set[int]:
+        """What a step reads: more in its own segment, if that is kept."""
+        s = plan[segment_of[i]]
+        return {*m.needs[i], *(v for v in m.behind[i] if not s.recompute and v >= s.start)}
+
     def readers(v: int) -> list[int]:
         return [i for i in range(count) if v in m.args[i] or v in m.needs[i]]
 
@@ -104,7 +112,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         """Kept by its own segment for its own backward pass."""
         k = segment_of[v]
         own = range(plan[k].start, plan[k].stop)
-        read = any(v in m.needs[i] for i in own) or any(v in m.args[i] for i in again[k])
+        read = any(v in needs(i) for i in own) or any(v in m.args[i] for i in again[k])
         return read and v not in again[k]
 
     def outside(v: int) -> list[int]:
@@ -116,7 +124,9 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         if any(segment_of[u] != k for u in readers(v)):
             return True
         inside = range(plan[k].start, plan[k].stop)
-        return any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
+        comes_back = not plan[k].recompute and any(v in m.behind[i] for i in inside)
+        is_read = any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
+        return comes_back or is_read
 
     peak = 0
     for now in range(count):  # forward
@@ -167,7 +177,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
                 from_here = count if is_between else start
                 events.append((made, {copy(v, from_here) for v in m.args[i]}, stop - 1))
             for step in [] if is_between else reversed(range(start, stop)):
-                events.append((None, {copy(v, start) for v in m.needs[step]}, step))
+                events.append((None, {copy(v, start) for v in needs(step)}, step))
         made_before = {("stored", v) for v in range(s.start, s.stop) if stored(v)}
         for now, (made, _, step) in enumerate(events):
             made_before |= {made} - {None}

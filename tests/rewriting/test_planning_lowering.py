@@ -15,6 +15,9 @@ import pytest
 import tracegrad
 from tracegrad.ir import Graph, Recompute
 from tracegrad.rewriting.planning import load_plan, plan_recompute, recompute_to_fit
+from tracegrad.rewriting.planning.flatten import flatten
+from tracegrad.rewriting.planning.modelling import model
+from tracegrad.rewriting.planning.simulation import keep_all
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -165,6 +168,52 @@ def test_memory_falls_as_planned_where_a_backward_pass_goes_piece_by_piece():
     assert re.search(r" recompute, \d+ pieces ", str(plan))
     share = cost(plan.apply(), RESIDUAL_BLOCKS)[0] / cost(residual_blocks, RESIDUAL_BLOCKS)[0]
     assert share == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
+
+
+def normalised_layers(weights: Any, x: jax.Array) -> jax.Array:
+    """What is centred is written, for the sum of its squares, and computed again all the same: it
+    reads one array beside a broadcast."""
+    for w in weights:
+        centred = x - x.mean(-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+        x = x + jnp.tanh((centred * scale) @ w)
+    return jnp.mean(x**2)
+
+
+def scaled_layers(weights: Any, x: jax.Array) -> jax.Array:
+    """A batch norm of the means of x and of its square, with scale and bias, and a residual sum:
+    all of it is computed inside what reads it, but for what the products read."""
+    for w in weights:
+        y = x @ w["kernel"]
+        mean = y.mean(0)
+        scale = jax.lax.rsqrt(jnp.mean(y**2, 0) - mean**2 + 1e-5) * w["scale"]
+        x = jax.nn.relu(x + (y - mean) * scale + w["bias"])
+    return jnp.mean(x**2)
+
+
+def attention(weights: Any, x: jax.Array) -> jax.Array:
+    """The sum of a softmax is written as large as what it divides."""
+    for w in weights:
+        queries, keys, values = (x @ w, x @ w.T, x @ (w * w))
+        x = x + jax.nn.softmax(queries @ jnp.swapaxes(keys, 1, 2)) @ values
+    return jnp.mean(x**2)
+
+
+SCALED = {"kernel": f32(64, 64), "scale": f32(64), "bias": f32(64)}
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (normalised_layers, ([f32(64, 64)] * 6, f32(1024, 64))),
+        (scaled_layers, ([SCALED] * 6, f32(1024, 64))),
+        (attention, ([f32(64, 64)] * 6, f32(16, 256, 64))),
+        (residual_blocks, RESIDUAL_BLOCKS),
+    ],
+)
+def test_what_is_kept_is_what_xla_keeps(fun: Any, shapes: Any):
+    kept = keep_all(model(flatten(tracegrad.graph(fun)(*shapes)))).peak
+    assert kept == pytest.approx(cost(fun, shapes)[0], rel=0.1)
 
 
 def test_memory_of_a_loop_falls_as_planned():

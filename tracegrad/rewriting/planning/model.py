@@ -19,6 +19,8 @@ class MemoryModel:
       flops: FLOPs of computing it from the buffers that it reads.
       args: the buffers that it reads.
       needs: the buffers that its step of the backward pass reads (its own may be one).
+      behind: those that it reads as well where its segment is kept, if they are of the segment or
+        came into it: XLA computes there again, inside what reads it, what is written as well.
       cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
       gathered: bytes of gradients of arguments that wait during its step for further terms.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
@@ -46,11 +48,13 @@ class MemoryModel:
     graph: Graph | None = None
     active: Collection[Value] = ()
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
+    behind: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         count = len(self.sizes)
         self.gathered = self.gathered or [0] * count
         self.extra = self.extra or [0] * count
+        self.behind = self.behind or [()] * count
         self.fixed = self.fixed or [False] * count
         self.cuts = self.cuts or list(range(count))
         self.uses: list[tuple[int, ...]] = self._uses()

@@ -5,11 +5,20 @@ is a view of. Nor is a cheap element-wise result that XLA computes inside each o
 (fusion): the backward pass does the same with it, whether or not anything is recomputed, and so it
 is what such a result is computed from that is kept. Arguments of the program and constants are
 alive anyway and count as nothing, and so do gradients of arguments, which are results.
+
+The rules of fusion are those of XLA's compiler for CPUs. A product, a convolution or a reduction is
+a call of a library, which reads its operands from memory; what it alone reads, element by element,
+it may compute itself. Other element-wise results are computed inside those of their readers that
+are element-wise, too: if one reader is all that there is; if they are cheap, and all but one of
+their operands are broadcasts or have fewer dimensions (XLA's ``EffectivelyAtMostUnary``); or, with
+more operands, if every reader can do so. What some readers take from memory and others compute
+themselves is both: written, and what it is computed from is kept as well. It is not where it comes
+into a region that is recomputed, of which the barrier lets through no more than the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
@@ -127,7 +136,12 @@ REDUCTIONS = frozenset(
         "reduce",
     ]
 )
+LIBRARY_ELEMENTS = 4096  # XLA leaves no element-wise operation on fewer to the library
 RESHAPES = frozenset(["reshape", "squeeze", "expand_dims"])
+# The same elements, maybe in another order.
+REARRANGES = frozenset(
+    ["transpose", "rev", "copy", "copy_p", "name", "convert_element_type"]
+).union(RESHAPES)
 # The cotangent of an operand is that of the result.
 PASSES_ON = frozenset(["add", "add_any", "sub", "copy", "copy_p", "name"]).union(RESHAPES)
 
@@ -200,7 +214,7 @@ class _Modelling:
 
     def find_residuals(self) -> None:
         self.read: dict[Node, Residuals] = {}
-        self.read_back: set[Value] = set()  # what any backward step reads
+        self.read_back: dict[Value, list[Node]] = {}  # the nodes whose backward step reads it
         for node in self.graph.nodes:
             if not any(v in self.active for v in node.outputs):
                 continue
@@ -213,63 +227,102 @@ class _Modelling:
             if not positions:
                 continue
             found = self.read[node] = self.residuals.of(node, positions)
-            self.read_back.update(v for v in _read(node, found))
+            for value in _read(node, found):
+                self.read_back.setdefault(value, []).append(node)
 
     # What is a buffer.
 
     def find_buffers(self) -> None:
-        self.absorbed: set[Node] = set()
+        self.absorbed: set[Node] = set()  # it writes no buffer
+        self.repeated: set[Node] = set()  # it does, and element-wise readers compute it, too
+        self.repeated_back: set[Node] = set()  # so do all its readers in the backward pass
+        self.in_call: set[Node] = set()  # absorbed by a reduction
         for node in reversed(self.graph.nodes):
-            if self._is_absorbed(node):
+            category = self.category[node]
+            if category == "view":
                 self.absorbed.add(node)
+            elif self.fused and category in ("cheap", "costly"):
+                self._find_buffer(node)
 
-    def _is_absorbed(self, node: Node) -> bool:
-        """Whether a node writes no buffer of its own."""
-        category = self.category[node]
-        if category == "view":
+    def _find_buffer(self, node: Node) -> None:
+        """Finds out where an element-wise result is computed."""
+        results = list(self._with_views(node.outputs))
+        if any(v in self.is_output for v in results):
+            return
+        readers = self._readers(node)
+        backward = [u for v in results for u in self.read_back.get(v, ())]
+        if len(readers) == 1 and not backward:
+            (reader,) = readers
+            if self.category[reader] != "kernel":
+                self.absorbed.add(node)
+            if self._reads_memory(reader):
+                self.in_call.add(node)
+        elif self.category[node] == "cheap":
+            is_kept = any(self._reads_memory_back(u) for u in backward)
+            is_written = is_kept or any(self._reads_memory(u) for u in readers)
+            if not is_written and (_is_unary(node) or all(map(_reads_alone, readers + backward))):
+                self.absorbed.add(node)
+            elif _is_unary(node):
+                self.repeated.add(node)
+                if not is_kept:
+                    self.repeated_back.add(node)
+
+    def _with_views(self, values: Iterable[Value]) -> Iterator[Value]:
+        for value in values:
+            yield value
+            for user in dict.fromkeys(value._uses):
+                if self.category[user] == "view":
+                    yield from self._with_views(user.outputs)
+
+    def _readers(self, node: Node) -> list[Node]:
+        """The nodes that read the results of a node or a view of them."""
+        users = [u for v in self._with_views(node.outputs) for u in v._uses]
+        return [u for u in users if self.category[u] != "view"]
+
+    def _reads_memory(self, node: Node) -> bool:
+        """Whether a node reads operands from memory that it might compute."""
+        return self.category[node] in ("kernel", "reduction") or node in self.in_call
+
+    def _reads_memory_back(self, node: Node) -> bool:
+        """Whether its backward step does: that of a call of a library, and one that sums up the
+        gradient of a broadcast operand."""
+        if self.category[node] not in ("cheap", "costly"):
             return True
-        if not self.fused or category not in ("cheap", "costly"):
-            return False
-        if any(v in self.is_output for v in node.outputs):
-            return False
-        readers = [u for v in node.outputs for u in v._uses]
-        once = len(readers) == 1 and not any(v in self.read_back for v in node.outputs)
-        if not once and (category == "costly" or not _is_unary(node)):
-            return False
-        return all(self._computes_inside(user) for user in readers)
-
-    def _computes_inside(self, node: Node) -> bool:
-        """Whether a node computes its operands itself where it reads them."""
-        category = self.category[node]
-        if category == "view":
-            outputs = node.outputs
-            if any(v in self.is_output for v in outputs):
-                return False
-            return all(self._computes_inside(u) for v in outputs for u in v._uses)
-        return category in ("cheap", "costly", "reduction")
+        return any(v in self.active and _is_broadcast(v, node) for v in _values(node))
 
     def find_roots(self) -> None:
-        """For every value the buffers that reading it reads, and the FLOPs of what was absorbed."""
+        """For every value the buffers that reading it reads: in the forward pass, in the backward
+        pass, and there if all is computed that can be; and the FLOPs of what was absorbed."""
         self.roots: dict[Value, frozenset[int]] = {}
+        self.roots_back: dict[Value, frozenset[int]] = {}
+        self.behind: dict[Value, frozenset[int]] = {}
         self.inside: dict[Value, int] = {}
         self.ops: list[Node] = [n for n in self.graph.nodes if n not in self.absorbed]
         number = {node: i for i, node in enumerate(self.ops)}
+        nothing: frozenset[int] = frozenset()
         for value in (*self.graph.inputs, *self.graph.constants):
-            self.roots[value], self.inside[value] = frozenset(), 0
+            self.roots[value] = self.roots_back[value] = self.behind[value] = nothing
+            self.inside[value] = 0
         for node in self.graph.nodes:
+            values = set(_values(node))
+            roots = back = behind = frozenset((number[node],)) if node in number else nothing
+            cost = 0
             if node in self.absorbed:
-                roots: frozenset[int] = frozenset().union(*(self.roots[v] for v in _values(node)))
-                cost = sum(self.inside[v] for v in set(_values(node)))
-                cost += node_flops(node, self.flops_known)
-            else:
-                roots, cost = frozenset((number[node],)), 0
+                roots = nothing.union(*(self.roots[v] for v in values))
+                cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
+            if node in self.absorbed or node in self.repeated_back:
+                back = nothing.union(*(self.roots_back[v] for v in values))
+            if node in self.absorbed or node in self.repeated:
+                behind = nothing.union(*(self.behind[v] for v in values))
             for value in node.outputs:
                 self.roots[value], self.inside[value] = roots, cost
+                self.roots_back[value], self.behind[value] = back, behind
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
         cotangents, gathered = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
+        behind: list[set[int]] = [set() for _ in ops]
         extra = [0] * len(ops)
         peaks = [0] * len(ops)
         waiting = [0] * len(ops)
@@ -283,8 +336,10 @@ class _Modelling:
             waiting[at] = max(waiting[at], gathered.get(node, 0))
             if node in self.read:
                 for value in _read(node, self.read[node]):
-                    needs[at] |= self.roots[value]
-                extra[at] += self.read[node].extra
+                    needs[at] |= self.roots_back[value]
+                    if not self._reads_memory_back(node):
+                        behind[at] |= self.behind[value]
+                extra[at] += self.read[node].extra + self._divisor_bytes(node)
         # What waits grows while the backward pass goes on.
         for i in reversed(range(len(ops) - 1)):
             waiting[i] = max(waiting[i], waiting[i + 1])
@@ -296,6 +351,7 @@ class _Modelling:
             ],
             args=[_sorted(r for v in _values(node) for r in self.roots[v]) for node in ops],
             needs=[_sorted(found) for found in needs],
+            behind=[_sorted(more - found) for more, found in zip(behind, needs, strict=True)],
             cotangents=peaks,
             gathered=waiting,
             extra=extra,
@@ -385,17 +441,42 @@ class _Modelling:
                     found[node.outputs[0]] = found[source]
         return found
 
+    def _divisor_bytes(self, node: Node) -> int:
+        """Bytes of a broadcast divisor that is written out for the backward pass.
+
+        It is that of a softmax before a product. The gradient, divided by it, goes into the library
+        call that starts with the product's own gradient, and which does not take a broadcast that
+        the forward pass has as well. If the sums are few, they are no work for the library.
+        """
+        if not self.fused or node.op != "div":
+            return 0
+        divisor = node.inputs[1]
+        if not isinstance(divisor, Value) or divisor not in self.active:
+            return 0
+        if not _is_broadcast(divisor, node) or _distinct_elements(divisor) < LIBRARY_ELEMENTS:
+            return 0
+        readers = self._readers(node)
+        is_product = [reader.op == "dot_general" for reader in readers]
+        return nbytes(node.outputs[0].aval) if readers and all(is_product) else 0
+
     def work(self, node: Node) -> int:
         """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
         iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
-            return 0
+            return self._transposed_bytes(node)
         is_scan = node.primitive is _jax.SCAN
         inside = max(
             self._region_peak(node, region) - self._cotangents_from_outside(node, region)
             for region in node.regions.values()
         )
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
+
+    def _transposed_bytes(self, node: Node) -> int:
+        """Bytes of the transposed copies from which the gradient of a convolution's kernel is
+        computed, of what the kernel was applied to and of the cotangent."""
+        if not self.fused or node.op != "conv_general_dilated" or node.inputs[1] not in self.active:
+            return 0
+        return nbytes(node.inputs[0].aval) + nbytes(node.outputs[0].aval)
 
     def _cotangents_from_outside(self, node: Node, region: Graph) -> int:
         """Bytes of cotangents that are counted inside a region as well as outside; a loop has
@@ -514,5 +595,40 @@ def _category(node: Node) -> str:
 
 
 def _is_unary(node: Node) -> bool:
-    """Whether it reads one array, and beside it scalars: XLA does no other operation twice."""
-    return sum(elements(v.aval) > 1 for v in set(_values(node))) <= 1
+    """Whether at most one operand has as many dimensions longer than one as the result, and is no
+    broadcast."""
+    rank = max(_rank(v) for v in node.outputs)
+    return sum(_rank(v) >= rank and not _is_spread(v) for v in set(_values(node))) <= 1
+
+
+def _reads_alone(node: Node) -> bool:
+    """Whether a node reads one array and nothing beside it: in its backward step, too, it is a
+    function of that array alone which the gradient is multiplied by."""
+    return len(set(_values(node))) == 1
+
+
+def _is_broadcast(operand: Value, node: Node) -> bool:
+    """Whether an operand has fewer elements than an element-wise result."""
+    return _is_spread(operand) or elements(operand.aval) < elements(node.outputs[0].aval)
+
+
+def _is_spread(value: Value) -> bool:
+    producer = value.producer
+    while producer is not None and producer.op in REARRANGES and _values(producer):
+        producer = _values(producer)[0].producer
+    return producer is not None and producer.op in ("broadcast_in_dim", "iota")
+
+
+def _distinct_elements(value: Value) -> int:
+    """How many elements a value has before it is broadcast."""
+    found, producer = elements(value.aval), value.producer
+    while producer is not None and producer.op in {*REARRANGES, "broadcast_in_dim"}:
+        (source,) = _values(producer) or (None,)
+        if source is None:
+            return 1
+        found, producer = min(found, elements(source.aval)), source.producer
+    return found
+
+
+def _rank(value: Value) -> int:
+    return sum(length != 1 for length in value.aval.shape)

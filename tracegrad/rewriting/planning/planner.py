@@ -319,6 +319,7 @@ def _tokens(model: MemoryModel) -> list[int]:
             grows,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple(i - v for v in model.needs[i]),
+            tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
         )
         tokens.append(seen.setdefault(token, len(seen)))

@@ -111,7 +111,16 @@ class Piece:
         self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
-        self.given = _given(model, start, stop)
+        given = _given(model, start, stop)
+        self.given = [(model.sizes[v], readers) for v, readers in given]
+        # If it is kept: what its steps read, and the bytes that go with its forward pass.
+        behind = [model.behind[i] for i in within]
+        self.needs_kept = [
+            sorted({*found, *(v - start for v in more if v >= start)})
+            for found, more in zip(self.needs, behind, strict=True)
+        ]
+        come_back = {v for more in behind for v in more}
+        self.unread_kept = sum([model.sizes[v] for v, _ in given if v not in come_back])
         # In the forward pass: where each value is read last, and the bytes that this frees.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
@@ -125,9 +134,10 @@ class Piece:
     def run(self, recompute: bool, saved: AbstractSet[int], inner: tuple[int, ...] = ()) -> Local:
         """Simulates it; positions in `saved`, `inner` and in the result count from its start."""
         if not recompute:
-            stored = frozenset(self.needed)
-            phases = [self._phase(0, len(self.sizes), set())]
-            return self._local(stored, phases, kept_extra=sum(self.extra))
+            stored = frozenset([v for found in self.needs_kept for v in found])
+            phase = _Phase(0, [], [*reversed(list(enumerate(self.needs_kept)))])
+            local = self._local(stored, [phase], kept_extra=sum(self.extra))
+            return replace(local, unread=self.unread_kept)
         saved = {v for v in saved if not self.extra[v]}  # those run again in any case
         borders = list(itertools.pairwise((0, *inner, len(self.sizes))))
         runs = [self._recomputed(saved, *border) for border in borders]
@@ -265,11 +275,11 @@ class Piece:
 
 def _given(model: MemoryModel, start: int, stop: int) -> list[tuple[int, tuple[int, ...]]]:
     """What came into a segment, is read by nothing else, and of its backward pass only by what is
-    run again: the bytes, and the operations, counted from the start, that read it."""
+    run again: the buffer, and the operations, counted from the start, that read it."""
     came = {v for i in range(start, stop) for v in model.args[i] if v < start}
     came.difference_update(*(model.needs[i] for i in range(start, stop)))
     return [
-        (model.sizes[v], tuple([u - start for u in model.uses[v]]))
+        (v, tuple([u - start for u in model.uses[v]]))
         for v in sorted(came)
         if model.sizes[v] and start <= model.uses[v][0] and model.uses[v][-1] < stop
     ]
