@@ -25,7 +25,7 @@ from tracegrad.rewriting.planning.cuts import Network
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import node_flops, size_of
 from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import CHEAP, VIEWS, model, node_reads
+from tracegrad.rewriting.planning.modelling import model, node_reads
 from tracegrad.rewriting.planning.residuals import Residuals, nbytes
 
 MOMENTS = 4
@@ -213,15 +213,14 @@ class _WrittenOut(_Program):
         steps: dict[Node, int],
     ) -> None:
         """Adds the nodes of a graph; `places` has its inputs', and gets those of all values."""
-        read, absorbed = node_reads(graph, active, self._residuals)
+        read, free = node_reads(graph, active, self._residuals)
         for node in graph.nodes:
             if node.primitive is _jax.SCAN:
                 self._write_scan(node, active, places, steps[node])
                 continue
             at = [_place(v, places) for v in node.inputs]
             times = max((place.times for place in at), default=1)
-            is_free = node in absorbed or node.op in CHEAP or node.op in VIEWS
-            flops = 0 if is_free else times * node_flops(node, self._flops_known)
+            flops = 0 if node in free else times * node_flops(node, self._flops_known)
             size = times * sum(nbytes(v.aval) for v in node.outputs)
             run = self._add(size, flops, (place.number for place in at))
             results = [run]

@@ -171,11 +171,12 @@ def node_reads(
     graph: Graph, active: Collection[Value], residuals: NodeResiduals
 ) -> tuple[dict[Node, Residuals], set[Node]]:
     """What the backward pass of every node reads where the `active` values get a cotangent, and the
-    nodes that write no buffer."""
+    nodes that write no buffer or take next to nothing to run again."""
     modelling = _Modelling(graph, True, residuals, active)
     modelling.find_residuals()
     modelling.find_buffers()
-    return modelling.read, modelling.absorbed
+    cheap = {node for node in graph.nodes if modelling.category[node] in ("view", "cheap")}
+    return modelling.read, modelling.absorbed | cheap
 
 
 class _Modelling:
