@@ -40,7 +40,10 @@ from tracegrad.rewriting.planning.simulation import (
 EXACT = 14  # operations up to which all plans are compared
 MOST_CUTS = 56
 LONGEST = 14  # cuts that one recomputed segment may span
-SIDEWAYS = 0.05  # bytes across that a cut may have more for a byte nearer to the middle
+# Bytes across that a cut may have more for a byte nearer to the middle. All cuts are placed in each
+# of these ways; in programs of more operations than so many in the first alone.
+SIDEWAYS = (0.05, 0.2)
+MOST_PLACED_TWICE = 500
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
 MOST_LABELS = 150
@@ -81,9 +84,16 @@ class Planner:
         self._before = [0, *itertools.accumulate(model.sizes)]
         self._alike: dict[Hashable, Choices] = {}
         self._tokens = _tokens(model)
-        cuts = self._places(0, len(model), MOST_CUTS)
+        ways = SIDEWAYS if len(model) <= MOST_PLACED_TWICE else SIDEWAYS[:1]
+        placed = {tuple(self._places(0, len(model), MOST_CUTS, way)): None for way in ways}
+        self._paths = [
+            self._paths_between(cuts, _part_of(progress, k, len(placed)))
+            for k, cuts in enumerate(placed)
+        ]
+
+    def _paths_between(self, cuts: Sequence[int], progress: Progress) -> Paths:
         choices: dict[tuple[int, int], Choices] = {}
-        pairs = [(i, j) for i in range(len(cuts) - 1) for j in range(i + 1, len(cuts))]
+        pairs = list(itertools.combinations(range(len(cuts)), 2))
         for done, (i, j) in enumerate(pairs):
             is_short = self.exact or j - i <= LONGEST
             is_small = cuts[j] - cuts[i] <= MOST_IN_PIECES
@@ -92,11 +102,11 @@ class Planner:
             if j <= i + FINE_PARTS and not self.exact:
                 choices[i, j] = self._refined(cuts[i], cuts[j], choices[i, j])
             progress((done + 1) / len(pairs))
-        self.paths = Paths(model, cuts, choices, self._kept_labels)
+        return Paths(self.model, cuts, choices, self._kept_labels)
 
     # ------------------------------------------------------------------------------------ places
 
-    def _places(self, start: int, stop: int, most: int) -> list[int]:
+    def _places(self, start: int, stop: int, most: int, sideways: float = SIDEWAYS[0]) -> list[int]:
         """The operations before which a segment may begin, from `start` on, and `stop`."""
         allowed = [i for i in range(start + 1, stop) if self.model.cuts[i] is not None]
         if self.exact or len(allowed) <= most:
@@ -112,7 +122,7 @@ class Planner:
             if not places:
                 continue
             middle = (before[first] + before[last]) / 2
-            place = min(places, key=lambda i: crossing[i] + abs(before[i] - middle) * SIDEWAYS)
+            place = min(places, key=lambda i: crossing[i] + abs(before[i] - middle) * sideways)
             chosen.add(place)
             for left, right in ((first, place), (place, last)):
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
@@ -228,16 +238,18 @@ class Planner:
 
     # ------------------------------------------------------------------------ dynamic programming
 
-    def best(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes, before local
-        search; None if none was found."""
-        at = self.paths.run(budget - self.model.gathered[-1])
-        final = at[-1]
-        if final is None:
-            return None
-        # Of equal FLOPs the one that keeps least.
-        row: int = np.lexsort((final.kept, final.flops))[0].item()
-        return self.paths.way(at, row)
+    def _candidates(self, budget: int) -> list[list[Segment]]:
+        """The plans with the least extra FLOPs whose peak is within `budget` bytes, one for each
+        way to place cuts, before local search; none where none was found."""
+        plans = []
+        for paths in self._paths:
+            at = paths.run(budget - self.model.gathered[-1])
+            final = at[-1]
+            if final is not None:
+                # Of equal FLOPs the one that keeps least.
+                row: int = np.lexsort((final.kept, final.flops))[0].item()
+                plans.append(paths.way(at, row))
+        return plans
 
     def _kept_labels(self, labels: Labels, cut: int) -> list[int]:
         if self.exact:
@@ -262,12 +274,11 @@ class Planner:
         kept = keep_all(self.model)
         if kept.peak <= budget:
             return [Segment(0, len(self.model))], kept
-        plan = self.best(budget)
-        if plan is None:
-            return None
+        plans = self._candidates(budget)
         if not self.exact:
-            plan = improve(self.model, plan, budget)
-        return plan, simulate(self.model, plan)
+            plans = [improve(self.model, plan, budget) for plan in plans]
+        found = [(plan, simulate(self.model, plan)) for plan in plans]
+        return min(found, key=lambda pair: (pair[1].flops, pair[1].peak), default=None)
 
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, for which `plan` finds a plan (to a hundredth)."""
@@ -276,12 +287,16 @@ class Planner:
         high = nothing
         while high - low > max(0 if self.exact else nothing // 500, 0) and low < high:
             middle = (low + high) // 2
-            plan = self.best(middle)
-            if plan is None:
-                low = middle + 1
+            plans = self._candidates(middle)
+            if plans:
+                high = min(simulate(self.model, plan).peak for plan in plans)
             else:
-                high = simulate(self.model, plan).peak
+                low = middle + 1
         return high
+
+
+def _part_of(progress: Progress, part: int, parts: int) -> Progress:
+    return lambda share: progress((part + share) / parts)
 
 
 def _spread(labels: Labels) -> list[int]:
