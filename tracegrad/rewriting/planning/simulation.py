@@ -116,7 +116,7 @@ class Piece:
         # If it is kept: what its steps read, and the bytes that go with its forward pass.
         behind = [model.behind[i] for i in within]
         self.needs_kept = [
-            sorted({*found, *(v - start for v in more if v >= start)})
+            sorted({*found, *[v - start for v in more if v >= start]}) if more else found
             for found, more in zip(self.needs, behind, strict=True)
         ]
         come_back = {v for more in behind for v in more}
