@@ -38,7 +38,7 @@ from tracegrad.rewriting.planning.simulation import (
 )
 
 EXACT = 14  # operations up to which all plans are compared
-MOST_CUTS = 56
+MOST_CUTS = 40
 LONGEST = 14  # cuts that one recomputed segment may span
 # Bytes across that a cut may have more for a byte nearer to the middle. All cuts are placed in each
 # of these ways; in programs of more operations than so many in the first alone.
