@@ -110,7 +110,7 @@ def gru(steps, width):
 
 
 def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
-    loss, args = gru(steps=10, width=64)
+    loss, args = gru(steps=8, width=64)
 
     def compiled(fun):
         step = tg.trace(jax.grad(fun, (0, 1, 2))).lower(*args).compile()
@@ -119,8 +119,7 @@ def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
         return cost["flops"], step.memory_analysis().temp_size_in_bytes
 
     flops, held = compiled(loss)
-    for share in (0.6, 0.4):
-        plan = tg.plan_recompute(loss, share)(*args)
-        planned_flops, planned_held = compiled(plan.apply())
-        assert planned_flops - flops < 1.1 * plan.flops + 0.02 * plan.forward_flops
-        assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15
+    plan = tg.plan_recompute(loss, 0.45)(*args)
+    planned_flops, planned_held = compiled(plan.apply())
+    assert planned_flops - flops < 1.1 * plan.flops
+    assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15
