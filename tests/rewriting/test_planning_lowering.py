@@ -216,6 +216,18 @@ def test_what_is_kept_is_what_xla_keeps(fun: Any, shapes: Any):
     assert kept == pytest.approx(cost(fun, shapes)[0], rel=0.1)
 
 
+def test_the_product_of_two_broadcasts_is_kept():
+    def layers(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            scale = jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w["scale"]
+            x = x + jnp.tanh((x * scale + w["bias"]) @ w["kernel"])
+        return jnp.mean(x**2)
+
+    shapes = ([SCALED] * 10, f32(1024, 64))
+    kept = keep_all(model(flatten(tracegrad.graph(layers)(*shapes)))).peak
+    assert kept == pytest.approx(cost(layers, shapes)[0], rel=0.25)
+
+
 def test_memory_of_a_loop_falls_as_planned():
     shapes = stacked_shapes(16, 2048, 64)
     plan = plan_recompute(loop, "20%")(*shapes)

@@ -248,7 +248,7 @@ class _Modelling:
     def _find_buffer(self, node: Node) -> None:
         """Finds out where an element-wise result is computed."""
         results = list(self._with_views(node.outputs))
-        if any(v in self.is_output for v in results):
+        if any(v in self.is_output for v in results) or self._multiplies_broadcasts(node):
             return
         readers = self._readers(node)
         backward = [u for v in results for u in self.read_back.get(v, ())]
@@ -267,6 +267,15 @@ class _Modelling:
                 self.repeated.add(node)
                 if not is_kept:
                     self.repeated_back.add(node)
+
+    def _multiplies_broadcasts(self, node: Node) -> bool:
+        """Whether a node multiplies one broadcast by another, as flax's norms do: to sum up the
+        gradient of the one XLA writes the other out, of which the product is no longer unary."""
+        if node not in self.read:
+            return False
+        read = {node.inputs[i] for i in self.read[node].operands}
+        spread = [v for v in set(_values(node)) if v in self.active and _is_broadcast(v, node)]
+        return len(spread) > 1 and read.issuperset(spread)
 
     def _with_views(self, values: Iterable[Value]) -> Iterator[Value]:
         for value in values:
