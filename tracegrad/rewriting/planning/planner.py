@@ -39,15 +39,16 @@ from tracegrad.rewriting.planning.simulation import (
 
 EXACT = 14  # operations up to which all plans are compared
 MOST_CUTS = 40
-LONGEST = 14  # cuts that one recomputed segment may span
+LARGE = 500  # operations: in programs of more, less is tried
+LONGEST = 14  # cuts that one recomputed segment may span,
+LONGEST_IN_LARGE = 8  # and in large programs
 # Bytes across that a cut may have more for a byte nearer to the middle. All cuts are placed in each
-# of these ways; in programs of more operations than so many in the first alone.
+# of these ways; in large programs in the first alone.
 SIDEWAYS = (0.05, 0.2)
-MOST_PLACED_TWICE = 500
 MOST_SAVE_SETS = 7
 MOST_FREE_SAVE_SETS = 2
 MOST_LABELS = 150
-MOST_IN_PIECES = 400  # operations of a segment whose backward pass goes piece by piece,
+MOST_IN_PIECES = 200  # operations of a segment whose backward pass goes piece by piece,
 MOST_IN_PIECES_SETS = 2  # with so many save sets
 CHEAP = 0.2  # by which no more than this share of FLOPs is run again
 FINE_PARTS = 2  # so many parts between neighbouring cuts are cut finely together,
@@ -84,7 +85,7 @@ class Planner:
         self._before = [0, *itertools.accumulate(model.sizes)]
         self._alike: dict[Hashable, Choices] = {}
         self._tokens = _tokens(model)
-        ways = SIDEWAYS if len(model) <= MOST_PLACED_TWICE else SIDEWAYS[:1]
+        ways = SIDEWAYS[:1] if len(model) > LARGE else SIDEWAYS
         placed = {tuple(self._places(0, len(model), MOST_CUTS, way)): None for way in ways}
         self._paths = [
             self._paths_between(cuts, _part_of(progress, k, len(placed)))
@@ -94,8 +95,9 @@ class Planner:
     def _paths_between(self, cuts: Sequence[int], progress: Progress) -> Paths:
         choices: dict[tuple[int, int], Choices] = {}
         pairs = list(itertools.combinations(range(len(cuts)), 2))
+        longest = LONGEST_IN_LARGE if len(self.model) > LARGE else LONGEST
         for done, (i, j) in enumerate(pairs):
-            is_short = self.exact or j - i <= LONGEST
+            is_short = self.exact or j - i <= longest
             is_small = cuts[j] - cuts[i] <= MOST_IN_PIECES
             inner = [cut - cuts[i] for cut in cuts[i + 1 : j]] if is_small else []
             choices[i, j] = self._choices_of(cuts[i], cuts[j], is_short, inner)
