@@ -129,6 +129,21 @@ def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
     return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
 
 
+def of_some(
+    run: Callable[[list[Any]], Any], args: Sequence[Any], positions: Sequence[int]
+) -> Callable[..., Any]:
+    """``run(operands)`` as a function of the operands at some positions, to be differentiated with
+    respect to these; the others are those of `args`."""
+
+    def along(*chosen: Any) -> Any:
+        operands = list(args)
+        for i, value in zip(positions, chosen, strict=True):
+            operands[i] = value
+        return run(operands)
+
+    return along
+
+
 def type_text(aval: Any) -> str:
     """``f32[8,4]``; a leading ``~`` marks a weak type."""
     text = aval.str_short(short_dtypes=True)

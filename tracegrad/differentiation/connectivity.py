@@ -267,12 +267,10 @@ def _rows(
     flowing = [aval for aval in out_avals if _jax.has_gradient(aval)]
 
     def pullback(args: list[Any], cotangents: list[Any]) -> list[Any]:
-        def bound(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = value
+        def run(operands: list[Any]) -> list[Any]:
             return _jax.bind(primitive, operands, dict(params))
 
+        bound = _jax.of_some(run, args, active)
         _, vjp = jax.vjp(bound, *(args[i] for i in active))
         return list(vjp(_jax.align(out_avals, cotangents)))
 

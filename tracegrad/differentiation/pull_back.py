@@ -150,12 +150,7 @@ def _jax_vjp(
 ) -> list[Any]:
     args = [v.value if isinstance(v, Literal) else values[v] for v in node.inputs]
 
-    def bound(*chosen: Any) -> list[Any]:
-        operands = list(args)
-        for i, value in zip(active, chosen, strict=True):
-            operands[i] = value
-        return evaluate_node(node, operands, Lowering())
-
+    bound = _jax.of_some(lambda operands: evaluate_node(node, operands, Lowering()), args, active)
     pairs = zip(node.outputs, cotangents, strict=True)
     try:
         _, vjp = jax.vjp(bound, *(args[i] for i in active))

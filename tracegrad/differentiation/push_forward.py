@@ -46,12 +46,9 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     function = with_forward_mode(graph)
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def along(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = value
-            return evaluate(function, operands, Lowering())
-
+        along = _jax.of_some(
+            lambda operands: evaluate(function, operands, Lowering()), args, active
+        )
         _, found = jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 

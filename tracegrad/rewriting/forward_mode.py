@@ -173,12 +173,7 @@ def _trace_passes(
     """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        def along(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = value
-            return rule(*operands)
-
+        along = _jax.of_some(lambda operands: rule(*operands), args, active)
         return jax.vjp(along, *(args[i] for i in active))
 
     forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))

@@ -243,12 +243,13 @@ def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
     _made_of[backward] = parts
 
 
-def _is_made(params: Mapping[str, Any]) -> bool:
-    """Whether a rule in a program is one of which it was told what it was made of."""
+def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
+    """What a rule in a program was made of, and what is around it; None if it was not told."""
     if "bwd" not in params:
-        return False
-    backward, _ = _jax.rule_and_what_is_around(params["bwd"])
-    return isinstance(backward, FunctionType) and backward in _made_of
+        return None
+    backward, around = _jax.rule_and_what_is_around(params["bwd"])
+    parts = _made_of.get(backward) if isinstance(backward, FunctionType) else None
+    return None if parts is None else (parts, around)
 
 
 # Of the parameters of a rule in a program: what its backward function tells of.
@@ -258,10 +259,10 @@ _TOLD = frozenset({"bwd", "fwd_jaxpr_thunk", "out_trees"})
 def _made_rule_key(params: Mapping[str, Any], within: Within | None) -> Structure | None:
     """A key equal for the parameters of rules made of the same: then their derivatives of every
     order are (as they run: the first is). None for rules of which it was not told."""
-    if not _is_made(params):
+    told = _told(params)
+    if told is None:
         return None
-    backward, around = _jax.rule_and_what_is_around(params["bwd"])
-    parts = _made_of[backward]
+    parts, around = told
     programs = tuple([program_key(program, within) for program in parts.programs])
     rest = [(name, _items_key(params[name], within)) for name in sorted(params.keys() - _TOLD)]
     return Structure((MadeOf, programs, parts.settings, _items_key(around, within), tuple(rest)))
@@ -315,7 +316,7 @@ def _parts(program: Any, within: Within | None) -> Any:
         if equation.primitive in _RULES:
             if within is None:
                 params = {"call_jaxpr": params["call_jaxpr"]}
-            elif within.rules and not _is_made(params):
+            elif within.rules and _told(params) is None:
                 key = _inner_rule_key(equation, within)
         key = params_key(params, within) if key is None else key
         ins = tuple(map(read, equation.invars))

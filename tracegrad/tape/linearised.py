@@ -125,12 +125,7 @@ def _trace(
     trees: list[Any] = []  # not returned: JAX remembers the trees of results
 
     def vjp(*args: Any) -> Any:
-        def along(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = value
-            return _jax.bind(_jax.JIT, operands, params)
-
+        along = _jax.of_some(lambda operands: _jax.bind(_jax.JIT, operands, params), args, active)
         outs, pullback = jax.vjp(along, *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)

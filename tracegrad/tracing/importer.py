@@ -159,7 +159,7 @@ def _trace_rule(
         return _jax.bind(primitive, args, params)
 
     if face == "jvp":
-        return {"jvp": _trace_jvp(bound, avals)}
+        return {"jvp": trace_jvp(bound, avals)}
 
     # Not returned by the traced function: JAX remembers the trees of results, and would keep the
     # rule and what it closes over alive.
@@ -197,11 +197,20 @@ def _trace_rule(
     return faces
 
 
-def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
+def trace_jvp(
+    bound: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int] | None = None
+) -> Graph:
+    """JAX's derivative of a function of arrays as a graph: of these and the tangents of some of
+    them (`moving`, by position; default: of all that have any), to the results and the tangents of
+    those that have any."""
+    if moving is None:
+        moving = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
+
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        outs, out_tangents = jax.jvp(bound, primals, tuple(_jax.align(avals, given)))
+        along = _jax.of_some(lambda operands: bound(*operands), primals, moving)
+        outs, out_tangents = jax.jvp(along, tuple(primals[i] for i in moving), given)
         flowing = [
             t
             for out, t in zip(outs, out_tangents, strict=True)
@@ -209,7 +218,7 @@ def _trace_jvp(bound: Callable[..., Any], avals: Sequence[Any]) -> Graph:
         ]
         return [*outs, *flowing]
 
-    tangents = [aval for aval in avals if _jax.has_gradient(aval)]
+    tangents = [avals[i] for i in moving]
     graph = import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
     _hint(graph, ["x"] * len(avals) + ["tangent"] * len(tangents))
     return graph

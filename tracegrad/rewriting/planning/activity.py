@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, StopGradient, Value
+from tracegrad.ir import CustomGradient, Graph, Node, StopGradient, Value
 
 
 def active_values(graph: Graph, inputs: Iterable[Value], outputs: Iterable[Value]) -> set[Value]:
@@ -14,6 +14,14 @@ def active_values(graph: Graph, inputs: Iterable[Value], outputs: Iterable[Value
     leads from the one to the other."""
     reached = _reached(graph, inputs)
     return _live(graph, {v for v in outputs if v in reached}, reached) & reached
+
+
+def active_operands(node: Node, active: Collection[Value]) -> list[int]:
+    """The positions of the operands of a node that get a cotangent from it."""
+    # What a custom rule closes over comes first, and gets nothing from the rule.
+    first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
+    operands = enumerate(node.inputs)
+    return [i for i, v in operands if i >= first and isinstance(v, Value) and v in active]
 
 
 def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Value]:

@@ -22,7 +22,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
-from tracegrad.rewriting.planning.activity import active_in_body, active_values
+from tracegrad.rewriting.planning.activity import (
+    active_in_body,
+    active_operands,
+    active_values,
+)
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.flops import elements, node_flops
 from tracegrad.rewriting.planning.model import MemoryModel
@@ -219,12 +223,7 @@ class _Modelling:
         for node in self.graph.nodes:
             if not any(v in self.active for v in node.outputs):
                 continue
-            first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
-            positions = [
-                i
-                for i, v in enumerate(node.inputs)
-                if i >= first and isinstance(v, Value) and v in self.active
-            ]
+            positions = active_operands(node, self.active)
             if not positions:
                 continue
             found = self.read[node] = self.residuals.of(node, positions)

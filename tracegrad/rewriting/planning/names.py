@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
-from tracegrad.tracing.importer import import_program
+from tracegrad.tracing.importer import trace_jvp
 
 
 class Named(NamedTuple):
@@ -29,10 +29,12 @@ class Named(NamedTuple):
     names: list[str]
 
 
-def name_results(graph: Graph, node: Node, names: Iterator[str]) -> Named:
-    """Gives names to those results of a node that are used."""
+def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: bool) -> Named:
+    """Gives names to the results of a node; `reads_results`: whether its derivative reads them."""
     given = [next(names) for _ in node.outputs]
-    if not _derivative_reads_results(node):
+    # Run backwards, loops and calls read what is inside them.
+    is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
+    if not (reads_results and is_open):
         return Named([node, *_name(graph, node, node.outputs, given)], given)
     before = set(graph.nodes)
     results = graph.insert(_with_names(node, given), node.inputs, after=node)
@@ -61,9 +63,11 @@ def _naming(name: str) -> Callable[[Any], Any]:
 def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     """The function of a node with names for its results, wherever they are read."""
 
+    def run(*args: Any) -> list[Any]:
+        return evaluate_node(node, list(args), Lowering())
+
     def original(*args: Any) -> list[Any]:
-        results = evaluate_node(node, list(args), Lowering())
-        return [_naming(name)(result) for result, name in zip(results, names, strict=True)]
+        return [_naming(name)(result) for result, name in zip(run(*args), names, strict=True)]
 
     original.__name__ = original.__qualname__ = node.name
     function = jax.custom_jvp(original)
@@ -74,7 +78,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
             for i, (value, tangent) in enumerate(zip(node.inputs, tangents, strict=True))
             if _jax.has_gradient(value.aval) and not isinstance(tangent, SymbolicZero)
         ]
-        graph = _derivative(node, moving)
+        graph = trace_jvp(run, [value.aval for value in node.inputs], moving)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
                 _name(graph, value.producer, [value], [name])
@@ -84,35 +88,3 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
 
     function.defjvp(derivative, symbolic_zeros=True)
     return function
-
-
-def _derivative_reads_results(node: Node) -> bool:
-    if node.regions and not (isinstance(node, CustomGradient) and node.kind == "jvp"):
-        return False  # run backwards, loops and calls read what is inside them
-    moving = [i for i, v in enumerate(node.inputs) if _jax.has_gradient(v.aval)]
-    graph = _derivative(node, moving)
-    return any(
-        isinstance(value, Value) and value.users for value in graph.outputs[: len(node.outputs)]
-    )
-
-
-def _derivative(node: Node, moving: Sequence[int]) -> Graph:
-    """JAX's own: operands and some of their tangents -> results and tangents of the float ones."""
-
-    def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def run(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(moving, chosen, strict=True):
-                operands[i] = value
-            return evaluate_node(node, operands, Lowering())
-
-        outs, out_tangents = jax.jvp(run, [args[i] for i in moving], list(tangents))
-        flowing = [
-            t
-            for out, t in zip(outs, out_tangents, strict=True)
-            if _jax.has_gradient(jax.typeof(out))
-        ]
-        return [*outs, *flowing]
-
-    avals = [value.aval for value in node.inputs]
-    return import_program(jax.make_jaxpr(pushed)(avals, [avals[i] for i in moving]), name=node.name)

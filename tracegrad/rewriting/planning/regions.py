@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Graph, Node, Value
+from tracegrad.rewriting.planning.activity import active_operands
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.names import name_results
 from tracegrad.rewriting.planning.simulation import Segment
@@ -33,7 +34,10 @@ def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
     ]
     for segment, pieces in ranges:
         saved = [model.nodes[i] for i in sorted(segment.saved)]
-        named = {node: name_results(graph, here[node], names) for node in saved}
+        named = {
+            node: name_results(graph, here[node], names, _reads_results(model, node))
+            for node in saved
+        }
         policy = _save_alone([name for found in named.values() for name in found.names])
         regions = []
         for nodes in pieces:
@@ -76,6 +80,11 @@ def _barrier() -> Callable[..., list[Any]]:
 
     together.defjvp(derivative, symbolic_zeros=True)
     return together
+
+
+def _reads_results(model: MemoryModel, node: Node) -> bool:
+    positions = active_operands(node, model.active)
+    return bool(positions and model.residuals.of(node, positions).results)
 
 
 def _save_alone(names: Sequence[str]) -> Callable[..., Any] | None:

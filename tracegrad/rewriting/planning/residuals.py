@@ -129,12 +129,9 @@ class NodeResiduals:
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
-        def bound(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = value
-            return evaluate_node(node, operands, Lowering())
-
+        bound = _jax.of_some(
+            lambda operands: evaluate_node(node, operands, Lowering()), args, active
+        )
         results, vjp = jax.vjp(bound, *(args[i] for i in active))
         if node.regions:  # a loop shows only now that it cannot be run backwards
             jax.eval_shape(
