@@ -274,6 +274,46 @@ def test_variables_may_be_read_by_a_function_with_a_sparse_gradient():
     np.testing.assert_array_equal(slices.values, np.full((3, 4), 3.0))
 
 
+def read_in_a_jit(v):
+    return jax.jit(lambda t: jnp.sum(t) * v)
+
+
+def read_in_a_loop(v):
+    def body(total, x):
+        return total + x * v, None
+
+    return lambda t: jax.lax.scan(body, 0.0, t)[0]
+
+
+def read_in_a_branch(v):
+    def positive(t):
+        return jnp.sum(t) * v
+
+    return lambda t: jax.lax.cond(t[0] > 0, positive, lambda t: -jnp.sum(t), t)
+
+
+def read_in_a_checkpoint(v):
+    return jax.checkpoint(lambda t: jnp.sum(t) * v)
+
+
+@pytest.mark.parametrize(
+    "reader", [read_in_a_jit, read_in_a_loop, read_in_a_branch, read_in_a_checkpoint]
+)
+def test_a_value_of_a_variable_is_not_frozen_into_programs_that_jax_keeps(reader):
+    v = tg.Variable(1.0)
+    fun = reader(v)
+    gradient = tg.grad(fun, sparse=True)
+    with pytest.raises(RuntimeError, match="kept as a constant for all later calls"):
+        gradient(jnp.ones(2))
+    with pytest.raises(RuntimeError, match="kept as a constant for all later calls"):
+        fun(jnp.ones(2))  # and has not been kept
+
+    traced = tg.trace(gradient)
+    assert traced(jnp.ones(2)).tolist() == [1, 1]
+    v.assign(5.0)
+    assert traced(jnp.ones(2)).tolist() == [5, 5]
+
+
 def test_effects_are_kept_once(capfd):
     @jax.jit
     def lookup(t):

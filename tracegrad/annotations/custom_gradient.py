@@ -38,7 +38,6 @@ from tracegrad.annotations.captured import Captured, captured_name, unwrapped
 from tracegrad.annotations.pullback import Program, Pullback, Residuals, trace_pullback
 from tracegrad.annotations.variables import (
     Reads,
-    ReadsOutside,
     require_variables_parameter,
     with_variables,
     without_variables,
@@ -47,6 +46,7 @@ from tracegrad.ir.wording import brief, described
 from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.capture import variable_of
+from tracegrad.tracing.reading import ReadsOutside
 from tracegrad.tracing.variable import Variable
 
 P = ParamSpec("P")
@@ -171,26 +171,27 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _call_listening(
-    reads: ReadsOutside,
+    reads: Reads | None,
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     variables: tuple[Variable, ...] = (),
 ) -> Any:
-    """The call, while `reads` hears which Variables the function reads.
+    """The call, while `reads` hears which Variables the function reads; None where that is known.
 
     `variables`: those of which the values are the last inputs.
     """
+    listener = ReadsOutside() if reads is None else reads
     call = _Call(fun, args, kwargs, Arguments.of(args))
     if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
-        with reads.around():
+        with listener.around():
             y, grad_fn = call.run(*map(jnp.asarray, call.arguments.arrays))
-        if reads.trainable:
+        if reads is not None and reads.trainable:
             require_variables_parameter(fun, grad_fn, reads.trainable)
         return jax.tree.map(jnp.asarray, y)
 
     def heard(*arrays: Any) -> tuple[Any, Residuals]:
-        with reads.around():
+        with listener.around():
             return call.forward_or_later(*arrays)
 
     try:
@@ -198,15 +199,16 @@ def _call_listening(
             program, shapes = jax.make_jaxpr(heard, return_shape=True)(
                 *map(jax.typeof, call.arguments.arrays)
             )
-        reads.note(_jax.constants_of(program))
+        if reads is not None:
+            reads.note(_jax.constants_of(program))
     except NEEDS_VALUES:
         program = None
-    if reads.trainable:
+    if reads is not None and reads.trainable:
         # Once more, with their values among the inputs.
         values = [variable.value for variable in reads.trainable]
         as_inputs = with_variables(fun, reads.trainable)
         inputs = (*args, values)
-        return _call_listening(ReadsOutside(), as_inputs, inputs, kwargs, reads.trainable)
+        return _call_listening(None, as_inputs, inputs, kwargs, reads.trainable)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.

@@ -28,13 +28,13 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.annotations.pullback import Program
-from tracegrad.annotations.variables import ReadsOutside
 from tracegrad.differentiation.indexed_slices import dense_leaves
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.tape.recorder import unrecorded
+from tracegrad.tracing.reading import ReadsOutside
 from tracegrad.tracing.variable import Variable
 
 

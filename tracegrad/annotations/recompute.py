@@ -15,8 +15,8 @@ from tracegrad.annotations.calls import (
     named_after,
     require_callable,
 )
-from tracegrad.annotations.variables import ReadsOutside
 from tracegrad.ir.wording import brief, described
+from tracegrad.tracing.reading import ReadsOutside
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,63 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tracegrad import _jax
 from tracegrad.ir.wording import described
 from tracegrad.tracing.capture import variable_of
-from tracegrad.tracing.variable import Variable, is_variable, listening
-
-
-class _InOwnTrace:
-    """Listens to a function in the trace of its own program, which is a new one for every call.
-
-    The programs of functions further inside (the bodies of loops, nested jits) are kept by JAX, and
-    not traced again: a value from around the annotated function must not get into them.
-    """
-
-    _own: Any = None
-
-    @contextmanager
-    def around(self: Any) -> Iterator[None]:
-        """Listens while the function runs."""
-        self._own = _jax.staging_trace()
-        with listening(self):
-            yield
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether a function further inside is being traced now."""
-        return _jax.staging_trace() is not self._own
-
-
-class ReadsOutside(_InOwnTrace):
-    """Reads Variables in the trace that the annotated function was called in. (A `Listener`.)
-
-    The rule's own trace has what it closes over as operands: no value stays in it for a later
-    call.
-    """
-
-    trainable: tuple[Variable, ...] = ()  # those to be made inputs
-
-    def __init__(self) -> None:
-        self._trace = _jax.current_trace(None)
-
-    def note(self, values: Sequence[Any]) -> None:
-        """Hears of what functions further inside have read, from what the program closes over."""
-
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if self._is_inside:
-            return outside()
-        with _jax.set_current_trace(self._trace):
-            return outside()
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)
+from tracegrad.tracing.reading import InOwnTrace, ReadsOutside
+from tracegrad.tracing.variable import Variable, is_variable
 
 
 class Reads(ReadsOutside):
@@ -87,7 +39,7 @@ class Reads(ReadsOutside):
         self._found.update(dict.fromkeys(v for v in read if v is not None))
 
     @property
-    def trainable(self) -> tuple[Variable, ...]:  # type: ignore[override]
+    def trainable(self) -> tuple[Variable, ...]:
         """The trainable ones, each once, without those given as arguments, sorted by name."""
         found = (v for v in self._found if v.trainable and v not in self._given)
         return tuple(sorted(found, key=lambda variable: variable.name))
@@ -96,7 +48,7 @@ class Reads(ReadsOutside):
         _refuse_assignment(self._fun, variable)
 
 
-class Substitute(_InOwnTrace):
+class Substitute(InOwnTrace):
     """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)
 
     Functions further inside read outside, as ever; `custom_gradient` puts the values there.

@@ -23,7 +23,7 @@ from tracegrad.ir import Graph, Literal, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tracing.importer import import_program
-from tracegrad.tracing.variable import Variable, listening
+from tracegrad.tracing.reading import ReadsOutside
 
 
 def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]]:
@@ -74,29 +74,19 @@ def call_with_slices(
     It is traced, and so takes what `jax.jit` takes. It may read Variables as if it were not.
     """
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    variables = ReadsOutside()
+
     # Under a new identity: JAX remembers traces by that of the function.
-    with listening(_ReadsOutside()):
-        program, shapes = jax.make_jaxpr(lambda leaves: fun(leaves), return_shape=True)(leaves)
+    def listened(leaves: list[Any]) -> tuple[Any, list[Any]]:
+        with variables.around():
+            return fun(leaves)
+
+    program, shapes = jax.make_jaxpr(listened, return_shape=True)(leaves)
     values, gradients = shapes
     count = len(jax.tree.leaves(values))
     flags = [i >= count for i in range(count + len(gradients))]
     flat = with_slices(program, flags)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(values), flat[:count]), flat[count:]
-
-
-class _ReadsOutside:
-    """A `Listener` for a function that is traced to be run once, here and now: what it reads of
-    Variables is what it would read if it were not traced."""
-
-    def __init__(self) -> None:
-        self._around = _jax.current_trace(None)
-
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        with _jax.set_current_trace(self._around):
-            return outside()
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)
 
 
 # ---------------------------------------------------------------------------- programs as entered
