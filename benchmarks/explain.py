@@ -6,7 +6,6 @@ runs the gallery of seeded bugs instead: what `explain` and ``jax_debug_nans`` t
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import statistics
 import sys
@@ -24,7 +23,9 @@ from transformer import block, init, loss_with
 
 from tracegrad.insight import explain
 
-GALLERY = Path(__file__).parents[1] / "tests" / "insight" / "gallery"
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "insight"))
+from gallery import BUGS, Bug
+
 ROUNDS = 7
 
 
@@ -68,27 +69,9 @@ def cost() -> None:
 # ---------------------------------------------------------------------------------------- the bugs
 
 
-def load(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"gallery_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def cause_of(file: Path) -> tuple[list[str], int | None]:
-    """What is wrong there, in the words of the gallery, and on which line."""
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        if "# cause: " in line:
-            causes = line.split("# cause: ")[1].removesuffix(", on no line").split(" | ")
-            return causes, None if line.endswith("on no line") else number
-    raise ValueError(f"{file} does not say what is wrong with it")
-
-
-def debug_nans(bug: Any, file: Path, line: int | None) -> str:
+def debug_nans(bug: Bug, file: Path, line: int | None) -> str:
     """What ``jax_debug_nans`` says of the gradient."""
-    tree, definition = jax.tree.flatten(bug.ARGUMENTS[0])
+    tree, definition = jax.tree.flatten(bug.arguments[0])
     chosen = [
         i for i, leaf in enumerate(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
     ]
@@ -97,7 +80,7 @@ def debug_nans(bug: Any, file: Path, line: int | None) -> str:
         all_leaves = list(tree)
         for i, leaf in zip(chosen, leaves, strict=True):
             all_leaves[i] = leaf
-        return bug.loss(jax.tree.unflatten(definition, all_leaves), *bug.ARGUMENTS[1:])
+        return bug.loss(jax.tree.unflatten(definition, all_leaves), *bug.arguments[1:])
 
     try:
         with jax.debug_nans(True):
@@ -114,20 +97,21 @@ def debug_nans(bug: Any, file: Path, line: int | None) -> str:
     return "nothing"
 
 
-def said_of(file: Path) -> tuple[str, str]:
+def said_of(name: str) -> tuple[str, str]:
     """What `explain` says of a bug, and what ``jax_debug_nans`` does."""
-    bug, (causes, line) = load(file), cause_of(file)
-    found = explain(bug.loss, *bug.ARGUMENTS, wrt=getattr(bug, "WRT", 0)).findings[0]
-    cause = found.cause if found.cause in causes else f"{found.cause}, which is wrong"
+    seeded = BUGS[name]
+    bug = seeded.build()
+    found = explain(bug.loss, *bug.arguments, wrt=bug.wrt).findings[0]
+    cause = found.cause if found.cause in seeded.causes else f"{found.cause}, which is wrong"
     if found.origin is None:
         where = "no line"
     else:
-        where = "the line" if found.origin.line == line else "another line"
-    return f"{cause}, {where}", debug_nans(bug, file, line)
+        where = "the line" if found.origin.line == seeded.line else "another line"
+    return f"{cause}, {where}", debug_nans(bug, seeded.file, seeded.line)
 
 
 def bugs() -> None:
-    rows = [[file.stem.replace("_", " "), *said_of(file)] for file in sorted(GALLERY.glob("*.py"))]
+    rows = [[name.replace("_", " "), *said_of(name)] for name in sorted(BUGS)]
     print_table("What is said of seeded bugs", ["bug", "explain", "jax_debug_nans"], rows)
 
 

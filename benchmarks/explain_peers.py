@@ -144,12 +144,12 @@ def main() -> None:
         print(json.dumps(peer(options.peer, options.only)))
         return
 
-    from explain import GALLERY, cause_of, said_of
+    from explain import BUGS, said_of
     from report import print_table
 
-    files = [file for file in sorted(GALLERY.glob("*.py")) if options.only in file.stem]
+    names = [name for name in sorted(BUGS) if options.only in name]
     header = ["bug", "explain", "jax_debug_nans"]
-    rows = [[file.stem.replace("_", " "), *said_of(file)] for file in files]
+    rows = [[name.replace("_", " "), *said_of(name)] for name in names]
     title = "What is said of seeded bugs"
     for library, name in NAMES.items():
         python = getattr(options, library)
@@ -161,12 +161,12 @@ def main() -> None:
         title += f", {name} {found['version']}"
         ways = [way for way, _ in WAYS[library]]
         header.append(f"{name}, {ways[0]}")
-        for file, row in zip(files, rows, strict=True):
-            first, *others = found["said"][file.stem]
-            if "in the reverse pass" in cause_of(file)[0][0] and first in FINITE:
+        for bug, row in zip(names, rows, strict=True):
+            first, *others = found["said"][bug]
+            if "in the reverse pass" in BUGS[bug].causes[0] and first in FINITE:
                 first = f"no NaN there{first.removeprefix('nothing')}"
             row.append("; ".join([first, *(f"{ways[1]} {other}" for other in others)]))
-    on_lines = [row for file, row in zip(files, rows, strict=True) if cause_of(file)[1]]
+    on_lines = [row for bug, row in zip(names, rows, strict=True) if BUGS[bug].line]
     columns = range(1, len(header))
     rows.append(["said something", *(share(rows, i, "") for i in columns)])
     rows.append(
