@@ -357,6 +357,30 @@ def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
         jax.export.export(jax.jit(f))(one)
 
 
+def test_a_primitive_hands_on_one_operand_and_is_differentiated_as_the_other():
+    primitive = _jax.standing_in_primitive("test_standing_in")
+
+    def f(x, y):
+        return jnp.sum(primitive.bind(jnp.sin(x), y) ** 2)
+
+    x, y = jnp.arange(3.0), jnp.ones(3)
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        of_x, of_y = jax.grad(lambda *args, wrapped=transform: wrapped(f)(*args), (0, 1))(x, y)
+        np.testing.assert_array_equal(of_x, jnp.zeros(3))
+        np.testing.assert_allclose(of_y, 2 * jnp.sin(x))
+    two = jnp.stack([x, x + 1])
+    for axes, args in (((0, None), (two, y)), ((None, 0), (x, two)), ((0, 1), (two, two.T))):
+        rows = jax.vmap(jax.grad(f, 1), axes)(*args)
+        values = two if axes[0] == 0 else jnp.stack([x, x])
+        np.testing.assert_allclose(rows, 2 * jnp.sin(values), rtol=1e-6)
+        of_sum = jax.grad(lambda *args, axes=axes: jnp.sum(jax.vmap(f, axes)(*args)), 1)(*args)
+        given = args[1]
+        assert of_sum.shape == given.shape
+    np.testing.assert_allclose(jax.jacfwd(f, 1)(x, y), 2 * jnp.sin(x))
+    assert "test_standing_in" not in jax.jit(f).lower(x, y).as_text()
+    assert jax.export.export(jax.jit(f))(x, y).call(x, y) == f(x, y)
+
+
 def test_the_frames_of_an_operation_tell_calls_on_one_line_apart():
     def f(x):
         return jnp.sin(x) + jnp.sin(x)

@@ -269,6 +269,32 @@ def identity_primitive(
     return primitive
 
 
+def standing_in_primitive(name: str) -> Any:
+    """A primitive of two operands of one type, which hands on the first; its derivative is that of
+    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)"""
+    primitive: Any = jex.Primitive(name)
+
+    def batch(args: Any, axes: Any) -> Any:
+        size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
+        mapped = [
+            jax.numpy.broadcast_to(a, (size, *a.shape))
+            if i is None
+            else jax.numpy.moveaxis(a, i, 0)
+            for a, i in zip(args, axes, strict=True)
+        ]
+        return primitive.bind(*mapped), 0
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return primitive.bind(*primals), tangents[1]
+
+    primitive.def_impl(lambda value, other: value)
+    primitive.def_abstract_eval(lambda value, other: value)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, lambda context, value, other: [value])
+    return primitive
+
+
 # ---------------------------------------------------------------------------------- running fast
 
 

@@ -116,6 +116,23 @@ def test_a_tape_finds_the_gradients_of_variables(model):
     np.testing.assert_allclose(tape.gradient(y, w), expected, rtol=1e-5)
 
 
+def test_a_tape_finds_what_was_read_after_an_assignment(path):
+    v, x = tg.Variable(1.0, name="v"), jnp.float32(3.0)
+
+    @tg.trace
+    def fun(x):
+        before = v * v
+        v.assign(2 * x)
+        return before + v * v
+
+    save(fun, path, [x])
+    loaded = load(path)
+    with tg.GradientTape() as tape:
+        y = loaded(x)
+    assert float(y) == 1 + 36
+    assert float(tape.gradient(y, tg.variables_of(loaded)["v"])) == 2 + 12
+
+
 @pytest.mark.filterwarnings("error")
 def test_it_runs_under_every_transformation(model):
     loaded, _ = model

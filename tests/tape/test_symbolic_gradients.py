@@ -257,3 +257,32 @@ def test_variables_may_be_xs_in_traced_functions_and_on_tapes():
     np.testing.assert_allclose(tg.trace(lambda: hessians(v**3, v))(), [30.0])
     product = tg.trace(lambda: hessian_vector_product(v * v * w, [v, w], [1.0, 1.0]))
     np.testing.assert_allclose(product(), [2 * 2 + 2 * 5, 2 * 5])
+
+
+def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():
+    v, x = tg.Variable([1.0, 2.0]), jnp.array([3.0, 4.0])
+
+    def inside(x):
+        a = v * v * v
+        v.assign(2 * x)
+        y = jnp.sum(a + a * (v * v * v))
+        v.assign(jnp.zeros(2))
+        (product,) = hessian_vector_product(y, v, jnp.ones(2))
+        (stopped,) = gradients(y, x, stop_gradients=v)
+        return *gradients(jnp.sum(a), v), *gradients(y, v), *hessians(y, v), product, stopped
+
+    def on_a_tape(x):
+        with GradientTape():
+            return inside(x)
+
+    # Of y = a³ + a³ b³ along (1, 1).
+    a, b = np.array([1.0, 2.0]), np.array([6.0, 8.0])
+    second = 6 * a + 6 * a * b**3 + 2 * 9 * a**2 * b**2 + 6 * a**3 * b
+    for fun in (tg.trace(inside), on_a_tape):
+        v.assign(a.astype(np.float32))
+        early, slope, hessian, product, stopped = fun(x)
+        np.testing.assert_allclose(early, 3 * a**2)
+        np.testing.assert_allclose(slope, 3 * a**2 + 3 * a**2 * b**3 + 3 * a**3 * b**2)
+        np.testing.assert_allclose(hessian, np.diag(second))
+        np.testing.assert_allclose(product, second)
+        assert stopped is None

@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from tracegrad.annotations import recompute_grad
 from tracegrad.tape import GradientTape
+from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.tracing import trace
 from tracegrad.tracing.variable import Variable
 
@@ -147,3 +150,87 @@ def test_the_read_of_an_assigned_variable_in_a_function_that_jax_has_kept_is_wat
     for _ in range(2):
         y, slope = trace(lambda x: step(x))(3.0)
         assert (float(y), float(slope)) == (36.0, 6.0)
+
+
+def summed_over_a_loop(v, x):
+    def body(total, _):
+        return total + v * v, None
+
+    return jax.lax.scan(body, 0.0, length=1)[0]
+
+
+READERS = {
+    "read": lambda v, x: v * v,
+    "jit": lambda v, x: jax.jit(lambda: v * v)(),
+    "checkpoint": lambda v, x: jax.checkpoint(lambda: v * v)(),
+    "scan": summed_over_a_loop,
+    "traced": lambda v, x: trace(lambda: v * v)(),
+    "recomputed": lambda v, x: recompute_grad(lambda x: v * v)(x),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("given", [lambda x: 2 * x, lambda x: 6.0], ids=["computed", "number"])
+def test_a_tape_around_a_traced_function_sees_the_reads_after_an_assignment(reader, given):
+    v, x = Variable(1.0), jnp.float32(3.0)
+
+    def fun(x):
+        before = v * v
+        v.assign(given(x))
+        return before + reader(v, x)
+
+    traced = trace(fun)
+    for start in (1.0, 4.0):  # traced, and as it was compiled
+        v.assign(start)
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = traced(x)
+        assert float(y) == start**2 + 36
+        slope, of_argument = tape.gradient(y, [v, x])
+        assert float(slope) == 2 * start + 12
+        assert of_argument is None  # an assignment is not differentiated
+        assert float(v) == 6.0
+
+
+def test_derivatives_of_a_traced_function_that_assigns_are_those_of_its_values():
+    v, x, one = Variable(1.0), jnp.float32(3.0), jnp.float32(1.0)
+
+    def fun(x):
+        before = v * v
+        v.assign(2 * x)
+        middle = v * v * v
+        v.assign_add(x)
+        return before + middle * v
+
+    for f in (fun, trace(fun), trace(fun).graph(x).to_callable()):
+        v.assign(1.0)
+        with GradientTape() as outer:
+            with GradientTape() as tape:
+                y = f(x)
+            slope = tape.gradient(y, v)
+        assert (float(y), float(v)) == (1 + 6**3 * 9, 9.0)
+        assert float(slope) == 2 + 3 * 6**2 * 9 + 6**3
+        # The second derivative of a² + b³ c along (1, 1, 1).
+        assert float(outer.gradient(slope, v)) == 2 + 6 * 6 * 9 + 2 * 3 * 6**2
+        v.assign(1.0)
+        with ForwardAccumulator(v, one) as accumulator:
+            y = f(x)
+        assert float(accumulator.jvp(y)) == 2 + 3 * 6**2 * 9 + 6**3
+
+
+def test_a_function_that_assigns_compiles_to_the_same_program_as_by_hand():
+    v = Variable(jnp.ones(3))
+
+    def fun(x):
+        v.assign(v * x)
+        return jnp.sum(v * x)
+
+    def by_hand(value, x):
+        new = value * x
+        return [new], jnp.sum(new * x)
+
+    x = jax.ShapeDtypeStruct((3,), jnp.float32)
+    compiled = trace(fun).lower(x).compile().as_text()
+    ours, theirs = compiled, jax.jit(by_hand, donate_argnums=0).lower(x, x).compile().as_text()
+    for opcode in ("multiply(", "reduce(", "copy("):
+        assert ours.count(opcode) == theirs.count(opcode)

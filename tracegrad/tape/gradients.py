@@ -31,7 +31,7 @@ from tracegrad.tape.gradient_tape import (
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
-from tracegrad.tracing.variable import Variable
+from tracegrad.tracing.variable import Variable, listening
 
 
 class AggregationMethod(enum.Enum):
@@ -55,10 +55,18 @@ _SUMS: dict[AggregationMethod, Aggregation] = {
 
 
 class _Everything(Record):
-    """A record that watches every value of the function that is being traced."""
+    """A record that watches every value of the function that is being traced. (A `Listener`.)"""
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        value = outside()
+        self.watch_read(variable, value)
+        return value
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
 
 
 class _Recording(threading.local):
@@ -75,7 +83,8 @@ def _recording_everything() -> Iterator[None]:
     recorder.add(record)
     _recording.depths.append(tracing_depth())
     try:
-        yield
+        with listening(record):
+            yield
     finally:
         _recording.depths.pop()
         recorder.remove(record)
@@ -102,8 +111,8 @@ def gradients(
     Args:
       ys: an array, or a list of them.
       xs: an array or a `Variable`, or a list of them: arguments, or values computed on the way to
-        the ys. Of a Variable: the gradients of all that a tape has seen read of it; in a traced
-        function, that of its value now.
+        the ys. Of a Variable: the gradients of all that was read of it, before assignments and
+        after, are summed.
       grad_ys: for each y what its gradient starts from, of its shape and dtype, or
         `IndexedSlices` of one; None: ones.
       name: the named scope of the backward operations.
@@ -138,7 +147,7 @@ def gradients(
     [3.0, 1.0, 1.0, 1.0]
     """
     unconnected = UnconnectedGradients(unconnected_gradients)
-    targets, sources, stops = _values(ys), _list(xs), _values(stop_gradients)
+    targets, sources = _values(ys), _list(xs)
     sums = _SUMS.get(aggregation_method or AggregationMethod.DEFAULT)
     if sums is None:
         known = ", ".join(method.name for method in AggregationMethod)
@@ -148,8 +157,8 @@ def gradients(
         for target, seed in zip(targets, seeds_for(targets, grad_ys), strict=True)
     ]
     record = _record_here(_values(sources))
-    # A Variable is all its reads: each is a value of its own.
-    reads = [record.reads_of(x) or _values(x) for x in sources]
+    reads = [_reads(record, x) for x in sources]
+    stops = [array for x in _list(stop_gradients) for array in _reads(record, x)]
     each = [array for of in reads for array in of]
     with jax.named_scope(name):
         terms = iter(_pull_back(record, targets, each, seeds, stops, sums, gate_gradients, sparse))
@@ -182,28 +191,30 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
     [[ 6.  0.]
      [ 0. 12.]]
     """
-    return [_hessian(ys, x, options) for x in _values(xs)]
+    return [_hessian(ys, x, options) for x in _list(xs)]
 
 
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
-    record = _record_here([x])
+    record = _record_here(_values(x))
+    reads = _reads(record, x)
+    shape = (*x.shape, *x.shape)
     if _runs_at_once():
-        ends = (record.slot(x),), (record.slot(first),)
+        ends = tuple(map(record.slot, reads)), (record.slot(first),)
         backward = compiled_backward(record, *ends, JACOBIAN, ())
-        for found in _run(record, backward, ()):
-            return found
-        return jnp.zeros((*x.shape, *x.shape), x.dtype)
-    block, arrays = _block(record, [x], [first])
-    program, connected, _ = trace_backward(block)
-    if not any(connected):
-        return jnp.zeros((*x.shape, *x.shape), x.dtype)
+        found = list(_run(record, backward, ()))
+    else:
+        block, arrays = _block(record, reads, [first])
+        program, connected, _ = trace_backward(block)
 
-    def row(seed: Any) -> Any:
-        return _jax.eval_program(program, [*arrays, seed])[0]
+        def row(seed: Any) -> list[Any]:
+            rows = _jax.eval_program(program, [*arrays, seed])
+            return [ct for ct, linked in zip(rows, connected, strict=True) if linked]
 
-    basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-    return jax.vmap(row)(basis).reshape(*x.shape, *x.shape)
+        basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+        found = jax.vmap(row)(basis) if any(connected) else []
+    total = sum_of_known(found)
+    return jnp.zeros(shape, x.dtype) if total is None else total.reshape(shape)
 
 
 def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
@@ -249,6 +260,11 @@ def _list(values: Any) -> list[Any]:
 def _values(values: Any) -> list[Any]:
     """The arrays of a list; of a Variable its value now."""
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
+
+
+def _reads(record: Record, x: Any) -> list[Any]:
+    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own."""
+    return record.reads_of(x) or _values(x)
 
 
 def _record_here(sources: Sequence[Any]) -> Record:

@@ -26,6 +26,12 @@ import jax
 from tracegrad import _jax
 from tracegrad.tracing.variable import FROZEN, Variable, innermost_listener, listening
 
+# What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
+# `assigned(value, entry)` is the first, and is differentiated as the second. So whoever
+# differentiates the function with respect to a Variable, as a tape around it does, gets the sum
+# over all the values that were read of it, as outside of traced functions.
+ASSIGNED = _jax.standing_in_primitive("assigned")
+
 # A part of the key of every program that JAX keeps: programs made under one value are not used
 # under another.
 _generation = jax.make_user_context(None)  # type: ignore[no-untyped-call]
@@ -76,7 +82,8 @@ class Capture:
         self.assigned: list[Variable] = []
         self._found: dict[int, Variable] = {}
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
-        self._current: dict[int, Any] = {}
+        self._current: dict[int, Any] = {}  # what was assigned last
+        self._readable: dict[int, Any] = {}  # that, as it is read
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[int] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
@@ -107,9 +114,8 @@ class Capture:
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         if _active.telling:
-            return (
-                self._current[id(variable)] if id(variable) in self._current else stand_in(variable)
-            )
+            is_assigned = id(variable) in self._current
+            return self._assigned_value(variable) if is_assigned else stand_in(variable)
         where = _jax.staging_trace()
         key = id(variable)
         if where is None:  # jax.ensure_compile_time_eval
@@ -117,13 +123,30 @@ class Capture:
         if where is not self._trace:
             return self._read_inside(variable)
         if key in self._current:
-            return self._current[key]
+            return self._assigned_value(variable)
+        return self._value_at_entry(variable)
+
+    def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
+        key = id(variable)
         if key not in self._entry:
             self._note(variable)
             self._entry[key] = _jax.Placeholder(
                 variable.aval, weakref.ref(variable), self._life.check
             )
         return self._entry[key]
+
+    def _assigned_value(self, variable: Variable) -> Any:
+        """What a Variable was assigned last, for who reads it: one object until it is assigned
+        again."""
+        key = id(variable)
+        if key not in self._readable:
+            value = self._current[key]
+            if _jax.has_gradient(variable):
+                # Not seen by tapes inside the function, to which it is a value of its own.
+                with _jax.set_current_trace(self._trace):
+                    value = ASSIGNED.bind(value, self._value_at_entry(variable))
+            self._readable[key] = value
+        return self._readable[key]
 
     def _read_inside(self, variable: Variable) -> Any:
         """A read in an inner function, whose program JAX may keep."""
@@ -134,7 +157,7 @@ class Capture:
         if key not in self._prepared:
             stand_in(variable)  # that there is one prepares the assignment, in the next run
             raise ReadAgain
-        value = self._current[key]
+        value = self._assigned_value(variable)
         _active.assigned[id(value)] = value, variable
         self._handed.append(id(value))
         return value
@@ -160,6 +183,7 @@ class Capture:
         if key not in self._current:
             self.assigned.append(variable)
         self._current[key] = value
+        self._readable.pop(key, None)
         if variable._stand_in is not None:
             # Some inner function may have been traced with the old value.
             self._generations.enter_context(_generation(object()))

@@ -294,6 +294,40 @@ def a_traced_step_reads_and_assigns_variables(lib):
     return [*values, step(lib.constant(2.0)), v.numpy()]
 
 
+@states
+def a_variable_that_is_assigned_and_then_read_has_a_gradient_in_functions_too(lib):
+    v, x = lib.Variable(1.0), lib.constant(3.0)
+
+    def body(x):
+        first = v * v
+        v.assign(2 * x)
+        second = v * v
+        v.assign_add(x)
+        return first + second + v * v * v
+
+    found = []
+    for fun in (body, lib.function(body)):
+        v.assign(1.0)
+        with lib.GradientTape() as tape:
+            tape.watch(x)
+            y = fun(x)
+        found.append([y, tape.gradient(y, [v, x])])
+    return found
+
+
+@states
+def gradients_of_a_variable_are_of_all_its_reads(lib):
+    v = lib.Variable(1.0)
+
+    @lib.function
+    def inside(x):
+        first = v * v
+        v.assign(2 * x)
+        return [*lib.gradients(first, v), *lib.gradients(first + v * v, v)]
+
+    return inside(lib.constant(3.0))
+
+
 section("Tape life")
 
 

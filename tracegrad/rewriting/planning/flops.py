@@ -132,6 +132,7 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
         "name",
         "iota",
         "stop_gradient",
+        "assigned",
         "split",
         "optimization_barrier",
         "device_put",

@@ -47,6 +47,7 @@ VIEWS = frozenset(
         "name",
         "split",
         "stop_gradient",
+        "assigned",
         "convert_element_type",
         "optimization_barrier",
         "sharding_constraint",
