@@ -279,3 +279,224 @@ def test_an_effect_inside_a_group_stays_in_its_place(capfd):
     words = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
     assert sorted(words) == ["first", "second", "third"]
     assert len(words) == 3
+
+
+# ------------------------------------------------------- print, lowering and verify tell the same
+
+
+@jax.jit
+def halved(x):
+    return jnp.sin(x) * 0.5
+
+
+@jax.jit
+def in_between(x):
+    return halved(x) + 1.0
+
+
+OFFSET = np.float32([0.25, 0.5])
+
+
+def three_deep(x):
+    return in_between(x) * jax.lax.cumsum(x + OFFSET, axis=0)
+
+
+POINT = jnp.array([0.3, 0.7], jnp.float32)
+
+
+def innermost(graph):
+    """The region of `halved` in a graph of `three_deep`, and the two nodes around it."""
+    outer = next(node for node in graph.nodes if node.name == "in_between")
+    inner = next(node for node in outer.regions["jaxpr"].nodes if node.name == "halved")
+    return inner.regions["jaxpr"], inner, outer
+
+
+def region_of(function, *arguments):
+    return tg.graph(lambda *a: [function(*a)])(*arguments)
+
+
+def insert_and_replace(graph):
+    region, _, _ = innermost(graph)
+    (sine,) = (node for node in region.nodes if node.op == "sin")
+    (new,) = region.insert(lambda v: v * 3.0, sine.outputs, after=sine)
+    region.replace_uses(sine.outputs[0], new)
+    return lambda x: (1.5 * np.sin(x) + 1) * np.cumsum(x + OFFSET)
+
+
+def give_other_inputs(graph):
+    region, _, _ = innermost(graph)
+    product = region.nodes[-1]
+    region.set_inputs(product, [region.inputs[0], product.inputs[1]])
+    return lambda x: (0.5 * x + 1) * np.cumsum(x + OFFSET)
+
+
+def give_other_outputs(graph):
+    region, _, _ = innermost(graph)
+    region.set_outputs([region.inputs[0]])
+    return lambda x: (x + 1) * np.cumsum(x + OFFSET)
+
+
+def give_a_clean_region(graph):
+    _, inner, outer = innermost(graph)
+    outer.regions["jaxpr"].set_region(inner, "jaxpr", region_of(jnp.cos, POINT))
+    return lambda x: (np.cos(x) + 1) * np.cumsum(x + OFFSET)
+
+
+def give_a_clean_region_with_regions(graph):
+    _, _, outer = innermost(graph)
+    graph.set_region(outer, "jaxpr", region_of(lambda x: halved(jnp.cos(x)), POINT))
+    return lambda x: 0.5 * np.sin(np.cos(x)) * np.cumsum(x + OFFSET)
+
+
+def give_other_parameters(graph):
+    (node,) = (node for node in graph.nodes if node.op == "cumsum")
+    graph.set_params(node, {**node.params, "reverse": True})
+    return lambda x: (0.5 * np.sin(x) + 1) * np.cumsum((x + OFFSET)[::-1])[::-1]
+
+
+def make_it_another_operation(graph):
+    region, _, _ = innermost(graph)
+    (sine,) = (node for node in region.nodes if node.op == "sin")
+    region.set_params(sine, {"accuracy": None}, primitive=jax.lax.cos_p)
+    return lambda x: (0.5 * np.cos(x) + 1) * np.cumsum(x + OFFSET)
+
+
+def close_over_another_array(graph):
+    (value,) = graph.constants
+    graph.set_constant(value, np.float32([4.0, 5.0]))
+    return lambda x: (0.5 * np.sin(x) + 1) * np.cumsum(x + np.float32([4.0, 5.0]))
+
+
+def erase_what_nothing_uses(graph):
+    region, _, _ = innermost(graph)
+    region.set_outputs([region.inputs[0]])
+    for node in reversed(region.nodes):
+        region.erase(node)
+    assert not region.nodes
+    return lambda x: (x + 1) * np.cumsum(x + OFFSET)
+
+
+def group_all(graph):
+    region, _, _ = innermost(graph)
+    region.group(region.nodes, name="everything")
+    return lambda x: (0.5 * np.sin(x) + 1) * np.cumsum(x + OFFSET)
+
+
+def own_without_an_edit(graph):
+    (sine,) = sines(graph)
+    graph.own(sine)
+    return lambda x: (0.5 * np.sin(x) + 1) * np.cumsum(x + OFFSET)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        insert_and_replace,
+        give_other_inputs,
+        give_other_outputs,
+        give_a_clean_region,
+        give_a_clean_region_with_regions,
+        give_other_parameters,
+        make_it_another_operation,
+        close_over_another_array,
+        erase_what_nothing_uses,
+        group_all,
+        own_without_an_edit,
+    ],
+)
+def test_what_an_edited_graph_prints_computes_and_verifies_is_one_program(edit, copied):
+    graph = tg.graph(three_deep)(POINT)
+    before = str(graph)
+    expected = edit(graph)
+    if copied:
+        graph = graph.copy()
+    graph.verify()
+    (value, slope) = jax.jvp(graph.to_callable(), (POINT,), (jnp.ones(2),))
+    np.testing.assert_allclose(value, expected(np.asarray(POINT)), rtol=1e-6)
+    step = 1e-3
+    far, near = (expected(np.float64(POINT) + by) for by in (step, -step))
+    np.testing.assert_allclose(slope, (far - near) / (2 * step), rtol=1e-3)
+    # Traced anew, the program prints as it did.
+    assert ops(tg.graph(graph.to_callable())(POINT)) == ops(graph)
+    changes = edit not in (own_without_an_edit, close_over_another_array)
+    assert (str(graph) != before) == changes
+    assert graph.is_clean == (edit is own_without_an_edit)
+    assert (graph.program is None) == (edit is not own_without_an_edit)
+
+
+def ops(graph):
+    return [
+        (occurrence.node.op, occurrence.node.params.get("reverse"))
+        for occurrence in graph.walk()
+        if not occurrence.node.regions
+    ]
+
+
+def test_a_branch_can_be_replaced_by_a_clean_one():
+    graph = tg.graph(lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x))(True, 1.0)
+    (node,) = (node for node in graph.nodes if node.op == "cond")
+    graph.set_region(node, "branches[0]", region_of(jnp.tanh, 1.0))
+    graph.verify()
+    f = graph.to_callable()
+    expected = [np.tanh(1.0), np.sin(1.0)]
+    np.testing.assert_allclose([f(False, 1.0), f(True, 1.0)], expected, rtol=1e-6)
+
+
+def test_an_edit_in_a_face_of_a_rule_is_an_edit_of_the_graphs_around_it():
+    graph = tg.graph(lambda x: jax.jit(jax.nn.relu)(x))(jnp.ones(2))
+    (found,) = graph.find(lambda o: isinstance(o.node, CustomGradient))
+    face = graph.own(found).node.face("jvp")
+    face.set_outputs([face.outputs[0], face.insert(lambda t: 5 * t, [face.outputs[1]])[0]])
+    assert not graph.is_clean
+    np.testing.assert_array_equal(jax.grad(lambda x: graph.to_callable()(x).sum())(POINT), [5, 5])
+
+
+def test_a_graph_and_its_nodes_are_changed_by_the_graph_alone():
+    graph = tg.graph(calls_twice)(1.0)
+    node = graph.nodes[0]
+    for thing, name in [
+        (graph, "inputs"),
+        (graph, "nodes"),
+        (graph, "outputs"),
+        (graph, "constants"),
+        (graph, "program"),
+        (node, "params"),
+        (node, "inputs"),
+        (node, "outputs"),
+        (node, "primitive"),
+        (node, "effects"),
+        (node, "regions"),
+    ]:
+        with pytest.raises(AttributeError):
+            setattr(thing, name, getattr(thing, name))
+        with pytest.raises((AttributeError, TypeError)):
+            getattr(thing, name)[0] = None
+    assert graph.is_clean
+
+
+def test_a_node_that_was_erased_shares_its_region_with_nobody():
+    graph = tg.graph(calls_twice)(1.0)
+    first, second = (node for node in graph.nodes if node.op == "jit")
+    graph.replace_uses(second.outputs[0], first.outputs[0])
+    graph.erase(second)
+    region = first.regions["jaxpr"]
+    assert not region.is_shared
+    region.set_outputs(region.inputs)
+    np.testing.assert_allclose(graph.to_callable()(2.0), 6.0)
+
+
+def test_the_effects_of_a_replaced_region_follow():
+    @jax.jit
+    def shown(x):
+        jax.debug.print("here")
+        return jnp.sin(x)
+
+    graph = tg.graph(lambda x: shown(x) + 1)(1.0)
+    (call,) = (node for node in graph.nodes if node.op == "jit")
+    assert graph.effects
+    printing = call.regions["jaxpr"]
+    graph.set_region(call, "jaxpr", region_of(jnp.cos, 1.0))
+    assert not graph.effects
+    graph.set_region(call, "jaxpr", printing)
+    assert graph.effects

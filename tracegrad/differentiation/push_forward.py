@@ -113,9 +113,7 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
             continue
         if isinstance(here, RegionNode):
             for name, region in node.regions.items():
-                here._regions[name] = _quiet(region, tangents, done)
-                here._regions[name].add_owner(here)
-            here.effects = frozenset().union(*(r.effects for r in here._regions.values()))
+                result.set_region(here, name, _quiet(region, tangents, done))
         elif not tangents.intersection(node.inputs) and not _is_on_references(node):
             if node.outputs:
                 raise NotImplementedError(
@@ -123,8 +121,7 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
                     "loop or a branch: to differentiate that, it would have to run once more. "
                     "Call it outside, and pass the results in"
                 )
-            here.effects = frozenset()
-            result.erase(here)
+            result.erase(here, with_effects=True)
     return result
 
 

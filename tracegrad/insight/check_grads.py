@@ -237,6 +237,5 @@ def _without(program: Graph, names: set[str]) -> Graph:
         results = here.graph.insert(node.primal, node.inputs, before=node)
         for old, new in zip(node.outputs, results, strict=True):
             here.graph.replace_uses(old, new)
-        node.effects = frozenset()  # its function has them now
-        here.graph.erase(node)
+        here.graph.erase(node, with_effects=True)  # its function has them now
     return program

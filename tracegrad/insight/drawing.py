@@ -7,6 +7,7 @@ which the regions take their inputs, and one that their results go into.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tracegrad import _jax
@@ -92,7 +93,7 @@ class _Pen:
         self.drawing.boxes.append(Box(name, text, frame, types, flow, occurrence))
         return name
 
-    def arrows(self, target: str, values: list[Value | Literal], ends: _Ends) -> None:
+    def arrows(self, target: str, values: Sequence[Value | Literal], ends: _Ends) -> None:
         for i, value in enumerate(values):
             if isinstance(value, Value):
                 self.drawing.arrows.append(Arrow(*ends[value], target, i))

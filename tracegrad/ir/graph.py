@@ -6,7 +6,8 @@ through sharing; editing goes through `Graph.own`, which copies the regions on t
 where somebody else uses them too.
 
 A graph that was not edited keeps the JAX program that it was imported from, and is lowered to
-exactly that.
+exactly that. So the graph alone changes what it holds: its lists and its nodes are read-only to
+everybody else, and each method that edits says so, to the graphs around a region too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import jax
 
 from tracegrad import _jax
 from tracegrad.ir import match, text, verification
@@ -32,7 +36,9 @@ from tracegrad.ir.nodes import (
     Node,
     Recompute,
     RegionNode,
+    Source,
     Value,
+    set_field,
 )
 from tracegrad.ir.occurrence import Matches, Occurrence, Path
 from tracegrad.ir.selector import Selector
@@ -71,7 +77,8 @@ class Graph:
       taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
-      program: the JAX program that it was imported from, or None once edited.
+      program: the JAX program that it was imported from; None once it, or a region below it, was
+        edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
 
     `print(graph)` is meant to be read. See `tracegrad.graph` for an example.
@@ -84,7 +91,6 @@ class Graph:
         function_source: str = "",
         in_tree: Any = None,
         out_tree: Any = None,
-        program: Any = None,
     ):
         self.name = name
         self.function_source = function_source
@@ -94,12 +100,12 @@ class Graph:
         self.variables: tuple[Any, ...] = ()
         self.assigned: tuple[Any, ...] = ()
         self.taps: tuple[Tap, ...] = ()
-        self.program = program
-        self.inputs: list[Value] = []
-        self.constants: dict[Value, Any] = {}
-        self.nodes: list[Node] = []
-        self.outputs: list[Value | Literal] = []
-        self._sealed: tuple[Any, ...] = ()  # what it held when it was made of its program
+        self._program: Any = None
+        self._inputs: tuple[Value, ...] = ()
+        self._outputs: tuple[Value | Literal, ...] = ()
+        self._constants: dict[Value, Any] = {}
+        self._nodes: list[Node] = []
+        self._nodes_read: tuple[Node, ...] | None = ()  # the same for others, who may keep it
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
         self._owners: weakref.WeakSet[RegionNode] = weakref.WeakSet()
         # For a copy: the node of the original -> its node here, so that occurrences stay good.
@@ -107,25 +113,44 @@ class Graph:
 
     # ------------------------------------------------------------------------------- building
 
-    def add_input(self, aval: Any, hint: str = "") -> Value:
+    def add_input(self, aval: Any, hint: str = "", *, at: int | None = None) -> Value:
+        """Takes one more value, behind the others or at a position."""
+        self._edited()
         value = Value(aval, self, hint=hint)
-        self.inputs.append(value)
+        at = len(self._inputs) if at is None else at
+        self._inputs = (*self._inputs[:at], value, *self._inputs[at:])
         return value
 
     def add_constant(self, array: Any, aval: Any, hint: str = "const") -> Value:
+        """Closes over one more array."""
+        self._edited()
         value = Value(aval, self, hint=hint)
-        self.constants[value] = array
+        self._constants[value] = array
         return value
+
+    def add_output(self, value: Value | Literal, *, at: int | None = None) -> None:
+        """Returns one more value, behind the others or at a position; for a region see `widen`."""
+        if isinstance(value, Value):
+            self._check_mine(value)
+        self._edited()
+        at = len(self._outputs) if at is None else at
+        self._outputs = (*self._outputs[:at], value, *self._outputs[at:])
 
     def append(self, node: Node, avals: Sequence[Any]) -> Node:
         """Puts a node at the end and gives it its outputs."""
+        self._edited()
         self._adopt(node, avals)
-        self.nodes.append(node)
+        self._nodes.append(node)
+        self._nodes_read = None
         return node
 
+    def seal(self, program: Any) -> None:
+        """Notes the program that it was imported from: with that it is clean."""
+        self._program = program
+
     def _adopt(self, node: Node, avals: Sequence[Any]) -> None:
-        node.graph = self
-        node.outputs = tuple(Value(aval, self, node) for aval in avals)
+        set_field(node, "graph", self)
+        set_field(node, "outputs", tuple([Value(aval, self, node) for aval in avals]))
         for value in node.inputs:
             if isinstance(value, Value):
                 value._uses.append(node)
@@ -138,13 +163,38 @@ class Graph:
         for value in node.inputs:
             if isinstance(value, Value):
                 value._uses.remove(node)
-        node.graph = None
+        if isinstance(node, RegionNode):
+            for region in node._regions.values():
+                region._owners.discard(node)
+        set_field(node, "graph", None)
 
     def add_owner(self, node: RegionNode) -> None:
         """Notes that a node holds this graph as a region."""
         self._owners.add(node)
 
     # -------------------------------------------------------------------------------- reading
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return self._inputs
+
+    @property
+    def constants(self) -> Mapping[Value, Any]:
+        return MappingProxyType(self._constants)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        if self._nodes_read is None:
+            self._nodes_read = tuple(self._nodes)
+        return self._nodes_read
+
+    @property
+    def outputs(self) -> tuple[Value | Literal, ...]:
+        return self._outputs
+
+    @property
+    def program(self) -> Any:
+        return self._program
 
     @property
     def effects(self) -> frozenset[Any]:
@@ -162,7 +212,7 @@ class Graph:
     @property
     def is_clean(self) -> bool:
         """Whether neither it nor any region below it was edited since it was imported."""
-        return self._is_clean({})
+        return self._program is not None
 
     @property
     def recomputes(self) -> bool:
@@ -181,24 +231,6 @@ class Graph:
                 for region in node.regions.values():
                     region._below(seen)
         return seen
-
-    def seal(self) -> None:
-        """Notes what it holds as what its program computes: with that it is clean."""
-        self._sealed = self._contents()
-
-    def _contents(self) -> tuple[Any, ...]:
-        return (tuple(self.inputs), tuple(self.nodes), tuple(self.outputs), tuple(self.constants))
-
-    def _is_clean(self, known: dict[Graph, bool]) -> bool:
-        if self not in known:
-            untouched = self.program is not None and self._sealed == self._contents()
-            known[self] = untouched and all(
-                region._is_clean(known)
-                for node in self.nodes
-                if isinstance(node, RegionNode)
-                for region in node._regions.values()
-            )
-        return known[self]
 
     @property
     def is_shared(self) -> bool:
@@ -316,32 +348,35 @@ class Graph:
             function_source=self.function_source,
             in_tree=self.in_tree,
             out_tree=self.out_tree,
-            program=self.program,
         )
         new.signature = self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
         values: dict[Value, Value | Literal] = {
             value: new.add_input(value.aval, value.hint) for value in self.inputs
         }
-        new.nodes = new._splice(self, values)
-        new.outputs = [values[v] if isinstance(v, Value) else v for v in self.outputs]
-        if self._sealed == self._contents():
-            new.seal()
+        new._set_nodes(new._splice(self, values))
+        new._outputs = tuple(values[v] if isinstance(v, Value) else v for v in self.outputs)
+        new.seal(self._program)
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)
         return new
 
-    def _splice(self, graph: Graph, values: dict[Value, Value | Literal]) -> list[Node]:
+    def _splice(
+        self, graph: Graph, values: dict[Value, Value | Literal], source: Source | None = None
+    ) -> list[Node]:
         """Copies the nodes of another graph for this one, without putting them anywhere.
 
         `values` holds what stands for its inputs, and grows by what every other value has become.
+        `source`: where they came from; None: each as it is.
         """
         for value, array in graph.constants.items():
             values[value] = self.add_constant(array, value.aval, value.hint)
         nodes = []
         for node in graph.nodes:
             new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
+            if source is not None:
+                set_field(new, "source", source)
             self._adopt(new, [value.aval for value in node.outputs])
             for old_value, new_value in zip(node.outputs, new.outputs, strict=True):
                 new_value.hint = old_value.hint
@@ -366,7 +401,7 @@ class Graph:
             graph = _own_region(node, name)
         here = graph.node_here(occurrence.node)
         if isinstance(here, CustomGradient):  # its edit concerns all of them
-            for name in list(here._regions):
+            for name in tuple(here._regions):
                 _own_region(here, name)
         return Occurrence(tuple(path), here)
 
@@ -382,8 +417,16 @@ class Graph:
 
     # -------------------------------------------------------------------------------- editing
 
-    def _edited(self) -> None:
-        """Comes before each edit. Raises GraphError if that would reach other calls too."""
+    def _edited(self, *, everywhere: bool = False) -> None:
+        """Comes before each edit. Raises GraphError if that would reach other calls too, unless it
+        is meant to be seen everywhere."""
+        if self._program is None and not self._owners:  # as while it is built
+            return
+        if not everywhere:
+            self._refuse_shared()
+        self._forget_program()
+
+    def _refuse_shared(self) -> None:
         around = [node.graph for node in self.enclosing()]
         if self.is_shared or any(graph is not None and graph.is_shared for graph in around):
             raise GraphError(
@@ -391,7 +434,19 @@ class Graph:
                 "and an edit here would reach all of them: edit where `graph.own(occurrence)` "
                 "leads, which only that occurrence enters"
             )
-        self.program = None
+
+    def _forget_program(self) -> None:
+        """Here and in the graphs around it, whose programs hold this one's."""
+        if self._program is None:  # then so it is in those
+            return
+        self._program = None
+        for owner in tuple(self._owners):
+            if owner.graph is not None:
+                owner.graph._forget_program()
+
+    def _set_nodes(self, nodes: Iterable[Node]) -> None:
+        self._nodes = list(nodes)
+        self._nodes_read = None
 
     def replace_uses(
         self,
@@ -426,7 +481,7 @@ class Graph:
                 inputs = tuple(new if v is old else v for v in user.inputs)
                 self.set_inputs(user, inputs)
         if outputs:
-            self.outputs = [new if v is old else v for v in self.outputs]
+            self._outputs = tuple(new if v is old else v for v in self._outputs)
 
     def set_inputs(self, node: Node, inputs: Sequence[Value | Literal]) -> None:
         """Gives a node other inputs.
@@ -442,7 +497,7 @@ class Graph:
         for value in node.inputs:
             if isinstance(value, Value):
                 value._uses.remove(node)
-        node.inputs = tuple(inputs)
+        set_field(node, "inputs", tuple(inputs))
         for value in node.inputs:
             if isinstance(value, Value):
                 value._uses.append(node)
@@ -462,7 +517,62 @@ class Graph:
             if not _same_type(new.aval, old.aval):
                 raise GraphError(f"{self.name} returns {old!r}; {new!r} is of another type")
         self._edited()
-        self.outputs = list(outputs)
+        self._outputs = tuple(outputs)
+
+    def reorder_inputs(self, inputs: Sequence[Value]) -> None:
+        """Takes the same inputs in another order.
+
+        Raises GraphError if they are not the same.
+        """
+        if len(inputs) != len(self._inputs) or set(inputs) != set(self._inputs):
+            raise GraphError(f"expected the inputs of {self.name} in any order; got {inputs!r}")
+        self._edited()
+        self._inputs = tuple(inputs)
+
+    def set_constant(self, value: Value, array: Any, *, everywhere: bool = False) -> None:
+        """Closes over another array of the same type in the place of one.
+
+        `everywhere`: in a region that several places enter, for all of them.
+
+        Raises GraphError if `value` is no constant of this graph, or the types differ.
+        """
+        if value not in self._constants:
+            raise GraphError(f"{value!r} is not a constant of {self.name}")
+        if not _same_type(value.aval, jax.typeof(array)):
+            raise GraphError(
+                f"cannot replace the constant {value!r} of {self.name} by "
+                f"{_jax.type_text(jax.typeof(array))}: the types differ"
+            )
+        self._edited(everywhere=everywhere)
+        self._constants[value] = array
+
+    def set_params(
+        self,
+        node: Node,
+        params: Mapping[str, Any],
+        *,
+        primitive: Any = None,
+        everywhere: bool = False,
+    ) -> None:
+        """Gives a node other parameters, or makes it another operation without regions.
+
+        That it takes its inputs and gives its outputs still, `verify` checks.
+
+        Args:
+          node: a node of this graph. Its regions stay, whatever programs `params` holds for them.
+          params: all of them.
+          primitive: of the operation that it becomes; None: it stays the same.
+          everywhere: in a region that several places enter, for all of them.
+        """
+        self._check_node(node)
+        if primitive is not None and isinstance(node, RegionNode):
+            raise GraphError(f"{node!r} has regions: insert another operation, and replace_uses")
+        self._edited(everywhere=everywhere)
+        set_field(node, "params", MappingProxyType(dict(params)))
+        if primitive is not None:
+            set_field(node, "primitive", primitive)
+        if isinstance(node, RegionNode):
+            set_field(node, "replaced", frozenset(node._regions))
 
     def insert(
         self,
@@ -509,17 +619,15 @@ class Graph:
                 self._check_mine(given)
             if not _same_type(given.aval, expected.aval):
                 raise GraphError(f"{program.name} takes {expected!r}, not {given!r}")
-        index = len(self.nodes)
+        index = len(self._nodes)
         if beside is not None:
             self._check_node(beside)
-            index = self.nodes.index(beside) + (after is not None)
+            index = self._nodes.index(beside) + (after is not None)
         values: dict[Value, Value | Literal] = dict(zip(program.inputs, inputs, strict=True))
         self._edited()
-        new = self._splice(program, values)
-        if beside is not None:
-            for node in new:  # they stand for the place where they were put
-                node.source = beside.source
-        self.nodes[index:index] = new
+        # They stand for the place where they are put.
+        new = self._splice(program, values, beside.source if beside is not None else None)
+        self._set_nodes([*self._nodes[:index], *new, *self._nodes[index:]])
         self._tell_owners(frozenset().union(*(node.effects for node in new)))
         return [values[v] if isinstance(v, Value) else v for v in program.outputs]
 
@@ -528,7 +636,7 @@ class Graph:
         if not effects:
             return
         for owner in self._owners:
-            owner.effects |= effects
+            set_field(owner, "effects", owner.effects | effects)
             if owner.graph is not None:
                 owner.graph._tell_owners(effects)
 
@@ -555,23 +663,14 @@ class Graph:
         for value in inputs:
             self._check_mine(value)
         self._edited()
-        wide = _copy_node(node, (*node.inputs, *inputs))
-        assert isinstance(wide, RegionNode)
-        wide.is_new = True
-        wide._regions.update(regions)
+        wide = _copy_node(node, (*node.inputs, *inputs), is_new=True, _regions=dict(regions))
         self._adopt(wide, [*(value.aval for value in node.outputs), *avals])
         for old, new in zip(node.outputs, wide.outputs, strict=False):
             new.hint = old.hint
             self.replace_uses(old, new)
-        self.nodes[self.nodes.index(node)] = wide
+        self._set_nodes(wide if n is node else n for n in self._nodes)
         self._disown(node)
         return wide
-
-    def add_output(self, value: Value) -> None:
-        """Returns one more value of this graph, behind the others; for a region see `widen`."""
-        self._check_mine(value)
-        self._edited()
-        self.outputs.append(value)
 
     def set_region(self, node: Node, name: str, region: Graph) -> None:
         """Gives a node another region: of as many inputs and outputs, of the same types."""
@@ -585,12 +684,23 @@ class Graph:
             same = len(ours) == len(theirs) and all(map(_same_type, ours, theirs))
             if not same:
                 raise GraphError(f"{region!r} {what} other values than {old!r}")
+        self._edited()
+        before = frozenset().union(*(r.effects for r in node._regions.values()))
         node._regions[name] = region
+        after = frozenset().union(*(r.effects for r in node._regions.values()))
+        set_field(node, "effects", (node.effects - before) | after)
+        set_field(node, "replaced", node.replaced | {name})
         region.add_owner(node)
-        region._tell_owners(region.effects)
+        _leave(node, old)
+        self._tell_owners(after)
 
-    def erase(self, node: Node) -> None:
+    def erase(self, node: Node, *, with_effects: bool = False, everywhere: bool = False) -> None:
         """Takes a node out.
+
+        Args:
+          node: a node of this graph.
+          with_effects: even if it has effects.
+          everywhere: in a region that several places enter, for all of them.
 
         Raises GraphError if something uses its outputs, or if it has effects (which would be
         dropped in silence).
@@ -601,14 +711,24 @@ class Graph:
         if users or outputs.intersection(v for v in self.outputs if isinstance(v, Value)):
             name = users[0].name if users else "the graph's outputs"
             raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
-        if node.effects:
+        if node.effects and not with_effects:
             raise GraphError(
                 f"cannot erase {Occurrence((), node)}: it has effects {set(node.effects)}, which "
                 "an edit must not drop"
             )
-        self._edited()
-        self.nodes.remove(node)
+        self._edited(everywhere=everywhere)
+        self._set_nodes(n for n in self._nodes if n is not node)
         self._disown(node)
+
+    def let_go(self) -> None:
+        """Gives up all that it and the regions below it hold: arrays, most of all, which would live
+        on until Python looks for cycles."""
+        if self._program is None and not self._constants and not self._nodes:
+            return
+        nodes, self._program, self._nodes, self._nodes_read = self._nodes, None, [], ()
+        self._constants.clear()
+        for node in nodes:
+            node.let_go()
 
     def group(
         self,
@@ -636,9 +756,9 @@ class Graph:
             self._check_node(node)
         if not chosen:
             raise GraphError(f"no nodes to group in {self.name}")
-        places = [i for i, node in enumerate(self.nodes) if node in chosen]
+        places = [i for i, node in enumerate(self._nodes) if node in chosen]
         stretch = slice(places[0], places[-1] + 1)
-        members, before, after = parted(self.nodes[stretch], chosen)
+        members, before, after = parted(self._nodes[stretch], chosen)
         inputs, outputs = entering(members), leaving(self, members)
         region = self._region_of(members, inputs, outputs, name)
         kind = Recompute if recompute else Call
@@ -658,10 +778,12 @@ class Graph:
             for user in old.users:
                 if user not in chosen:
                     self.set_inputs(user, [new if v is old else v for v in user.inputs])
-            self.outputs = [new if v is old else v for v in self.outputs]
+            self._outputs = tuple(new if v is old else v for v in self._outputs)
         for node in members:
             self._disown(node)
-        self.nodes[stretch] = [*before, grouped, *after]
+        self._set_nodes(
+            [*self._nodes[: stretch.start], *before, grouped, *after, *self._nodes[stretch.stop :]]
+        )
         return grouped
 
     def _region_of(
@@ -676,7 +798,7 @@ class Graph:
             new = _copy_node(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
             region.append(new, [v.aval for v in node.outputs])
             values.update(zip(node.outputs, new.outputs, strict=True))
-        region.outputs = [values[v] for v in outputs]
+        region._outputs = tuple(values[v] for v in outputs)
         return region
 
     def _check_node(self, node: Node) -> None:
@@ -693,11 +815,18 @@ class Graph:
 
 def _own_region(node: RegionNode, name: str) -> Graph:
     region = node.region(name)
-    if region.is_shared:
-        region = region.copy()
-        region.add_owner(node)
-        node._regions[name] = region
+    if region.is_shared:  # the copy computes the same, so this is no edit yet
+        copy = node._regions[name] = region.copy()
+        copy.add_owner(node)
+        _leave(node, region)
+        return copy
     return region
+
+
+def _leave(node: RegionNode, region: Graph) -> None:
+    """Takes a node from the owners of what it has given up, unless that is another region of it."""
+    if all(other is not region for other in node._regions.values()):
+        region._owners.discard(node)
 
 
 def _nodes_between(old: Value, new: Value | Literal) -> set[Node]:
@@ -713,7 +842,7 @@ def _nodes_between(old: Value, new: Value | Literal) -> set[Node]:
     return found
 
 
-def _copy_node(node: Node, inputs: Sequence[Value | Literal]) -> Node:
+def _copy_node(node: Node, inputs: Sequence[Value | Literal], **changes: Any) -> Node:
     common: dict[str, Any] = {
         "primitive": node.primitive,
         "params": node.params,
@@ -723,10 +852,10 @@ def _copy_node(node: Node, inputs: Sequence[Value | Literal]) -> Node:
         "is_new": node.is_new,
     }
     if isinstance(node, RegionNode):
-        common["_regions"] = dict(node._regions)
+        common |= {"_regions": dict(node._regions), "replaced": node.replaced}
     if isinstance(node, CustomGradient):
         common["trace_face"] = node.trace_face
-    return type(node)(**common)
+    return type(node)(**(common | changes))
 
 
 def _same_type(a: Any, b: Any) -> bool:

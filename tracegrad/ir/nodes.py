@@ -8,8 +8,9 @@
 | `StopGradient`   | its input, through which no gradient flows |
 | `Recompute`      | a region whose intermediates are computed again in the backward pass |
 
-A node belongs to one `Graph`, which alone changes it (`Graph.replace_uses`, `Graph.insert`, ...):
-so the users of every value are always right, and a graph knows whether it was edited.
+A node belongs to one `Graph`, which alone changes it (`Graph.replace_uses`, `Graph.set_params`,
+...): so the users of every value are always right, and a graph knows whether it was edited. To
+everybody else it is frozen.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Value:
         """Its name in the text form, unique in its graph: ``w``, ``dot_general_1``."""
         if self._name is None:
             self.graph.name_values()
+        if self._name is None:  # of a node that was erased
+            self.graph._name(self, self.hint or (self.producer.name if self.producer else "value"))
         assert self._name is not None
         return self._name
 
@@ -87,7 +90,11 @@ class Source:
     settings: Any
 
 
-@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+# `set_field(node, name, value)` changes a node: for its graph, which knows then that it was edited.
+set_field: Callable[[Node, str, Any], None] = object.__setattr__
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
 class Node:
     """What all five kinds share. Not used itself.
 
@@ -105,7 +112,7 @@ class Node:
     graph: Graph | None = None
 
     def __post_init__(self) -> None:
-        self.params = MappingProxyType(dict(self.params))
+        set_field(self, "params", MappingProxyType(dict(self.params)))
 
     @property
     def op(self) -> str:
@@ -126,34 +133,52 @@ class Node:
         """One sub-program; for a `CustomGradient` also a face of its rule."""
         return self.regions[name]
 
+    def let_go(self) -> None:
+        """Gives up all that it holds, when its graph is done with; see `Graph.let_go`."""
+        set_field(self, "params", MappingProxyType({}))
+
     def __repr__(self) -> str:
         inputs = ", ".join(v.name if isinstance(v, Value) else repr(v) for v in self.inputs)
         outputs = ", ".join(map(repr, self.outputs))
         return f"<{type(self).__name__} {outputs} = {self.name}({inputs})>"
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Apply(Node):
     """One JAX primitive without sub-programs: every ordinary operation."""
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class StopGradient(Node):
     """Hands on its one input; the gradient ends here. (`stop_gradient` of either library.)"""
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class RegionNode(Node):
-    """A node with regions. `_regions` is replaced when a shared region is copied for an edit."""
+    """A node with regions.
+
+    `replaced` names those that compute another thing than the programs in `params`, though they
+    may be clean themselves.
+    """
 
     _regions: dict[str, Graph] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
 
     @property
     def regions(self) -> Mapping[str, Graph]:
         return MappingProxyType(self._regions)
 
+    def let_go(self) -> None:
+        Node.let_go(self)
+        for region in self._regions.values():
+            region.let_go()
 
-@dataclass(eq=False, repr=False, slots=True)
+    def keeps(self, name: str) -> bool:
+        """Whether a region is the program that `params` has for it."""
+        return name not in self.replaced and self._regions[name].is_clean
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Call(RegionNode):
     """One JAX primitive with regions: ``jit`` and control flow.
 
@@ -166,7 +191,7 @@ class Call(RegionNode):
         return str(self.params.get("name", self.op))
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Recompute(RegionNode):
     """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
 
@@ -184,7 +209,7 @@ class Recompute(RegionNode):
         return self._regions["jaxpr"].name
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class CustomGradient(RegionNode):
     """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
 
@@ -195,6 +220,10 @@ class CustomGradient(RegionNode):
     """
 
     trace_face: Callable[[str], dict[str, Graph]] | None = None
+
+    def let_go(self) -> None:
+        RegionNode.let_go(self)
+        set_field(self, "trace_face", None)
 
     def region(self, name: str) -> Graph:
         return self.primal if name == "call_jaxpr" else self.face(name)
@@ -237,3 +266,16 @@ class CustomGradient(RegionNode):
     @property
     def face_names(self) -> tuple[str, ...]:
         return ("jvp",) if self.kind == "jvp" else ("forward", "backward")
+
+
+def _refuse(node: Node, name: str, *_: object) -> None:
+    raise AttributeError(
+        f"cannot set {name!r} of {node!r}: its graph alone changes a node, so that it knows that "
+        "it was edited. See the methods of Graph: set_inputs, set_params, set_region, replace_uses"
+    )
+
+
+# What `dataclass` puts there says less, and before Python 3.14 fails where there are slots too.
+for _kind in (Node, Apply, StopGradient, RegionNode, Call, Recompute, CustomGradient):
+    type.__setattr__(_kind, "__setattr__", _refuse)
+    type.__setattr__(_kind, "__delattr__", _refuse)

@@ -22,19 +22,18 @@ _NOTE = "while lowering"
 
 @dataclass
 class Lowering:
-    """What one lowering remembers: which graphs are clean, and the regions built so far.
+    """What one lowering remembers: the regions built so far.
 
     `rebuild`: build every region anew, even unedited ones (to test that building is exact).
     """
 
     rebuild: bool = False
     built: dict[tuple[Graph, Any], Any] = field(default_factory=dict)
-    clean: dict[Graph, bool] = field(default_factory=dict)
     closing_over: dict[Graph, bool] = field(default_factory=dict)
 
     def keeps(self, graph: Graph) -> bool:
         """Whether the graph is bound from the program that it came from."""
-        if self.rebuild or not graph._is_clean(self.clean):
+        if self.rebuild or not graph.is_clean:
             return False
         return not closes_over(graph, self.closing_over)
 
@@ -67,8 +66,8 @@ def evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
                 return _jax.bind(node.primitive, args, node.params)
             if isinstance(node, CustomGradient):
                 args = refuse_derivatives(node, args)
-            graphs = node._regions.values()
-            if not node.is_new and all(map(lowering.keeps, graphs)):
+            unchanged = not (node.is_new or node.replaced)
+            if unchanged and all(map(lowering.keeps, node._regions.values())):
                 return _jax.bind(node.primitive, args, node.params)
             return regions.bind(node, args, lowering, evaluate)
     except Exception as error:

@@ -41,7 +41,7 @@ def bind(node: RegionNode, args: list[Any], lowering: Lowering, evaluate: Evalua
         run.__name__ = run.__qualname__ = region.name
         return run
 
-    if isinstance(node, CustomGradient) and _rule_is_edited(node, lowering):
+    if isinstance(node, CustomGradient) and _rule_is_edited(node):
         return _bind_rule(node, args, function_of)
     if node.op == "shard_map":
         return _shard_map(node, args, function_of)
@@ -110,13 +110,13 @@ def _with_programs(params: Any, programs: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ custom rules
 
 
-def _rule_is_edited(node: CustomGradient, lowering: Lowering) -> bool:
+def _rule_is_edited(node: CustomGradient) -> bool:
     """Whether the rule must be built from its faces.
 
     Raises GraphError for an edit that differentiation would lose: the primal region is not run
     then, the rule's own forward pass is.
     """
-    edited = {name: not region._is_clean(lowering.clean) for name, region in node._regions.items()}
+    edited = {name: not node.keeps(name) for name in node._regions}
     running = "jvp" if node.kind == "jvp" else "forward"
     if edited["call_jaxpr"] and not edited.get(running):
         raise GraphError(

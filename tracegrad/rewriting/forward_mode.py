@@ -57,10 +57,8 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
     result = done[graph] = graph.copy()
     for node, here in list(zip(graph.nodes, result.nodes, strict=True)):
         if node in regions:
-            assert isinstance(here, RegionNode)
             for name, region in regions[node].items():
-                here._regions[name] = region
-                region.add_owner(here)
+                result.set_region(here, name, region)
         elif node in rules:
             primal = _rewritten(rules[node].primal, (*path, (node, "call_jaxpr")), done)
             _replace(result, here, Occurrence(path, node), primal)
@@ -75,8 +73,7 @@ def _replace(graph: Graph, node: Node, found: Occurrence, primal: Graph) -> None
     results = graph.insert(import_program(program, name=found.node.name), node.inputs, before=node)
     for old, new in zip(node.outputs, results, strict=True):
         graph.replace_uses(old, new)
-    node.effects = frozenset()  # the new node has them
-    graph.erase(node)
+    graph.erase(node, with_effects=True)  # the new node has them
 
 
 # ---------------------------------------------------------------------------------- the new rule

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
@@ -67,6 +66,5 @@ def end_gradients_at_host(node: Node) -> None:
 def _end_gradients(graph: Graph) -> None:
     for node in graph.nodes:
         if node.primitive is TO_HOST:
-            node.primitive, node.params = _jax.STOP_GRADIENT, MappingProxyType({})
-            graph.program = None
+            graph.set_params(node, {}, primitive=_jax.STOP_GRADIENT, everywhere=True)
         end_gradients_at_host(node)

@@ -82,7 +82,7 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
         raise GraphError(f"{graph.name} has a tap {name!r} already: choose another name")
     order = {value: i for i, (value, _) in enumerate(taps)}
     given = [value for value in new.inputs if value not in order]
-    new.inputs = [*given, *(value for value, _ in taps)]
+    new.reorder_inputs([*given, *(value for value, _ in taps)])
     new.taps = (*graph.taps, *(tap for _, tap in taps))
     return new
 
@@ -106,11 +106,12 @@ class _Outward:
         for port in ports:
             region.add_output(port.value)
 
-    def fill(self, region: Graph, avals: Sequence[Any]) -> None:
+    def fill(self, region: Graph, avals: Sequence[Any], behind: int) -> None:
         """A branch that was not taken gives zeros."""
-        for aval in avals:
+        at = len(region.outputs) - behind
+        for i, aval in enumerate(avals):
             (zeros,) = region.insert(lambda aval=aval: jnp.zeros(aval.shape, aval.dtype), [])
-            region.outputs.append(zeros)
+            region.add_output(zeros, at=at + i)
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
@@ -128,9 +129,10 @@ class _Inward:
     def close(self, region: Graph, ports: Sequence[Port]) -> None:
         pass  # they were made as its inputs
 
-    def fill(self, region: Graph, avals: Sequence[Any]) -> None:
-        for aval in avals:
-            region.add_input(aval, "tap")
+    def fill(self, region: Graph, avals: Sequence[Any], behind: int) -> None:
+        at = len(region.inputs) - behind
+        for i, aval in enumerate(avals):
+            region.add_input(aval, "tap", at=at + i)
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
@@ -191,18 +193,8 @@ def _aligned(
     position = order.index(name) if name in own else 0
     before = [port.value.aval for n in order[:position] for port in own[n]]
     after = [port.value.aval for n in order[position:] if n != name for port in own[n]]
-    if before:
-        mine = len(own[name])
-        kept_in, kept_out = region.inputs[-mine:], region.outputs[-mine:]
-        if isinstance(way, _Inward):
-            region.inputs = region.inputs[:-mine]
-            way.fill(region, before)
-            region.inputs += kept_in
-        else:
-            region.outputs = region.outputs[:-mine]
-            way.fill(region, before)
-            region.outputs += kept_out
-    way.fill(region, after)
+    way.fill(region, before, behind=len(own.get(name, ())))
+    way.fill(region, after, behind=0)
     return region
 
 

@@ -126,7 +126,8 @@ def _under_rules(
     slots = {value: slot for slot, value in values.items()}
     given = [slots[value] for value in graph.inputs]
     made = [value for value in (*wanted, *outputs, *stops) if value.producer is not None]
-    graph.outputs = list(dict.fromkeys(made))
+    for value in dict.fromkeys(made):
+        graph.add_output(value)
     edited = apply_in_force(graph)
     now = dict(zip(graph.inputs, edited.inputs, strict=True))
     for old, new in zip(graph.outputs, edited.outputs, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.dependence import is_reference
 from tracegrad.tracing.importer import sub_programs
 
@@ -59,15 +59,10 @@ def silence(node: Node, depth: int = 3) -> None:
 
 
 def _silence_graph(graph: Graph, depth: int) -> None:
-    kept = []
     for node in graph.nodes:
         if node.effects and not node.outputs and not node.regions:
-            for value in node.inputs:
-                if isinstance(value, Value):
-                    value._uses.remove(node)
-            node.graph = None
+            graph.erase(node, with_effects=True, everywhere=True)
             continue
-        kept.append(node)
         references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
         if node.effects and not node.regions and not references:
             raise NotImplementedError(
@@ -77,6 +72,3 @@ def _silence_graph(graph: Graph, depth: int) -> None:
             )
         if node.effects:
             silence(node, depth)
-    if len(kept) < len(graph.nodes):
-        graph.nodes[:] = kept
-        graph.program = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -88,7 +87,7 @@ def lift_anew(
         try:
             return evaluate_node(node, list(operands[count:]), Lowering())
         finally:
-            _let_go(node)
+            node.let_go()
 
     if primitive is _jax.JIT:
         lifted.__name__ = lifted.__qualname__ = str(params["name"])
@@ -111,22 +110,8 @@ def refused_to_lift(
             _refuse_closed_over(node, {id(array): 0})
         except ValueError as error:
             refused[id(array)] = error.with_traceback(None)
-    _let_go(node)
+    node.let_go()
     return refused
-
-
-def _let_go(node: Node) -> None:
-    """Takes the arrays out of a node that is done with: the graphs in it hold one another, so that
-    they are not freed at once."""
-    node.params = MappingProxyType({})
-    if isinstance(node, CustomGradient):
-        node.trace_face = None
-    for region in node.regions.values():
-        if region.program is not None or region.constants:
-            region.program = None
-            region.constants.clear()
-            for inner in region.nodes:
-                _let_go(inner)
 
 
 def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:
@@ -153,8 +138,7 @@ def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:
 def _replace_constants(graph: Graph, places: Mapping[int, int], operands: Sequence[Any]) -> None:
     for value, array in graph.constants.items():
         if id(array) in places:
-            graph.constants[value] = operands[places[id(array)]]
-            graph.program = None
+            graph.set_constant(value, operands[places[id(array)]], everywhere=True)
     for node in graph.nodes:
         for region in node.regions.values():
             _replace_constants(region, places, operands)

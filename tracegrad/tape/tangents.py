@@ -175,5 +175,6 @@ def _graph_of(operation: _Ran) -> Graph:
     if calls_host(computation.params):
         end_gradients_at_host(node)
     graph.append(node, [jax.typeof(result) for result in operation.results])
-    graph.outputs = list(node.outputs)
+    for value in node.outputs:
+        graph.add_output(value)
     return graph

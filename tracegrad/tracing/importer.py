@@ -50,7 +50,7 @@ def _import(
     if id(program) in seen:  # alive as long as the root program, which holds it
         return seen[id(program)]
     source = _jax.function_source(program)
-    graph = Graph(name or _jax.function_name(program), function_source=source, program=program)
+    graph = Graph(name or _jax.function_name(program), function_source=source)
     seen[id(program)] = graph
     open_form = _jax.opened(program)
     values: dict[Any, Value] = {}
@@ -78,8 +78,9 @@ def _import(
         )
         graph.append(node, [var.aval for var in equation.outvars])
         values.update(zip(equation.outvars, node.outputs, strict=True))
-    graph.outputs = [read(atom) for atom in open_form.outvars]
-    graph.seal()
+    for atom in open_form.outvars:
+        graph.add_output(read(atom))
+    graph.seal(program)
     return graph
 
 

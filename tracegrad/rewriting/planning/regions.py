@@ -96,7 +96,7 @@ def _recomputed(graph: Graph, members: Sequence[Node], policy: Callable[..., Any
     return graph.group(members, recompute=True, policy=policy, name="recomputed")
 
 
-def nodes_of(model: MemoryModel, start: int, stop: int) -> list[Node]:
+def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
     """The nodes from one operation up to another, those among them that write no buffer."""
     assert model.graph is not None
     return model.graph.nodes[_place(model, start) : _place(model, stop)]
