@@ -365,6 +365,51 @@ def test_intermediates_of_branches_loops_and_calls():
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 
 
+def marked_in_two_branches_of_three(which, x, y):
+    def floats(x, y):
+        with jax.named_scope("marked"):
+            n = jnp.sin(x)
+        return n * y - 46.0
+
+    def integers(x, y):
+        with jax.named_scope("marked"):
+            n = (x > y).astype(jnp.int32)
+        return n * y + 5.0 * x
+
+    def shown(x, y):
+        with jax.named_scope("marked"):
+            jax.debug.callback(lambda x: None, x)
+        return y - x
+
+    return jax.lax.switch(which, [floats, integers, shown], x, y)
+
+
+@pytest.mark.parametrize(
+    ("which", "value", "slopes", "arriving"),
+    [
+        (0, 3 * np.sin(2.0) - 46, (3 * np.cos(2.0), np.sin(2.0)), 3.0),
+        (1, 10.0, (5.0, 0.0), 0.0),
+        (2, 1.0, (-1.0, 1.0), 0.0),
+    ],
+)
+def test_a_branch_without_a_float_to_tap_computes_what_it_did(which, value, slopes, arriving):
+    tapped = tg.rewrite(
+        marked_in_two_branches_of_three, rules.tap_gradient(match.scope("marked"), "t")
+    )
+    taps = tapped.taps(which, 2.0, 3.0)
+    np.testing.assert_allclose(tapped(which, 2.0, 3.0, taps=taps), value, rtol=1e-6)
+    gradients = tg.grad(tapped, wrt=("x", "y", "taps"))(which, 2.0, 3.0, taps=taps)
+    np.testing.assert_allclose(gradients[:2], slopes, rtol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(gradients[2]), [arriving], rtol=1e-6)
+
+
+def test_a_branch_without_a_value_to_lead_out_computes_what_it_did():
+    for which, value in enumerate((3 * np.sin(2.0) - 46, 10.0, 1.0)):
+        found = tg.intermediates(marked_in_two_branches_of_three, match.scope("marked"))
+        result, _ = found(which, 2.0, 3.0)
+        np.testing.assert_allclose(result, value, rtol=1e-6)
+
+
 def test_intermediates_are_differentiable_and_have_names_of_their_own():
     def f(x):
         return jnp.sin(jnp.sin(x))
