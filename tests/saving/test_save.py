@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict, namedtuple
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from tracegrad.saving import LoadedFunction, load, save
 from tracegrad.saving.container import open_container
 
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
+AB = {"a": np.float32(1), "b": np.float32(2)}
 ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), "float32")
 
 
@@ -244,6 +247,87 @@ def test_trees_of_containers_come_back(path):
     np.testing.assert_array_equal(loaded(pair=[X, 2.0], state=other)[0].mean, 2 * X)
     text = "s(state: State(mean=f32[2,3], rest={'a': None, 'b': (f32[2,3],)}), pair: [f32[2,3], f32"
     assert str(loaded.signature).replace("<lambda>", "s").startswith(text)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Backwards(dict):
+    """A mapping that JAX takes apart in another order than it was made in."""
+
+    def tree_flatten_with_keys(self):
+        keys = sorted(self, reverse=True)
+        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], (tuple(keys), [1])
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(zip(static[0], children, strict=True))
+
+
+def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
+    loaded = saved(path, lambda d, *, k: d["a"] - 10 * d["b"] + 100 * k, {"d": AB, "k": AB["a"]})
+    same = jnp.float32(3)
+    ways = [
+        dict,
+        lambda **d: dict(reversed(d.items())),
+        lambda **d: OrderedDict(d),
+        lambda **d: OrderedDict(reversed(d.items())),
+        lambda **d: MappingProxyType(d),
+        lambda **d: Backwards(d),  # with static fields that cannot be hashed
+        lambda **d: {key: tg.Variable(value) for key, value in d.items()},
+    ]
+    for _ in range(2):
+        for way in ways:
+            assert float(loaded(way(b=same, a=same), k=same)) == 273
+            assert float(loaded(k=3.0, d=way(b=1.0, a=5.0))) == 295
+            assert float(loaded(way(a=5.0, b=1.0), k=3.0)) == 295
+
+
+def test_a_named_tuple_of_another_class_and_order_is_refused_or_taken_by_its_fields(path):
+    loaded = saved(path, lambda s: s.mean - 10 * s.rest, [State(np.float32(1), np.float32(2))])
+    other = namedtuple("Other", "mean rest")
+    turned = namedtuple("Turned", "rest mean")
+    same = jnp.float32(3)
+    for _ in range(2):
+        assert float(loaded(other(same, same))) == -27
+        assert float(loaded(other(5.0, 1.0))) == -5
+        for values in ((same, same), (1.0, 5.0)):
+            with pytest.raises(TypeError, match=r"with the fields \['mean', 'rest'\] and is"):
+                loaded(turned(*values))
+
+
+NAMES = ["a", "match", "ä", "𐐀", "名", "fi", "_0", "a" * 100, "self", "args", "__debug__"]
+
+
+def test_every_name_that_is_saved_is_loaded(path):
+    renamed = namedtuple("Renamed", ["if", "b", "b", "_c"], rename=True)
+    fields = namedtuple("Fields", [name for name in NAMES if not name.startswith("_")])
+    keys = [*NAMES, "my-key", "", "\0", "if", "ﬁ", "__metadata__"]
+
+    def f(*, tree, **kwargs):
+        return renamed(*tree), fields(**{n: kwargs[n] for n in fields._fields}), kwargs
+
+    specs = {"tree": renamed(*range(4)), **dict.fromkeys(NAMES, np.float32(1))}
+    loaded = saved(path, lambda **k: f(**k), specs, gradient_order=0)
+    found = loaded(**specs)
+    assert found[0]._fields == ("_0", "b", "_2", "_3")
+    assert found[1]._fields == fields._fields
+    assert list(found[2]) == sorted(NAMES)
+    functions = {f"f{key}": (lambda d: d, [{key: np.float32(1)}]) for key in keys}
+    loaded = saved(path, functions, None, gradient_order=0)
+    assert [list(loaded[f"f{key}"]({key: 2.0})) for key in keys] == [[key] for key in keys]
+    variables = [tg.Variable(3.0, name=key) for key in keys]
+    loaded = saved(path, lambda: sum(v.value for v in variables), [], gradient_order=0)
+    assert float(loaded()) == 3 * len(keys)
+    assert [v.name for v in loaded.variables.values()] == keys
+
+
+@pytest.mark.parametrize(
+    "around", [lambda t: (t,), lambda t: [t], lambda t: {"key": t}, lambda t: State(t, None)]
+)
+def test_the_deepest_tree_that_is_saved_is_loaded(around, path):
+    def nested(x):
+        return functools.reduce(lambda tree, _: around(tree), range(100), x)
+
+    assert jax.tree.leaves(saved(path, nested, [1.0], gradient_order=0)(3.0)) == [3.0]
 
 
 def test_arguments_that_do_not_fit_are_named(path):

@@ -30,6 +30,7 @@ from tracegrad.saving.tensors import read_tensors
 from tracegrad.saving.variables import own_copy
 from tracegrad.tracing.variable import Variable
 
+_MOST_ORDERS = 1024  # trees of arguments that a function remembers
 _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 
@@ -300,6 +301,13 @@ def tree_text(tree: Any) -> str:
 
 
 @dataclass(frozen=True)
+class _Mark:
+    """What stands in a tree of arguments for the leaf at a position."""
+
+    position: int
+
+
+@dataclass(frozen=True)
 class _Written:
     """What stands in the file of one function."""
 
@@ -355,7 +363,7 @@ class LoadedFunction:
         self.signature = _signature(record, written.step.exported)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._places = [name for name, _ in record.parameters]
-        self._fitting: set[Any] = set()  # trees of arguments that were found to fit
+        self._orders: dict[Any, tuple[int, ...]] = {}
         self._flat = differentiable(written.step, len(record.assigns), self._beyond)
         self._compiled = jax.jit(_named(self._checked, record.name))
 
@@ -396,14 +404,39 @@ class LoadedFunction:
         return tuple(bound.arguments[name] for name in self._places)
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The leaves of the arguments, in the order in which the program takes them."""
         leaves, tree = jax.tree.flatten(args)
-        if tree in self._fitting:
-            return leaves
-        found = self._placed(args)
-        fitting = [leaf.value if isinstance(leaf, Variable) else leaf for _, leaf in found]
-        if len(leaves) == len(found) and all(a is b for a, b in zip(leaves, fitting, strict=True)):
-            self._fitting.add(tree)
-        return fitting
+        try:
+            order = self._orders.get(tree)
+        except Exception:  # containers whose static fields cannot be hashed or compared
+            return self._values(args)
+        if order is None:
+            values = self._values(args)
+            order = self._order(tree)
+            if order is None:
+                return values
+            if len(self._orders) < _MOST_ORDERS:
+                self._orders[tree] = order
+        return [leaves[i] for i in order]
+
+    def _values(self, args: tuple[Any, ...]) -> list[Any]:
+        found = (leaf for _, leaf in self._placed(args))
+        return [leaf.value if isinstance(leaf, Variable) else leaf for leaf in found]
+
+    def _order(self, tree: Any) -> tuple[int, ...] | None:
+        """Where the leaves of a tree that fits stand among those that JAX finds in it: elsewhere
+        for an `OrderedDict`. None for what JAX and we take apart differently.
+
+        It is asked of the tree alone: of the arguments two may be the same object.
+        """
+        marks = [_Mark(i) for i in range(tree.num_leaves)]
+        try:
+            placed = [mark for _, mark in self._placed(jax.tree.unflatten(tree, marks))]
+        except Exception:  # containers of the user's own, which may take nothing but arrays
+            return None
+        if len(placed) != len(marks) or not all(isinstance(mark, _Mark) for mark in placed):
+            return None
+        return tuple(mark.position for mark in placed)
 
     def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
         """The leaves of the arguments, each with its place. Raises where a tree does not fit."""
