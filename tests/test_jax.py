@@ -73,6 +73,17 @@ def test_the_constraints_on_symbolic_dimensions_can_be_told():
     assert of(tied) == ["b >= 4", "c <= 2*b"]
 
 
+def test_what_a_written_program_calls_is_listed():
+    def exported(fun, *platforms):
+        return jax.export.export(jax.jit(fun), platforms=platforms)(jnp.eye(3))
+
+    assert _jax.outside_calls(exported(jnp.sin, "cpu", "tpu")) == []
+    qr = exported(
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.linalg.qr(x)[0], jnp.sin, x), "tpu"
+    )
+    assert _jax.outside_calls(qr) == ["ProductOfElementaryHouseholderReflectors", "Qr"]
+
+
 def test_remat_binds_an_open_program():
     assert equation(jax.checkpoint(jnp.sin), 1.0).primitive.name in _jax.OPEN_PROGRAM_PRIMITIVES
 

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "verify",
         help="check all of a file",
         description="Checks every byte of files, and has XLA parse the programs in a process of "
-        "its own: damage and most malice are found without danger.",
+        "its own, which may die of them. Refuses programs that call code outside of them, but for "
+        "what JAX itself needs.",
     )
     for command in (inspects, verifies):
         command.add_argument("files", metavar="FILE", nargs="+")
@@ -125,9 +126,9 @@ def _heading(found: Inspection) -> str:
 
 
 def _functions(found: Inspection) -> list[Row]:
-    rows: list[Row] = [("function", "gradients", "platforms", "reads", "assigns")]
+    rows: list[Row] = [("function", "gradients", "platforms", "reads", "assigns", "calls")]
     for each in found.functions:
-        names = (each.platforms, each.reads, each.assigns)
+        names = (each.platforms, each.reads, each.assigns, each.calls)
         order = f"to order {each.gradient_order}"
         where = f" where {', '.join(each.constraints)}" if each.constraints else ""
         rows.append((each.signature + where, order, *(", ".join(x) or "-" for x in names)))

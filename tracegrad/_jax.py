@@ -22,6 +22,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
+from jax.extend.mlir import deserialize_portable_artifact, ir
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
@@ -200,6 +201,34 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
             ):
                 found[constraint.debug_str] = None
     return list(found)
+
+
+# The dialects in which `jax.export` writes programs, with what holds the functions together.
+_DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
+
+
+def outside_calls(exported: Any) -> list[str]:
+    """What a written program (`jax.export.Exported`) calls that is not in it, by its names: the
+    targets of XLA's custom calls, and operations of no dialect that JAX writes.
+
+    JAX shows a program as text only; that of a large one is several times its size. Raises
+    whatever XLA raises; of bytes that no JAX wrote it may end the process.
+    """
+    found: set[str] = set()
+
+    def look(operation: Any) -> Any:
+        name: str = operation.name
+        if name == "stablehlo.custom_call":
+            target = operation.attributes["call_target_name"]
+            found.add(target.value_bytes.decode("utf-8", "backslashreplace"))
+        elif name.partition(".")[0] not in _DIALECTS:
+            found.add(name)
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        module = deserialize_portable_artifact(exported.mlir_module_serialized)
+        module.operation.walk(look)
+    return sorted(found)
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:

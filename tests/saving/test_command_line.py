@@ -14,11 +14,17 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
 from artefacts import write_example
-from damage import changed, damaged, take_apart, with_members
+from damage import changed, damaged, forge, take_apart, with_members
 
 from tracegrad.__main__ import main
+from tracegrad.saving import ArtefactError, load, save
+from tracegrad.saving.inspection import inspect
+from tracegrad.saving.outside_calls import ALLOWED
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +51,8 @@ def test_inspect_shows_functions_variables_members_and_graphs(example: Path, cap
     assert errors == ""
     assert shown.startswith(f"{example}: {example.stat().st_size:,} bytes, version 1")
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "score(x: f32[batch,16]) -> {'loss': f32[]} to order 1 cpu weights -" in lines
+    score = "score(x: f32[batch,16]) -> {'loss': f32[]} to order 1 cpu weights - shape_assertion"
+    assert score in lines
     assert any(
         line.startswith("step(x: f32[batch,16], rate: f32[]) -> f32[16,4]") for line in lines
     )
@@ -169,6 +176,78 @@ def test_verify_reports_the_death_of_the_process_that_parses(
     assert main(["verify", str(example)]) == 1
     reported = f"{example}: file: parsing it ended the process (SIGSEGV)\n"
     assert capsys.readouterr().err == reported
+
+
+@pytest.mark.parametrize("command", ["load", "verify"])
+def test_a_program_that_calls_other_code_of_the_process_is_refused(
+    command: str, example: Path, tmp_path: Path, capsys
+):
+    """jax.export asks for no names when it reads, and the process may have any of them."""
+    artefact = take_apart(example)
+    number = next(i for i, m in enumerate(artefact.members) if m.name.endswith(b".jax"))
+    name, one = artefact.members[number].name.decode(), jax.ShapeDtypeStruct((), "float32")
+    evil = jax.export.export(
+        jax.jit(jax.ffi.ffi_call("xla_ffi_python_cpu_callback", one)),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("xla_ffi_python_cpu_callback")],
+    )(one)
+    path = tmp_path / "bad"
+    members = changed(artefact, number, data=bytes(evil.serialize()))
+    path.write_bytes(with_members(artefact, *members))
+    reason = "calls 'xla_ffi_python_cpu_callback' by a custom call"
+    if command == "load":
+        with pytest.raises(ArtefactError, match=reason) as refused:
+            load(path)
+        assert refused.value.member == name
+    else:
+        assert main(["verify", str(path)]) == 1
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"{path}: {name}: it {reason}")
+
+
+def test_a_manifest_that_does_not_say_what_is_called_is_refused(example: Path, tmp_path: Path):
+    artefact = take_apart(example)
+    manifest = json.loads(json.dumps(artefact.manifest))
+    manifest["functions"][0]["program"]["calls"] = []
+    path = tmp_path / "bad"
+    path.write_bytes(forge(artefact.members, manifest))
+    with pytest.raises(ArtefactError, match=r"it calls \['shape_assertion'\], .* manifest \[\]"):
+        load(path)
+
+
+def test_every_call_that_is_let_through_jax_lets_through_too():
+    one = jax.ShapeDtypeStruct((), "float32")
+    for target in ALLOWED:
+        exported = jax.export.export(jax.jit(jax.ffi.ffi_call(target, one)))(one)
+        assert target in exported.mlir_module()
+    with pytest.raises(ValueError, match="no compatibility guarantees"):
+        jax.export.export(jax.jit(jax.ffi.ffi_call("another", one)))(one)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
+def test_what_the_solvers_of_jax_call_is_let_through(platform: str, tmp_path: Path):
+    def solved(x):
+        factors = [jnp.linalg.qr(x), jnp.linalg.eigh(x), jnp.linalg.svd(x), jnp.linalg.cholesky(x)]
+        return factors, jax.scipy.linalg.lu(x), jax.random.normal(jax.random.key(0), (3,))
+
+    path, x = tmp_path / "f", jax.ShapeDtypeStruct((3, 3), "float32")
+    save(solved, path, [x], gradient_order=0, platforms=[platform])
+    assert load(path).platforms == (platform,)
+    (function,) = inspect(path).functions
+    assert len(function.calls) > 2
+
+
+def test_verify_checks_the_file_that_it_opened(
+    example: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """The process that parses puts another file in its place before it looks."""
+    path, other = tmp_path / "file", tmp_path / "other"
+    path.write_bytes(example.read_bytes())
+    other.write_bytes(b"none")
+    swap = f"import os; os.replace({str(other)!r}, {str(path)!r})"
+    (tmp_path / "sitecustomize.py").write_text(swap)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["verify", str(path)]) == 0
+    assert path.read_bytes() == b"none"
 
 
 def test_verify_finds_a_wrong_crc_32(example: Path, tmp_path: Path, capsys):

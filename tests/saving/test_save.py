@@ -185,6 +185,12 @@ def test_variables_of_one_name_are_told_apart(path):
     assert float(loaded(10.0)) == 9.0
 
 
+def test_an_array_of_many_axes_is_kept(path):
+    v = tg.Variable(np.ones((1,) * 40, np.float32), name="v")
+    loaded = saved(path, lambda: v.value, [], gradient_order=0)
+    assert loaded().shape == v.shape
+
+
 DTYPES = """
 bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 complex64
 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
@@ -364,6 +370,15 @@ def test_sizes_and_constraints_between_them_are_kept(path):
     save(loaded, path)  # and by the next one too
     with pytest.raises(TypeError, match=r"b ?>= ?3"):
         load(path)(ones((2, 4)), ones(4), ones(4))
+
+
+def test_a_constraint_that_divides_is_kept(path):
+    b, c = jax.export.symbolic_shape("b, c", constraints=["b >= floordiv(12, c - 1)"])
+    specs = [jax.ShapeDtypeStruct((b, c), "float32")]
+    loaded = saved(path, jnp.sum, specs, gradient_order=0)
+    assert float(loaded(jnp.ones((4, 4)))) == 16
+    with pytest.raises(TypeError, match=r"saved for sizes with b"):
+        loaded(jnp.ones((3, 4)))
 
 
 def test_static_arguments_and_what_a_method_is_bound_to_are_parts_of_the_program(path):

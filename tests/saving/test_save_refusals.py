@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,19 @@ class Model:
     w: Any
 
 
+Folded = namedtuple("Folded", ["ﬁ"])
+
+
+def nested(x, depth):
+    for _ in range(depth):
+        x = {"a": x}
+    return x
+
+
+def sized(name):
+    return jax.ShapeDtypeStruct(jax.export.symbolic_shape(name), "float32")
+
+
 class Spec:
     """As that of another library."""
 
@@ -128,6 +141,14 @@ class Spec:
         (lambda x: {"a": Model(x)}, [X], r"the result of <lambda>\['a'\] is of type Model"),
         (lambda d: d["w"], [OrderedDict(w=X)], "the argument d is a OrderedDict"),
         (lambda d: d[1.5], [{1.5: X}], "the argument d is a dictionary with the key 1.5"),
+        (lambda **x: x["my-key"], {"my-key": X}, "of this name: 'my-key' is no identifier"),
+        (lambda **x: x["if"], {"if": X}, "of this name: 'if' is no identifier"),
+        (lambda **x: x["ﬁ"], {"ﬁ": X}, "'ﬁ' is another name than Python reads there, 'fi'"),
+        (lambda x: Folded(x), [X], r"the result of <lambda> is a named .* 'ﬁ' is another name"),
+        (lambda x: {"\ud800": x}, [X], r"with the key '\\ud800' of type str"),
+        (lambda d: d[2**63], [{2**63: X}], "the argument d is a dictionary with the key 9223"),
+        (lambda x: nested(x, 101), [X], r"the result of <lambda>\['a'\].* more than 100 deep"),
+        (lambda x: x, [sized("ﬁ")], "the argument x has the size ﬁ: it has a name .* write 'fi'"),
         (3, [X], "expected a function to save, or a dictionary"),
     ],
 )
@@ -143,6 +164,7 @@ def test_specs_that_do_not_fit_are_refused(fun, specs, message, path):
         ({"f": jnp.sin}, None, TypeError, r"save\(\{name: \(fun, specs\)\}, path\); for 'f'"),
         ({"f": (jnp.sin, [X])}, [X], TypeError, "several functions are saved by"),
         ({3: (jnp.sin, [X])}, None, TypeError, "should be a string and is 3"),
+        ({"\udc00": (jnp.sin, [X])}, None, ValueError, r"should be Unicode and is '\\udc00'"),
         # Nothing is written where a later one cannot be saved.
         ({"f": (jnp.sin, [X]), "g": (prints, [X])}, None, ValueError, "prints cannot be|g cannot"),
     ],
@@ -157,6 +179,7 @@ def test_requests_for_several_functions_are_checked(requests, specs, error, mess
     [
         ({"gradient_order": -1}, "gradient_order should be an integer, 0 or greater"),
         ({"gradient_order": 1.0}, "gradient_order should be an integer"),
+        ({"gradient_order": 33}, "gradient_order should be at most 32 and is 33"),
         ({"platforms": ["gpu"]}, r"'gpu' is not: write \"cuda\" or \"rocm\""),
         ({"platforms": "cpu"}, "platforms should be a list of names and is 'cpu'"),
         ({"platforms": []}, r"platforms should be a list of names and is \[\]"),

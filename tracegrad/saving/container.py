@@ -90,13 +90,16 @@ def write_container(
 
 
 @contextlib.contextmanager
-def open_container(path: str | os.PathLike[str], *, check: bool = True) -> Iterator[Container]:
+def open_container(
+    path: str | os.PathLike[str], *, check: bool = True, descriptor: int | None = None
+) -> Iterator[Container]:
     """Opens a file that `write_container` wrote, and checks that it is what was written.
 
     Args:
         path: the file.
         check: whether to compare the checksums of all members now. Otherwise those of a member are
             compared when it is asked for.
+        descriptor: the file, if it is open: then `path` is not opened, but names it in errors.
 
     Yields:
         The `Container`. An `ArtefactError` that the block raises gets the path of the file.
@@ -105,7 +108,7 @@ def open_container(path: str | os.PathLike[str], *, check: bool = True) -> Itera
         ArtefactError: the file is damaged, or none of ours.
         OSError: it is not there or may not be read.
     """
-    with Container(path) as container, _named(container.path):
+    with Container(path, descriptor) as container, _named(container.path):
         if check:
             container.check()
         yield container
@@ -125,13 +128,13 @@ class Container:
         size: bytes of the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], descriptor: int | None = None):
         self.path = os.fspath(path)
         self._checked: set[str] = set()
         self._view = memoryview(b"")
         self._map: mmap.mmap | None = None
         with _named(self.path):
-            self._map, self._view = map_file(self.path)
+            self._map, self._view = map_file(self.path if descriptor is None else descriptor)
             self.size = len(self._view)
             try:
                 self._entries, self.manifest = _read(self._view)
@@ -264,10 +267,18 @@ def _write_member(
     return entry
 
 
-def map_file(path: str) -> tuple[mmap.mmap, memoryview]:
-    """The file's bytes in memory; of nothing but an ordinary file, which a pipe is not."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
+def open_file(path: str | os.PathLike[str]) -> int:
+    """A descriptor of the file, to read; of a pipe too, without waiting for who writes to it."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+
+
+def map_file(path: str | int) -> tuple[mmap.mmap, memoryview]:
+    """The file's bytes in memory; of nothing but an ordinary file, which a pipe is not.
+
+    Args:
+        path: the file, or the descriptor of an open one, which stays open.
+    """
+    descriptor = os.dup(path) if isinstance(path, int) else open_file(path)
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import operator
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving import documents
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -86,18 +87,41 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, int) and abs(value) >= 2**63
 
 
-def check_constraint(text: str, member: str) -> None:
-    """Raises ArtefactError for a constraint from a file that could not be checked at a call."""
-    names = {n.id for n in ast.walk(_parsed(text, member)) if isinstance(n, ast.Name)}
-    if not isinstance(evaluate(text, dict.fromkeys(names, 1)), bool):
-        raise ArtefactError(member, f"the constraint {text!r} is none")
+def why_no_constraint(text: str) -> str | None:
+    """Why a constraint could not be checked at a call; None if it can.
 
-
-def _parsed(text: str, member: str) -> ast.AST:
+    >>> why_no_constraint("b >= floordiv(12, c - 1)")
+    >>> why_no_constraint("b.c >= 1")
+    'it is none of the forms that JAX writes'
+    """
+    if (why := why_no_size(text)) is not None:
+        return why
     try:
-        return ast.parse(text[:_LONGEST].strip().replace("^", "**"), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ArtefactError(member, f"the constraint {text!r} is none") from None
+        parsed = ast.parse(text.strip().replace("^", "**"), mode="eval").body
+        names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+        if isinstance(parsed, ast.Compare) and _value(parsed, dict.fromkeys(names, 1)) is not None:
+            return None
+    except ArithmeticError:  # a division by what is nought for these sizes
+        return None
+    except Exception:  # whatever the parser raises
+        pass
+    return "it is none of the forms that JAX writes"
+
+
+def why_no_size(text: str) -> str | None:
+    """Why an expression of dimensions could not be read again; None if it can."""
+    if len(text) > _LONGEST:
+        return f"it has {len(text)} characters, at most {_LONGEST} can be read"
+    if (folded := unicodedata.normalize("NFKC", text)) != text:
+        return f"it has a name that Python reads as another one: write {folded!r}"
+    return None
+
+
+def size(value: Any) -> str | None:
+    """A schema: the text of an open size."""
+    if documents.text(value) is None and why_no_size(value) is None:
+        return None
+    return "the name of a size, or an expression of such names"
 
 
 def bind(

@@ -141,6 +141,13 @@ def natural(value: Any) -> str | None:
     return "an integer from 0 to 2**63 - 1"
 
 
+def text(value: Any) -> str | None:
+    """A schema: a string that UTF-8 can write, which half of a surrogate pair is not."""
+    if type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value):
+        return None
+    return "a string of Unicode"
+
+
 def sha256(value: Any) -> str | None:
     """A schema: a SHA-256 in hexadecimal digits."""
     if type(value) is str and re.fullmatch("[0-9a-f]{64}", value):

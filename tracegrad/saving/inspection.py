@@ -31,6 +31,7 @@ class Function:
         platforms: where it runs.
         gradient_order: how many times it can be differentiated.
         programs: the members with its program and those of its derivatives.
+        calls: what these call that is not in them, the targets of XLA's custom calls.
         graph: its Graph as text.
     """
 
@@ -42,6 +43,7 @@ class Function:
     platforms: tuple[str, ...]
     gradient_order: int
     programs: tuple[str, ...]
+    calls: tuple[str, ...]
     graph: str
 
 
@@ -134,6 +136,7 @@ def _function(record: FunctionRecord, keys: list[str], graph: bytes) -> Function
         platforms=record.platforms,
         gradient_order=record.gradient_order,
         programs=tuple(program.member for program in record.programs),
+        calls=tuple(sorted({call for program in record.programs for call in program.calls})),
         graph=text,
     )
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.saving import dimensions, documents, program, structure
+from tracegrad.saving import dimensions, documents, outside_calls, program, structure
 from tracegrad.saving.calls import Step, differentiable
 from tracegrad.saving.container import Container, open_container
 from tracegrad.saving.errors import ArtefactError
@@ -55,13 +55,18 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     program.check_installed()
     with open_container(path) as container:
-        manifest = from_json(container.manifest)
-        _check_width(manifest)
-        variables = _variables(container, manifest.variables)
-        functions = {
-            record.name: _function(container, manifest, record, variables)
-            for record in manifest.functions
-        }
+        return load_container(container)
+
+
+def load_container(container: Container) -> Any:
+    """What `load` returns, of an open file."""
+    manifest = from_json(container.manifest)
+    _check_width(manifest)
+    variables = _variables(container, manifest.variables)
+    functions = {
+        record.name: _function(container, manifest, record, variables)
+        for record in manifest.functions
+    }
     if manifest.single:
         (function,) = functions.values()
         return function
@@ -102,16 +107,22 @@ def _variables(container: Container, records: Sequence[VariableRecord]) -> list[
 
 
 def _variable(record: VariableRecord, array: np.ndarray[Any, Any]) -> Variable:
+    # Compared as it is stored: JAX would convert 64 bits to 32.
+    if record.key_type is None and array.dtype.name != record.dtype:
+        raise ArtefactError(VARIABLES, _other(record, array))
     value = own_copy(array)
     if record.key_type is not None:
         value = _keys(record, value)
     if str(value.dtype) != record.dtype or value.shape != record.shape:
-        raise ArtefactError(
-            VARIABLES,
-            f"the array {documents.show(record.key)} is {value.dtype}{list(value.shape)}, the "
-            f"manifest says {record.dtype}{list(record.shape)}",
-        )
+        raise ArtefactError(VARIABLES, _other(record, value))
     return Variable(value, trainable=record.trainable, name=record.name)
+
+
+def _other(record: VariableRecord, value: Any) -> str:
+    return (
+        f"the array {documents.show(record.key)} is {value.dtype}{list(value.shape)}, the "
+        f"manifest says {documents.show(record.dtype)[1:-1]}{list(record.shape)}"
+    )
 
 
 def _keys(record: VariableRecord, words: Any) -> Any:
@@ -130,12 +141,17 @@ def _function(
 ) -> LoadedFunction:
     contents = {each.member: bytes(container.member(each.member)) for each in record.programs}
     try:
-        read = {member: _read(member, each, manifest) for member, each in contents.items()}
+        read = {
+            each.member: read_program(each, contents[each.member], manifest)
+            for each in record.programs
+        }
         step = _step(record.program, read)
         _check_function(record, step, variables)
         _check_program(record, record.program, step, len(record.assigns), record.gradient_order)
         for constraint in record.constraints:
-            dimensions.check_constraint(constraint, MANIFEST)
+            if (why := dimensions.why_no_constraint(constraint)) is not None:
+                reason = f"the constraint {documents.show(constraint)} is none: {why}"
+                raise ArtefactError(MANIFEST, reason)
         try:
             text = bytes(container.member(record.graph)).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -152,24 +168,31 @@ def _step(record: ProgramRecord, read: Mapping[str, Any]) -> Step:
     return Step(read[record.member], record.connected, record.refused, value, gradient)
 
 
-def _read(member: str, contents: bytes, manifest: Manifest) -> Any:
-    """A program, parsed too where it comes from another JAX, which may write what ours can't read.
-
-    (Else it is parsed when it is compiled: what the same JAX has written, it reads.)
-    """
-    running = _jax.versions()
+def read_program(record: ProgramRecord, contents: bytes, manifest: Manifest) -> Any:
+    """The `jax.export.Exported` of a program, which XLA can parse and which calls nothing outside
+    of it but what the manifest says and may be called."""
     try:
         exported = program.read(contents)
-        if any(manifest.versions[package] != version for package, version in running.items()):
-            program.parse(exported)
-        return exported
+        calls = _jax.outside_calls(exported)
     except Exception as error:
         raise ArtefactError(
-            member,
-            f"it was written by {manifest.written_by}, and JAX {running['jax']}, which runs here, "
-            f"cannot read it: {_first_line(error)}. A newer JAX reads what an older one wrote; the "
-            "other way it may fail: load it with the version that wrote it, or a newer one",
+            record.member,
+            f"it was written by {manifest.written_by}, and JAX {_jax.versions()['jax']}, which "
+            f"runs here, cannot read it: {_first_line(error)}. A newer JAX reads what an older one "
+            "wrote; the other way it may fail: load it with the version that wrote it, or a newer "
+            "one",
         ) from error
+    if (unknown := outside_calls.unknown(calls)) is not None:
+        raise ArtefactError(
+            record.member,
+            f"it calls {documents.show(unknown)} by a custom call of XLA, which could be any code "
+            "of the process that loads it: none of the calls that `save` writes is of this name",
+        )
+    if calls != list(record.calls):
+        raise ArtefactError(
+            record.member, f"it calls {calls}, and by the manifest {list(record.calls)}"
+        )
+    return exported
 
 
 def _first_line(error: Exception) -> str:
@@ -193,6 +216,11 @@ def _check_program(
     """Those below a program, of `left` orders, are there; they take and return what fits it."""
     exported = step.exported
     ins, outs = exported.in_avals, exported.out_avals
+    flat = jax.tree.structure(((0,) * len(ins), {})), jax.tree.structure([0] * len(outs))
+    if (exported.in_tree, exported.out_tree) != flat:
+        raise ArtefactError(record.member, "it takes or returns a tree, where arrays should be")
+    if exported.ordered_effects or exported.unordered_effects:
+        raise ArtefactError(record.member, "it has effects, which no saved program has")
     named = [*(i for row in step.connected for i in row), *(i for i, _ in step.refused)]
     if len(step.connected) != len(outs) or any(i >= len(ins) for i in named):
         raise ArtefactError(

@@ -17,7 +17,8 @@ from tracegrad.saving.structure import Structure
 MANIFEST = "manifest.json"
 VARIABLES = "variables.safetensors"
 
-_HIGHEST_ORDER = 32
+HIGHEST_ORDER = 32
+"""How many times a saved function can be differentiated at most."""
 
 _KINDS = {
     "positional": inspect.Parameter.POSITIONAL_ONLY,
@@ -48,14 +49,16 @@ class ProgramRecord:
     """One program: the function itself, or a derivative of it.
 
     `connected` has, for each result, the operands (by position) from which a gradient arrives.
-    `refused` has the operands with respect to which it cannot be differentiated, and why. `value`
-    is what is run in its place where it is differentiated (None: itself), `gradient` its derivative
-    (None: there is none, or it was not saved).
+    `refused` has the operands with respect to which it cannot be differentiated, and why. `calls`
+    has the targets of the custom calls in it. `value` is what is run in its place where it is
+    differentiated (None: itself), `gradient` its derivative (None: there is none, or it was not
+    saved).
     """
 
     member: str
     connected: tuple[tuple[int, ...], ...]
     refused: tuple[tuple[int, str], ...]
+    calls: tuple[str, ...]
     value: ProgramRecord | None
     gradient: ProgramRecord | None
 
@@ -135,7 +138,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _parameter(value: Any) -> str | None:
     good = type(value) is list and len(value) == 2 and all(type(each) is str for each in value)
-    if good and value[0].isidentifier() and value[1] in _KINDS:
+    if good and structure.why_no_name(value[0]) is None and value[1] in _KINDS:
         return None
     return f"a pair of a name and one of {', '.join(_KINDS)}"
 
@@ -172,6 +175,7 @@ _PROGRAM = {
     "member": str,
     "connected": [[documents.natural]],
     "refused": [_refusal],
+    "calls": [str],
     "value": structure.anything,
     "gradient": structure.anything,
 }
@@ -241,15 +245,15 @@ def _function(
 
 
 def _program(value: Any, where: str, depth: int = 0) -> ProgramRecord:
-    if depth > _HIGHEST_ORDER:
-        raise ArtefactError(MANIFEST, f"{where} has derivatives beyond order {_HIGHEST_ORDER}")
+    if depth > HIGHEST_ORDER:
+        raise ArtefactError(MANIFEST, f"{where} has derivatives beyond order {HIGHEST_ORDER}")
     documents.check(value, _PROGRAM, MANIFEST, where)
     below = (
         None if value[key] is None else _program(value[key], f"{where}.{key}", depth + 1)
         for key in ("value", "gradient")
     )
     connected, refused = (tuple(map(tuple, value[key])) for key in ("connected", "refused"))
-    return ProgramRecord(value["member"], connected, refused, *below)
+    return ProgramRecord(value["member"], connected, refused, tuple(value["calls"]), *below)
 
 
 def _with_tuples(record: Mapping[str, Any], *fields: str) -> dict[str, Any]:

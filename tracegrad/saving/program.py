@@ -30,6 +30,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.dependence import dependence, is_reference, leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
+from tracegrad.saving import outside_calls
 from tracegrad.tracing.graphs import graph as trace_graph
 
 # Arrays that a function closes over are written into each of its programs.
@@ -55,9 +56,10 @@ class Exported:
 
 @dataclass(frozen=True)
 class Programs:
-    """All programs of a function, and how they belong together."""
+    """All programs of a function, what each calls outside, and how they belong together."""
 
     contents: tuple[bytes, ...]
+    calls: tuple[tuple[str, ...], ...]
     platforms: tuple[str, ...]
     function: Exported
 
@@ -81,7 +83,7 @@ def export(
     _warn_of_constants(graph, order + 1)
     writer = _Writer(graph.name, platforms)
     function = writer.write(graph, again, len(graph.assigned), 0, order)
-    return Programs(tuple(writer.contents), writer.written_for, function)
+    return Programs(tuple(writer.contents), tuple(writer.calls), writer.written_for, function)
 
 
 @dataclass
@@ -91,6 +93,7 @@ class _Writer:
     name: str
     platforms: Sequence[str] | None
     contents: list[bytes] = field(default_factory=list)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
     written_for: tuple[str, ...] = ()
     places: dict[str, int] = field(default_factory=dict)  # by the text of the program
 
@@ -138,8 +141,15 @@ class _Writer:
         self.written_for = tuple(exported.platforms)
         text = _text(exported) if len(contents) < _LARGEST_COMPARED else str(len(self.contents))
         if text not in self.places:
+            calls = _jax.outside_calls(exported)
+            if (unknown := outside_calls.unknown(calls)) is not None:
+                raise ValueError(
+                    f"{described} cannot be saved: it calls {unknown!r} by a custom call of XLA, "
+                    "which is none of those that this version of tracegrad would load"
+                )
             self.places[text] = len(self.contents)
             self.contents.append(contents)
+            self.calls.append(tuple(calls))
         return self.places[text]
 
 
@@ -355,11 +365,3 @@ def read(contents: bytes) -> Any:
     Raises whatever JAX raises for what it cannot read.
     """
     return jax.export.deserialize(bytearray(contents))
-
-
-def parse(exported: Any) -> None:
-    """Has XLA parse a program.
-
-    Raises whatever XLA raises; of bytes that no JAX wrote it may end the process.
-    """
-    exported.mlir_module()

@@ -16,7 +16,7 @@ import numpy as np
 import tracegrad
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.saving import dimensions, program, structure
+from tracegrad.saving import dimensions, documents, program, structure
 from tracegrad.saving import manifest as manifests
 from tracegrad.saving.container import Contents, write_container
 from tracegrad.saving.load import LoadedFunction, LoadedFunctions
@@ -138,6 +138,10 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
             "gradient_order should be an integer, 0 or greater (how many times the loaded "
             f"function can be differentiated), and is {gradient_order!r}"
         )
+    if gradient_order > manifests.HIGHEST_ORDER:
+        raise ValueError(
+            f"gradient_order should be at most {manifests.HIGHEST_ORDER} and is {gradient_order}"
+        )
     if platforms is None:
         return
     if isinstance(platforms, str) or not platforms:
@@ -200,6 +204,8 @@ class _Variables:
         for i, known in enumerate(self._variables):
             if known is variable:
                 return i
+        if documents.text(variable.name) is not None:
+            raise ValueError(f"the name of a Variable should be Unicode and is {variable.name!a}")
         self._variables.append(variable)
         self.records.append(
             VariableRecord(
@@ -260,6 +266,8 @@ def _saved(
     variables: _Variables,
 ) -> _Saved:
     _name(fun)
+    if documents.text(name) is not None:
+        raise ValueError(f"the name of a function should be Unicode and is {name!a}")
     if isinstance(fun, LoadedFunction) and specs is None:
         return _as_loaded(name, fun, order, platforms, number, variables)
     traced = _traced(name, fun, specs)
@@ -274,21 +282,35 @@ def _saved(
         assigns=variables.places(traced.assigned),
         platforms=programs.platforms,
         gradient_order=order,
-        constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
-        program=_program_record(programs.function, number),
+        constraints=_constraints(traced, name),
+        program=_program_record(programs.function, programs.calls, number),
         graph=_graph_member(number),
     )
     contents = {_program_member(number, k): each for k, each in enumerate(programs.contents)}
-    return _Saved(record, {**contents, record.graph: str(traced).encode("utf-8")})
+    return _Saved(record, {**contents, record.graph: _utf_8(str(traced))})
 
 
-def _program_record(exported: program.Exported, number: int) -> ProgramRecord:
+def _constraints(traced: Graph, name: str) -> tuple[str, ...]:
+    found = tuple(_jax.symbolic_constraints(traced.in_avals))
+    for constraint in found:
+        if (why := dimensions.why_no_constraint(constraint)) is not None:
+            raise ValueError(f"{name} cannot be saved for sizes with {constraint}: {why}")
+    return found
+
+
+def _utf_8(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")  # names of functions may be no Unicode
+
+
+def _program_record(
+    exported: program.Exported, calls: Sequence[tuple[str, ...]], number: int
+) -> ProgramRecord:
     value, gradient = (
-        None if each is None else _program_record(each, number)
+        None if each is None else _program_record(each, calls, number)
         for each in (exported.value, exported.gradient)
     )
-    member = _program_member(number, exported.program)
-    return ProgramRecord(member, exported.connected, exported.refused, value, gradient)
+    member, called = _program_member(number, exported.program), calls[exported.program]
+    return ProgramRecord(member, exported.connected, exported.refused, called, value, gradient)
 
 
 def _as_loaded(
@@ -321,7 +343,7 @@ def _as_loaded(
         graph=_graph_member(number),
     )
     programs = {moved[member]: each for member, each in contents.items()}
-    return _Saved(record, {**programs, record.graph: fun.graph_text.encode("utf-8")})
+    return _Saved(record, {**programs, record.graph: _utf_8(fun.graph_text)})
 
 
 def _moved(record: ProgramRecord, names: Mapping[str, str]) -> ProgramRecord:
@@ -459,6 +481,12 @@ def _interface(
     result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
     parameters = [*_positional(traced.signature, len(args))]
     parameters += [(key, "keyword") for key in kwargs]
+    for parameter, _ in parameters:
+        if (why := structure.why_no_name(parameter)) is not None:
+            raise TypeError(
+                f"{name} cannot be saved with an argument of this name: {why}. Give a dictionary "
+                "as one argument instead"
+            )
     arguments = [
         structure.describe(tree, _leaf, f"the argument {parameter}")
         for (parameter, _), tree in zip(parameters, (*args, *kwargs.values()), strict=True)
@@ -494,6 +522,9 @@ def _leaf(leaf: Any) -> dict[str, Any]:
             "is saved: make a dictionary, list or tuple of it, or pass its arrays"
         )
     shape = [size if isinstance(size, int) else str(size) for size in leaf.aval.shape]
+    for size in shape:
+        if isinstance(size, str) and (why := dimensions.why_no_size(size)) is not None:
+            raise TypeError(f"has the size {size}: {why}")
     return {"dtype": str(leaf.aval.dtype), "shape": shape}
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import keyword
+import unicodedata
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tracegrad.saving import documents
+from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
 
 Structure = Any
@@ -22,16 +23,19 @@ Structure = Any
 ``{"namedtuple": name, "fields": [[name, tree], ...]}``; keys are strings or integers, in the order
 in which JAX flattens them."""
 
-_DEEPEST = 200
+_DEEPEST = 100  # nested three times as deep in JSON, which Python reads by recursion
+_SEQUENCES: Mapping[str, type] = {"tuple": tuple, "list": list}
+_LONGEST_PLACE = 60  # characters
 
 
-def describe(tree: Any, leaf: Callable[[Any], Structure], where: str) -> Structure:
+def describe(tree: Any, leaf: Callable[[Any], Structure], where: str, depth: int = 0) -> Structure:
     """A tree as JSON.
 
     Args:
       tree: containers around leaves.
       leaf: gives the JSON of a leaf; raises TypeError, without a place, for what is none.
       where: what the tree is, for errors: ``the argument x``.
+      depth: how many containers are around it.
 
     Raises TypeError for a container that cannot be written, naming its place.
 
@@ -40,25 +44,31 @@ def describe(tree: Any, leaf: Callable[[Any], Structure], where: str) -> Structu
     """
     if tree is None:
         return None
+    if depth > _DEEPEST:
+        raise TypeError(_too_deep(where))
     kind = type(tree)
+
+    def below(items: Iterable[tuple[str, Any]]) -> list[Structure]:
+        return [describe(item, leaf, f"{where}{place}", depth + 1) for place, item in items]
+
     if kind is list or kind is tuple:
-        items = [describe(item, leaf, f"{where}[{i}]") for i, item in enumerate(tree)]
-        return {kind.__name__: items}
+        return {kind.__name__: below((f"[{i}]", item) for i, item in enumerate(tree))}
     if kind is dict:
         for key in tree:
-            if type(key) is not str and type(key) is not int:
+            if _key(key) is not None:
                 raise TypeError(
-                    f"{where} is a dictionary with the key {key!r} of type {type(key).__name__}: "
-                    "keys are saved if they are strings or integers"
+                    f"{where} is a dictionary with the key {documents.show(key)} of type "
+                    f"{type(key).__name__}: keys are saved if they are {_key(key)}"
                 )
-        pairs = [[key, describe(tree[key], leaf, f"{where}[{key!r}]")] for key in sorted(tree)]
-        return {"dict": pairs}
+        pairs = sorted(tree.items())
+        items = below((f"[{key!r}]", item) for key, item in pairs)
+        return {"dict": [[key, item] for (key, _), item in zip(pairs, items, strict=True)]}
     if is_namedtuple(kind):
-        fields = [
-            [name, describe(item, leaf, f"{where}.{name}")]
-            for name, item in zip(kind._fields, tree, strict=True)
-        ]
-        return {"namedtuple": kind.__name__, "fields": fields}
+        if (why := why_no_name(kind.__name__) or _why_no_fields(kind._fields)) is not None:
+            raise TypeError(f"{where} is a named tuple that cannot be saved: {why}")
+        items = below((f".{name}", item) for name, item in zip(kind._fields, tree, strict=True))
+        pairs = [[name, item] for name, item in zip(kind._fields, items, strict=True)]
+        return {"namedtuple": kind.__name__, "fields": pairs}
     if kind in (OrderedDict, defaultdict):
         raise TypeError(
             f"{where} is a {kind.__name__}, which is not saved: convert it with `dict(...)`"
@@ -96,7 +106,7 @@ def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _namedtuple(name: str, fields: tuple[str, ...]) -> type:
-    return namedtuple(name, fields)
+    return namedtuple(name, fields, rename=True)
 
 
 def leaf_types(structure: Structure) -> list[dict[str, Any]]:
@@ -146,7 +156,8 @@ def flatten_as(structure: Structure, tree: Any, where: str) -> list[tuple[str, A
         pairs = [(f"{where}.{name}", item, getattr(tree, name)) for name, item in fields]
     else:
         ((kind, items),) = structure.items()
-        if type(tree).__name__ != kind or len(tree) != len(items):
+        same: object = type(tree)
+        if same is not _SEQUENCES[kind] or len(tree) != len(items):
             raise TypeError(f"{where} should be a {kind} of {len(items)} and is {_named(tree)}")
         pairs = [(f"{where}[{i}]", *both) for i, both in enumerate(zip(items, tree, strict=True))]
     return [leaf for place, item, part in pairs for leaf in flatten_as(item, part, place)]
@@ -172,12 +183,12 @@ def check(structure: Any, member: str, where: str, depth: int = 0) -> None:
     if structure is None:
         return
     if depth > _DEEPEST:
-        raise ArtefactError(member, f"{where} is nested more than {_DEEPEST} deep")
+        raise ArtefactError(member, _too_deep(where))
     if type(structure) is not dict:
         raise ArtefactError(member, f"{where} should describe a tree")
     inside: list[tuple[str, Any]] = []
     if "dtype" in structure:
-        leaf = {"dtype": str, "shape": [(documents.natural, str)]}
+        leaf = {"dtype": str, "shape": [(documents.natural, dimensions.size)]}
         documents.check(structure, leaf, member, where)
     elif len(structure) == 1 and ("tuple" in structure or "list" in structure):
         (key,) = structure
@@ -190,11 +201,11 @@ def check(structure: Any, member: str, where: str, depth: int = 0) -> None:
             raise ArtefactError(member, f"{where} has keys out of order, or one twice")
         inside = [(f"{where}[{key!r}]", item) for key, item in structure["dict"]]
     elif set(structure) == {"namedtuple", "fields"}:
-        form = {"namedtuple": _identifier, "fields": [_pair(_identifier)]}
+        form = {"namedtuple": documents.text, "fields": [_pair(documents.text)]}
         documents.check(structure, form, member, where)
         names = [name for name, _ in structure["fields"]]
-        if len(set(names)) != len(names) or any(name.startswith("_") for name in names):
-            raise ArtefactError(member, f"{where} has a field twice, or one that begins with _")
+        if (why := why_no_name(structure["namedtuple"]) or _why_no_fields(names)) is not None:
+            raise ArtefactError(member, f"{where} is no named tuple: {why}")
         inside = [(f"{where}.{name}", item) for name, item in structure["fields"]]
     else:
         raise ArtefactError(member, f"{where} has the keys of no tree: {sorted(structure)[:5]}")
@@ -217,10 +228,40 @@ def _pair(first: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
 
 
 def _key(value: Any) -> str | None:
-    return None if type(value) in (str, int) else "a string or an integer"
-
-
-def _identifier(value: Any) -> str | None:
-    if type(value) is str and value.isidentifier() and not keyword.iskeyword(value):
+    if documents.text(value) is None or (type(value) is int and -(2**63) <= value < 2**63):
         return None
-    return "a name"
+    return "strings or integers of 64 bits"
+
+
+def _too_deep(where: str) -> str:
+    return f"{where[:_LONGEST_PLACE]}… is nested more than {_DEEPEST} deep"
+
+
+# ----------------------------------------------------------------------- names: of both directions
+
+
+def why_no_name(name: str) -> str | None:
+    """Why a parameter, a field or a class cannot be called `name`; None if it can.
+
+    Python folds names that it reads to one form of Unicode (PEP 3131): what is not in this form
+    could not be written in a program, and be equal to another name after all.
+    """
+    folded = unicodedata.normalize("NFKC", name)
+    if not name.isidentifier() or keyword.iskeyword(folded):
+        return f"{documents.show(name)} is no identifier of Python"
+    if folded != name:
+        return f"{documents.show(name)} is another name than Python reads there, {folded!r}"
+    return None
+
+
+def _why_no_fields(names: Sequence[str]) -> str | None:
+    """Why a named tuple cannot have these fields; None if it can. Those that Python made itself,
+    for ``namedtuple(..., rename=True)``, tell their position."""
+    for i, name in enumerate(names):
+        if name.startswith("_") and name != f"_{i}":
+            return f"the field {documents.show(name)} begins with an underscore"
+        if (why := why_no_name(name)) is not None:
+            return f"the field {why}"
+        if name in names[:i]:
+            return f"there are two fields {documents.show(name)}"
+    return None

@@ -8,6 +8,7 @@ the bytes of its elements, with one more axis; the header's ``__metadata__`` the
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,9 +51,16 @@ _UNNAMED = {"complex128": np.dtype(np.complex128)} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _UNNAMED_KINDS if hasattr(ml_dtypes, name)
 }
 
+# Elements that do not fill their byte: the largest that it can be.
+_LARGEST_BYTE = {np.dtype(np.bool_): 1} | {
+    _UNNAMED[name]: 2**bits - 1
+    for name in _UNNAMED
+    if (bits := int(re.findall(r"\d+", name)[0])) < 8
+}
+
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64  # bytes; the first array begins there
-_MOST_AXES = 32  # what every NumPy can have
+_MOST_AXES = 64  # what NumPy can have
 _METADATA = "__metadata__"
 _TENSOR = {
     "dtype": documents.one_of(*_NAMES),
@@ -220,9 +228,15 @@ def read_tensors(view: memoryview, member: str) -> dict[str, np.ndarray[Any, Any
         The arrays by name: the bytes of `view`, not copied; read-only if those are.
 
     Raises:
-        ArtefactError: the header is wrong; see `read_header`.
+        ArtefactError: the header is wrong, see `read_header`; or an element is none of its dtype:
+            a truth value that is neither 0 nor 1, an integer of four bits beyond them.
     """
-    return {
-        name: np.frombuffer(view[tensor.start : tensor.end], tensor.dtype).reshape(tensor.shape)
-        for name, tensor in read_header(view, member).items()
-    }
+    found = {}
+    for name, tensor in read_header(view, member).items():
+        stored = view[tensor.start : tensor.end]
+        most = _LARGEST_BYTE.get(tensor.dtype)
+        if most is not None and np.frombuffer(stored, np.uint8).max(initial=0) > most:
+            words = f"the array {documents.show(name)} of {tensor.dtype.name}"
+            raise ArtefactError(member, f"{words} has bytes beyond {most}, which are no elements")
+        found[name] = np.frombuffer(stored, tensor.dtype).reshape(tensor.shape)
+    return found

@@ -1,4 +1,4 @@
-"""Whether a file can be loaded, found out without danger to the process that asks."""
+"""Whether a file can be loaded, found out by a process that may die of it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tracegrad import _jax
 from tracegrad.saving import program
-from tracegrad.saving.container import open_container
+from tracegrad.saving.container import open_container, open_file
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.load import LoadedFunction, load
+from tracegrad.saving.load import LoadedFunction, load_container, read_program
 from tracegrad.saving.manifest import VARIABLES, Manifest, from_json
 from tracegrad.saving.tensors import read_header
 
 _LONGEST = 600  # seconds that parsing may take
-_CHILD = "import sys; from tracegrad.saving.verification import parse; parse(sys.argv[1])"
+_CHILD = "from tracegrad.saving.verification import parse; parse()"
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -26,8 +25,11 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
     Checksums show damage. They show no malice: whoever writes a file can write right checksums of
     anything, and bytes that no JAX wrote can end the process in which XLA parses them. Here that
-    process is another one, and its death is an error like others. So a file that passes can be
-    loaded; what its functions then compute, nobody can know but who wrote it.
+    process is another one, with the rights of this one, and its death is an error like others. A
+    file that passes can be loaded, and its programs call no code of the process but what JAX needs
+    itself (`outside_calls.ALLOWED`); what they compute, nobody can know but who wrote them.
+
+    What is checked is one open file: nobody can put another in its place meanwhile.
 
     Args:
         path: the file.
@@ -37,34 +39,39 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         ArtefactError: a checksum is wrong, SHA-256 or CRC-32; the manifest or the header of the
-            Variables is; a program cannot be parsed, or is another than the manifest says.
+            Variables is; a program cannot be parsed, is another than the manifest says, or calls
+            what is none of its business.
         OSError: the file is not there, or may not be read.
         ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
     """
     program.check_installed()
-    with open_container(path) as container:
-        container.check_crc()
-        manifest = from_json(container.manifest)
-        if manifest.variables:
-            read_header(container.member(VARIABLES), VARIABLES)
-        _parse_elsewhere(container.path)
+    descriptor = open_file(path)
+    try:
+        with open_container(path, descriptor=descriptor) as container:
+            container.check_crc()
+            manifest = from_json(container.manifest)
+            if manifest.variables:
+                read_header(container.member(VARIABLES), VARIABLES)
+            _parse_elsewhere(descriptor, container.path)
+    finally:
+        os.close(descriptor)
     return manifest
 
 
-def _parse_elsewhere(path: str) -> None:
-    """Runs `parse` in a process of its own."""
+def _parse_elsewhere(descriptor: int, path: str) -> None:
+    """Runs `parse` in a process of its own, whose standard input is the file."""
     root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     # 64 bits, as the functions may have them; no accelerator is taken away from anybody.
     settings = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
     environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     # Isolated from the current folder: a file beside an artefact is no module of ours (-P).
-    command = [sys.executable, "-P", "-c", _CHILD, os.path.abspath(path)]
+    command = [sys.executable, "-P", "-c", _CHILD]
     try:
         done = subprocess.run(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=descriptor,
             capture_output=True,
             check=False,
             timeout=_LONGEST,
@@ -96,8 +103,8 @@ def _death(code: int) -> str:
         return f"signal {-code}"
 
 
-def parse(path: str) -> None:
-    """What the other process does: parses each program, then loads the file.
+def parse() -> None:
+    """What the other process does: parses each program in its standard input, then loads it all.
 
     It tells on the standard output what it begins with, in JSON: who reads that knows what it died
     of.
@@ -108,14 +115,14 @@ def parse(path: str) -> None:
         sys.stdout.flush()
 
     try:
-        with open_container(path) as container:
+        with open_container("standard input", descriptor=0) as container:
             manifest = from_json(container.manifest)
             for record in manifest.functions:
                 for each in record.programs:
                     tell(each.member)
-                    _parse_program(each.member, bytes(container.member(each.member)), manifest)
-        tell("file")
-        functions = load(path)
+                    read_program(each, bytes(container.member(each.member)), manifest)
+            tell("file")
+            functions = load_container(container)
         for function in (
             [functions] if isinstance(functions, LoadedFunction) else functions.values()
         ):
@@ -124,15 +131,3 @@ def parse(path: str) -> None:
         tell(error.member, reason=error.reason)
     else:
         tell("done")
-
-
-def _parse_program(member: str, contents: bytes, manifest: Manifest) -> None:
-    try:
-        program.parse(program.read(contents))
-    except Exception as error:  # whatever XLA and flatbuffers raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ArtefactError(
-            member,
-            f"it was written by {manifest.written_by}, and JAX {_jax.versions()['jax']} cannot "
-            f"parse it: {reason}",
-        ) from None
