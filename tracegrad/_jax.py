@@ -53,6 +53,14 @@ OPAQUE_PRIMITIVES = frozenset({"pallas_call", "call_hi_primitive", "core_map", "
 OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 
 
+def calls_host(primitive: str) -> bool:
+    """Whether the primitive of this name runs code that XLA did not compile.
+
+    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none.
+    """
+    return "callback" in primitive or primitive in ("debug_print", "ffi_call")
+
+
 # ------------------------------------------------------------------------------------- programs
 
 
@@ -580,6 +588,10 @@ def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) 
 
 
 # -------------------------------------------------------------------------------------- arrays
+
+
+# Waits for the arrays of a tree; raises what the program raised that was to compute them.
+wait_for: Callable[[Any], Any] = jax.block_until_ready
 
 
 def is_tracer(value: object) -> bool:

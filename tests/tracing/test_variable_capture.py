@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
@@ -774,6 +775,103 @@ def test_a_thread_that_only_looks_is_not_disturbed_by_one_that_trains():
         thread.join()
     assert errors == []
     assert float(w[0]) == 101.0
+
+
+# ---------------------------------------------------------------------------------- host calls
+
+
+def through_host(kind, host, x):
+    """`x`, handed to a function of the host on one of the ways that there are."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if kind == "pure":
+        return jax.pure_callback(host, like, x)
+    if kind == "numpy_function":
+        return tg.numpy_function(host, [x], like)
+    if kind in ("io", "ordered io"):
+        return io_callback(host, like, x, ordered="ordered" in kind)
+    jax.debug.callback(lambda y: (host(y), None)[1], x, ordered="ordered" in kind)
+    return x
+
+
+HOST_CALLS = ["pure", "io", "ordered io", "debug", "ordered debug", "numpy_function"]
+
+
+@pytest.mark.parametrize("kind", HOST_CALLS)
+def test_a_step_that_fails_on_the_host_leaves_the_old_value(kind):
+    w = Variable(np.ones(3, np.float32))
+    fails = False
+
+    def host(x):
+        if fails:
+            raise ValueError("the host fails")
+        return np.asarray(x)
+
+    @tg.trace
+    def step(x):
+        w.assign(through_host(kind, host, w * x))
+
+    step(2.0), step(2.0)
+    fails = True
+    with pytest.raises(Exception, match="the host fails"):
+        step(2.0)
+    np.testing.assert_array_equal(w.value, [4.0, 4.0, 4.0])
+    fails = False
+    step(2.0)
+    np.testing.assert_array_equal(w.value, [8.0, 8.0, 8.0])
+
+
+@pytest.mark.parametrize("kind", HOST_CALLS)
+def test_a_host_function_reads_the_value_from_before_the_step(kind):
+    w = Variable(np.ones(3, np.float32))
+    seen = []
+
+    def host(x):
+        seen.append(float(w.value[0]))
+        read = threading.Thread(target=lambda: seen.append(float(w.numpy()[0])), daemon=True)
+        read.start()
+        read.join(20)
+        return np.asarray(x)
+
+    @tg.trace
+    def step(x):
+        w.assign(through_host(kind, host, w * x))
+
+    for _ in range(3):
+        step(2.0)
+    assert seen == [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert float(w[0]) == 8.0
+
+
+def test_a_host_function_may_run_a_step_of_its_own():
+    w = Variable(np.ones(3, np.float32))
+    inner = tg.trace(lambda: w.assign_add(10.0).value[0])
+    inner(), inner()
+    look = tg.trace(
+        lambda x: jax.debug.callback(lambda y: (inner(), None)[1], x) or jnp.sum(w.value) * x
+    )
+    assert (float(look(1.0)), float(w[0])) == (63.0, 31.0)
+    assert (float(look(1.0)), float(w[0])) == (93.0, 41.0)
+
+
+def test_whether_the_host_is_called_may_depend_on_the_arguments():
+    w = Variable(np.zeros(1 << 16, np.float32))
+    seen = []
+
+    @tg.trace(static_argnames="tells")
+    def step(tells):
+        w.assign_add(1.0)
+        if tells:
+            jax.debug.callback(lambda _: seen.append(float(w.value[0])), 0)
+
+    for tells in (False, True, False, True, True, False):
+        step(tells=tells)
+    assert seen == [1.0, 3.0, 4.0]
+    places = {address(w)}
+    for _ in range(3):  # those without write over the buffer still
+        step(tells=False)
+        places.add(address(w))
+    assert len(places) == 1
+    assert float(w[0]) == 9.0
 
 
 # ------------------------------------------------------------------------------------- lifetime

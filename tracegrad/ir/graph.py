@@ -220,6 +220,13 @@ class Graph:
         return any(isinstance(node, Recompute) for g in self.regions_below for node in g.nodes)
 
     @property
+    def calls_host(self) -> bool:
+        """Whether it, or a region below it, runs code that XLA did not compile: callbacks into
+        Python, prints, foreign functions. That may fail, after the program was started, and may
+        look at whatever the process holds."""
+        return any(_jax.calls_host(node.op) for g in self.regions_below for node in g.nodes)
+
+    @property
     def regions_below(self) -> list[Graph]:
         """This graph and the regions at any depth, each once."""
         return list(self._below({}))

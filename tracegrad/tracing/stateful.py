@@ -6,7 +6,11 @@ Variables turns out to be something else, tracing stops, and the call goes on wi
 A function that never uses Variables has nothing to do with this module.
 
 A program that assigns a Variable which it also reads writes the new value over the old one, at
-top level, where nobody else can have the old array; see `variable.lend`.
+top level, where nobody else can have the old array; see `variable.lend`. One that calls the host
+(`Graph.calls_host`) does not: what runs there may read the Variable, or raise, and by then the old
+value would be gone and the new one never come. Such a program keeps the old value until it is
+over, and is waited for: it may fail long after it was started, and a value that it never computed
+is not assigned.
 """
 
 from __future__ import annotations
@@ -29,7 +33,16 @@ from tracegrad.ir import Graph
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.static import StaticArguments, resolve
-from tracegrad.tracing.variable import Variable, lend, listened, peek, settle, show, take_back
+from tracegrad.tracing.variable import (
+    Variable,
+    hold,
+    lend,
+    listened,
+    peek,
+    settle,
+    show,
+    take_back,
+)
 
 if TYPE_CHECKING:
     from tracegrad.tracing.traced import Pipeline
@@ -123,6 +136,7 @@ class Roles:
         self.updated = self._refs(v for key, v in assigned.items() if key in read)
         self.read = self._refs(v for key, v in read.items() if key not in assigned)
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
+        self.calls_host = graph.calls_host
         self.identity = identity_of(graph)
 
     def _refs(self, variables: Iterator[Variable]) -> list[weakref.ref[Variable]]:
@@ -136,9 +150,10 @@ class Roles:
         return [weakref.ref(variable, over) for variable in variables]
 
 
-def identity_of(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
+def identity_of(graph: Graph) -> tuple[frozenset[int], frozenset[int], bool]:
     """By which two graphs that use the same Variables in the same way are told to do so."""
-    return frozenset(map(id, graph.variables)), frozenset(map(id, graph.assigned))
+    variables, assigned = graph.variables, graph.assigned
+    return frozenset(map(id, variables)), frozenset(map(id, assigned)), graph.calls_host
 
 
 class Body:
@@ -219,7 +234,8 @@ class Program:
         extra = _jax.keep_recompute_options(jax.default_backend())
         if extra is not None and pipeline.recomputes:
             options = _jax.with_compiler_options(options, extra)
-        donated = (*range(len(updated)), *options.pop("donate_argnums"))
+        written_over = () if self.roles.calls_host else range(len(updated))
+        donated = (*written_over, *options.pop("donate_argnums"))
         self.outermost = jax.jit(self.body, **options, donate_argnums=donated)
         self._top_level = _jax.top_level_trace_type()
 
@@ -252,10 +268,14 @@ class Program:
         written: Any = [ref() for ref in roles.written] if roles.written else ()
         if type(_jax.current_trace(None)) is not self._top_level or listened():
             new, result = self._watched([*updated, *read], args, kwargs)
+            if roles.calls_host:
+                _jax.wait_for(new)
             for variable, value in zip((*updated, *written), new, strict=True):
                 variable.assign(value)
             self.pipeline.warn_of_merging()
             return result
+        if roles.calls_host:
+            return self._held(updated, read, written, args, kwargs)
         constants = peek(read) if read else ()
         values = lend(updated)
         try:
@@ -264,6 +284,26 @@ class Program:
             take_back(updated)
             raise
         settle([*updated, *written] if written else updated, new)
+        return result
+
+    def _held(
+        self,
+        updated: Sequence[Variable],
+        read: Sequence[Variable],
+        written: Sequence[Variable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a function that calls the host."""
+        constants = [variable.value for variable in read]  # the host may run what writes over them
+        values = hold(updated)
+        try:
+            new, result = self.outermost(*values, *constants, *args, **kwargs)
+            _jax.wait_for(new)
+            for variable, value in zip((*updated, *written), new, strict=True):
+                variable.assign(value)
+        finally:
+            take_back(updated)
         return result
 
     def _watched(
@@ -451,6 +491,7 @@ class Outcome:
     @classmethod
     def tree_unflatten(cls, variables: _Weakly, children: tuple[Any, ...]) -> Any:
         result, values = children
+        _jax.wait_for(values)  # a value that a failed program never computed is not one
         for ref, value in zip(variables.refs, values, strict=True):
             variable = ref()
             if variable is not None and isinstance(value, jax.Array):

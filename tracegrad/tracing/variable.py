@@ -182,7 +182,9 @@ class Variable:
         self._value = value
         self._is_ours = False  # whether nobody was handed the array
         self._keepers = 0  # how many listeners keep it, to whom it was shown; see `show`
-        self._borrower: int | None = None  # the thread on which a program has the array; see `lend`
+        # The thread on which a program has the array, see `lend`; its complement, where the program
+        # leaves the array as it is, see `hold`.
+        self._borrower: int | None = None
         self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
 
     # ---------------------------------------------------------------------- reading and assigning
@@ -564,6 +566,18 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
     return values
 
 
+def hold(variables: Sequence[Variable]) -> list[Any]:
+    """The values of Variables for a program that computes their next ones, and leaves the arrays
+    as they are: until `take_back`, readers get them, and other programs that assign wait."""
+    me = threading.get_ident()
+    with _lock:
+        _wait_for(variables, me)
+        for variable in variables:
+            variable._borrower = ~me
+            variable._is_ours = False
+        return [variable._value for variable in variables]
+
+
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     """Stores arrays that a program made, and that nobody else has."""
     with _lock:
@@ -576,7 +590,7 @@ def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 
 
 def take_back(variables: Sequence[Variable]) -> None:
-    """Undoes `lend`, where the program was not run."""
+    """Ends `hold`, and undoes `lend` where the program was not run."""
     with _lock:
         for variable in variables:
             variable._borrower = None
@@ -629,23 +643,27 @@ def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
 
 def _awaited(variable: Variable) -> Any:
     """The value of a Variable whose array a program has: the next one, or, where that program
-    itself is given the value on another way, a copy."""
+    itself is given the value on another way, a copy. Of one that is only held it is the array."""
     me = threading.get_ident()
     with _lock:
-        _wait_for((variable,), me)
+        while (borrower := variable._borrower) is not None and borrower >= 0 and borrower != me:
+            _sleep()
         variable._is_ours = False
-        return variable._value if variable._borrower is None else jnp.copy(variable._value)
+        return jnp.copy(variable._value) if variable._borrower == me else variable._value
 
 
 def _wait_for(variables: Sequence[Variable], me: int) -> None:
-    """Waits, with the lock, until no program of another thread has any of the arrays."""
+    """Waits, with the lock, until no program of another thread has or holds any of the arrays."""
+    while any(variable._borrower not in (None, me, ~me) for variable in variables):
+        _sleep()
+
+
+def _sleep() -> None:
+    """Gives the lock away until some arrays have come back."""
     global _waiting
-    for variable in variables:
-        while variable._borrower is not None and variable._borrower != me:
-            _waiting += 1
-            _returned.wait()
-            _waiting -= 1
-            _wait_for(variables, me)  # meanwhile another one may have been taken
+    _waiting += 1
+    _returned.wait()
+    _waiting -= 1
 
 
 # What is asked of the Variable and answered by its value.
