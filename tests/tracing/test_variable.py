@@ -1,6 +1,7 @@
 """`Variable`: works like its value wherever an array does, is assigned, and owns what it holds."""
 
 import copy
+import pickle
 import threading
 
 import jax
@@ -224,6 +225,37 @@ def test_it_has_an_array_object_of_its_own():
     assert v.value is v.value
     v.assign(x)
     assert v.value is not x
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))]
+)
+def test_a_copy_is_a_variable_of_its_own(copied):
+    v = Variable(np.ones(1 << 16, np.float32), trainable=False, name="v")
+    double = trace(lambda: v.assign(v * 2.0).value[0])
+    double(), double()
+    other = copied(v)
+    both = trace(lambda: (v[0], other[0]))
+    assert both() == (4.0, 4.0)
+    double(), double()
+    assert both() == (16.0, 4.0)
+    other.assign(jnp.zeros(1 << 16))
+    assert both() == (16.0, 0.0)
+    assert (other.name, other.trainable) == ("v", False)
+
+
+def test_a_copy_of_a_subclass_keeps_its_attributes():
+    class Named(Variable):
+        def __init__(self, value, axes):
+            super().__init__(value, name="named")
+            self.axes = axes
+
+    v = Named([1.0, 2.0], ["batch"])
+    shallow, deep = copy.copy(v), copy.deepcopy(v)
+    assert type(shallow) is type(deep) is Named
+    assert shallow.axes is v.axes
+    assert deep.axes == ["batch"]
+    assert deep.axes is not v.axes
 
 
 def test_a_numpy_array_that_changes_later_does_not_change_it():

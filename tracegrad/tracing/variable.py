@@ -351,6 +351,25 @@ class Variable:
         kind = "" if self._trainable else ", not trainable"
         return f"<Variable {self._name}: {self._type_text()}{kind} = {value}>"
 
+    # ------------------------------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy (`copy.copy`, `copy.deepcopy`, pickle) has of it: value, name, whether it is
+        trainable, and what a subclass put there. What programs have to do with it is its own."""
+        return {
+            **getattr(self, "__dict__", {}),
+            "_value": self.value,
+            "_name": self._name,
+            "_trainable": self._trainable,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        value, name, trainable = (state.pop(key) for key in ("_value", "_name", "_trainable"))
+        Variable.__init__(self, value, trainable, name)
+        for key, attribute in state.items():
+            setattr(self, key, attribute)
+
     # ------------------------------------------------------------------------------ conversions
 
     def __jax_array__(self) -> Any:
