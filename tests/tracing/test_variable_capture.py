@@ -521,6 +521,60 @@ def test_a_variable_created_while_tracing_is_one_from_then_on():
     assert f(3.0) == 15.0
 
 
+# ---------------------------------------------------------------------- Variables among the results
+
+
+def test_a_variable_among_the_results_is_its_value_at_the_end():
+    c, d = Variable(1.0, name="c"), Variable(5.0, name="d")
+    count = tg.trace(lambda: c.assign_add(1.0))
+    first, second = count(), count()
+    assert isinstance(first, jax.Array)
+    assert (float(first), float(second), float(c)) == (2.0, 3.0, 3.0)
+
+    @tg.trace
+    def several(x):
+        c.assign(x)
+        return {"c": (c, c.assign_add(1.0)), "d": d, "product": c * d}
+
+    for results in (several(4.0), tg.trace(lambda x: several(x))(4.0)):
+        assert jax.tree.map(float, results) == {"c": (5.0, 5.0), "d": 5.0, "product": 25.0}
+    assert [o.aval.shape for o in several.graph(4.0).outputs] == [()] * 5  # the last: c, assigned
+    assert several.eval_shape(4.0)["d"].shape == ()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        tg.trace,
+        tg.recompute_grad,
+        tg.custom_gradient,
+        lambda f: lambda x: jax.lax.cond(x > 0, f, f, x),
+        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(x), None), x, length=1)[0],
+    ],
+    ids=["plain", "jit", "checkpoint", "trace", "recompute", "custom", "cond", "scan"],
+)
+def test_functions_inside_a_traced_one_may_return_variables(around):
+    v = Variable(1.0)
+
+    def returns_it(x):
+        return (v, lambda dy, variables: (dy, [dy])) if around is tg.custom_gradient else v
+
+    @tg.trace
+    def f(x):
+        v.assign(2 * x)
+        return around(returns_it)(x)
+
+    assert [float(f(x)) for x in (3.0, 4.0)] == [6.0, 8.0]
+
+
+def test_a_loss_may_be_a_variable():
+    total = Variable(0.0)
+    assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
+
+
 # ------------------------------------------------------------------------------ which Variables
 
 

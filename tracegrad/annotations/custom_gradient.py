@@ -40,13 +40,12 @@ from tracegrad.annotations.variables import (
     Reads,
     require_variables_parameter,
     with_variables,
-    without_variables,
 )
 from tracegrad.ir.wording import brief, described
 from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.capture import variable_of
-from tracegrad.tracing.reading import ReadsOutside
+from tracegrad.tracing.reading import ReadsOutside, without_variables
 from tracegrad.tracing.variable import Variable
 
 P = ParamSpec("P")
@@ -238,7 +237,7 @@ class _Call:
                 f"{described(self.fun)} has a custom gradient, so it must return a pair "
                 f"(y, grad_fn) with a function grad_fn(*dys); it returned {got}."
             )
-        y, grad_fn = result
+        y, grad_fn = without_variables(result[0]), result[1]
         for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
             if not is_array_like(leaf):
                 raise TypeError(

@@ -19,6 +19,7 @@ from tracegrad.annotations.calls import (
 from tracegrad.annotations.custom_gradient import custom_gradient
 from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.wording import described
+from tracegrad.tracing.reading import without_variables
 from tracegrad.tracing.variable import Variable, listening
 
 P = ParamSpec("P")
@@ -71,7 +72,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     def with_identity(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         assignments = Assignments()
         with listening(assignments):
-            y = fun(*args, **kwargs)
+            y = without_variables(fun(*args, **kwargs))
         # What was assigned leaves as further outputs: the rule has a trace of its own.
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]

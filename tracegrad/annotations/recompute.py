@@ -16,7 +16,7 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.ir.wording import brief, described
-from tracegrad.tracing.reading import ReadsOutside
+from tracegrad.tracing.reading import ReadsOutside, without_variables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,7 +95,7 @@ def _call(
     def run(*arrays: Any) -> Any:
         positional, keywords = arguments.with_arrays(arrays)
         with variables.around():
-            return fun(*positional, **keywords)
+            return without_variables(fun(*positional, **keywords))
 
     try:
         program = named_after(fun, run, _names(fun, args, kwargs, arguments))

@@ -86,15 +86,6 @@ def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:
     )
 
 
-def without_variables(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with the values of Variables in their places, which are inputs like any other."""
-    if not any(map(is_variable, jax.tree.leaves(args, is_leaf=is_variable))):
-        return args
-    leaves, tree = jax.tree.flatten(args)
-    new: tuple[Any, ...] = jax.tree.unflatten(tree, leaves)
-    return new
-
-
 def require_variables_parameter(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], variables: Sequence[Variable]
 ) -> None:

@@ -17,6 +17,7 @@ from tracegrad.differentiation.selection import (
     type_of,
 )
 from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.reading import without_variables
 
 UNCONNECTED = ("zero", "none", "raise")
 
@@ -68,6 +69,7 @@ def differentiable_leaves(
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> Any:
     """The function's result, checked: a scalar, or a pair of one and something else."""
     value, aux = pair(fun, result) if has_aux else (result, None)
+    value = without_variables(value)
     leaves = jax.tree.leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         raise TypeError(

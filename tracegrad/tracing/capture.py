@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad.tracing.reading import without_variables
 from tracegrad.tracing.variable import FROZEN, Variable, innermost_listener, listening
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
@@ -100,7 +101,7 @@ class Capture:
         _active.captures += 1
         try:
             with self._generations, listening(self):
-                result = fun()
+                result = without_variables(fun())
             if not self.assigned:  # messages about the result then say where in it
                 return result
             return result, [self._current[id(variable)] for variable in self.assigned]
@@ -118,8 +119,12 @@ class Capture:
             return self._assigned_value(variable) if is_assigned else stand_in(variable)
         where = _jax.staging_trace()
         key = id(variable)
-        if where is None:  # jax.ensure_compile_time_eval
-            raise RuntimeError(FROZEN.format(name=variable.name))
+        if where is None:
+            raise RuntimeError(
+                f"the Variable {variable.name!r} is read inside a traced function, where something "
+                "is computed at once and not as a part of its program: there it has no value yet. "
+                "Read it outside, or compute that in the program."
+            )
         if where is not self._trace:
             return self._read_inside(variable)
         if key in self._current:

@@ -1,16 +1,29 @@
-"""Variables in a function that is traced to be run once, here and now.
-
-What it reads of one is what it would read if it were not traced: a value of the trace around it.
-"""
+"""Variables in a function that is traced: when and where those are read that it is given, reads
+itself, and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from tracegrad import _jax
-from tracegrad.tracing.variable import Variable, listening
+from tracegrad.tracing.variable import Variable, is_variable, listening, values_of
+
+T = TypeVar("T")
+
+
+def without_variables(tree: T) -> T:
+    """The tree with the value that each Variable in it has now in its place; the tree itself where
+    there is none.
+
+    JAX would read them when it flattens the tree, after what listens to a function has stopped.
+    """
+    if any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable))):
+        tree = values_of(tree)
+    return tree
 
 
 class InOwnTrace:
@@ -36,10 +49,10 @@ class InOwnTrace:
 
 
 class ReadsOutside(InOwnTrace):
-    """Reads Variables in the trace that it was made in. (A `Listener`.)
+    """For a function that is traced to be run once, here and now: what it reads of Variables is
+    what it would read if it were not traced, a value of the trace around it. (A `Listener`.)
 
-    The function's own trace has what it closes over as operands: no value stays in it for a later
-    call.
+    The function's own trace has that as an operand: no value stays in it for a later call.
     """
 
     def __init__(self) -> None:

@@ -409,7 +409,8 @@ def trace(
     Takes whatever `jax.jit` takes, compiles to the same optimised program and costs the same per
     call; only what was annotated or rewritten differs. The `Variable`s that it reads, itself or in
     functions that it calls, are inputs of the program, and those that it assigns outputs: each
-    call uses the values of that moment. Usable bare (``@trace``), with arguments
+    call uses the values of that moment. A Variable among its results is handed out as an array,
+    its value at the end of the call. Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 
     Args:

@@ -450,6 +450,28 @@ def assigning_inside_grad_pass_through_works_in_traced_functions(lib):
 
 
 @states
+def assign_itself_may_be_passed_through(lib):
+    found = []
+    for wrap in (lambda f: f, lib.function):
+        v, z = lib.Variable(5.0), lib.constant(3.0)
+        with lib.GradientTape() as tape:
+            tape.watch(z)
+            y = wrap(lambda z, v=v: lib.grad_pass_through(v.assign)(z**2))(z)
+        found.append([y, tape.gradient(y, z), v.numpy()])
+    return found
+
+
+@states
+def a_function_returns_the_value_of_a_variable(lib):
+    v = lib.Variable(1.0)
+    count = lib.function(lambda: v.assign_add(1.0))
+    values = [count(), count()]
+    with lib.GradientTape() as tape:
+        y = count()
+    return [*values, y, tape.gradient(y, v), isinstance(y, lib.Variable)]
+
+
+@states
 def grad_pass_through_has_as_many_outputs_as_inputs(lib):
     f = lib.grad_pass_through(lambda x, z: (lib.round(x), lib.floor(z)))
     x, z = lib.constant(1.7), lib.constant(2.2)
