@@ -81,7 +81,8 @@ def custom_gradient(f: Any = None) -> Any:
             shape and dtype (zeros for an output that is not used, or is an integer), and returns
             one gradient per input, of that input's shape and dtype: an array if there is one
             input, otherwise a sequence of them, flat or nested as the arguments are. ``None``
-            stands for "no gradient" of an input, or of a whole argument. ``grad_fn`` is
+            stands for "no gradient" of an input, or of a whole argument; all else is a gradient,
+            also zeros, and ones for an input that is a loss to be added. ``grad_fn`` is
             differentiated in its turn, through the values of ``f`` that it closes over too, so
             derivatives of any order are defined. Put on ``grad_fn`` itself, ``custom_gradient``
             defines the derivative with respect to ``dy``.

@@ -1,18 +1,21 @@
 """Which inputs of a program get a gradient from its outputs, and what cuts the others off.
 
 An input is *connected* to an output if there is a path of data flow between them on which the VJP
-of every node depends on its cotangent. That is decided on the program, never on values: a gradient
-that happens to be zero is connected. Whether a VJP depends on its cotangent JAX is asked, node by
-node: the VJP is traced, imported, and looked through. ``round``, ``floor`` and ``sign`` cut because
-JAX's derivative of them is zero by structure; so does the rule of a custom gradient that returns
-nothing, or zeros, for an input.
+of every node depends on its cotangent, or is a rule that returned a gradient. That is decided on
+the program, never on values: a gradient that happens to be zero is connected. Whether a VJP depends
+on its cotangent JAX is asked, node by node: the VJP is traced, imported, and looked through.
+``round``, ``floor`` and ``sign`` cut because JAX's derivative of them is zero by structure.
+
+A custom gradient cuts where its rule returns None. What it does return is a gradient, though it be
+zeros, or the same whatever the cotangent is: an auxiliary loss is added to a model by such a rule.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +37,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering.closed_over import loses_derivative
+from tracegrad.lowering.returned import returned_gradients, written_tangents
 from tracegrad.rewriting.forward_mode import place_of
 from tracegrad.tracing.importer import import_program
 
@@ -162,29 +166,26 @@ class Walk:
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
-        avals = tuple(value.aval for value in node.inputs)
-        out_avals = tuple(value.aval for value in node.outputs)
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
+            types = _types(node.inputs), _types(node.outputs)
             try:
-                rows = _remembered_rows(node.primitive, params, avals, out_avals, reached)
+                rows = _remembered_rows(node.primitive, params, *types, reached)
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(node.primitive, params, avals, out_avals, reached)
+                rows = _rows(node.primitive, params, *types, reached)
         else:
             key = node, reached
             if key not in self.rules:
-                params = tuple(node.params.items())
-                # What is closed over and lost counts as connected: differentiating it is an error.
-                lost = isinstance(node, CustomGradient) and loses_derivative(node, reached)
                 self.rules[key] = (
-                    None if lost else _rows(node.primitive, params, avals, out_avals, reached)
+                    _rule_rows(node, reached)
+                    if isinstance(node, CustomGradient)
+                    else _call_rows(node, reached)
                 )
             rows = self.rules[key]
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
-            everything = joined(1 << i for i, is_reached in enumerate(reached) if is_reached)
-            return tuple(everything if _jax.has_gradient(aval) else 0 for aval in out_avals)
+            return _all_of(node, reached)
         return tuple(node_dependence(node))
 
     def cuts(
@@ -222,6 +223,9 @@ class Walk:
     def _flow(self, node: Node) -> Masks:
         if node not in self.flows:
             self.flows[node] = node_dependence(node)
+            if isinstance(node, CustomGradient) and node.kind == "vjp":
+                # Its rule may use what its function does not.
+                self.flows[node] = list(_all_of(node, [True] * len(node.inputs)))
         return self.flows[node]
 
     def _inside(
@@ -238,6 +242,85 @@ class Walk:
 # -------------------------------------------------------------------------------- one node's VJP
 
 Params = tuple[tuple[str, Any], ...]
+Rows = tuple[int, ...] | None
+
+
+def _types(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value.aval for value in values)
+
+
+def _all_of(node: Node, reached: Sequence[bool]) -> tuple[int, ...]:
+    """Every result that has a cotangent is connected to every operand that is reached."""
+    everything = joined(1 << i for i, is_reached in enumerate(reached) if is_reached)
+    return tuple(everything if _jax.has_gradient(v.aval) else 0 for v in node.outputs)
+
+
+def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
+    """For every result of a custom gradient the operands for which its rule returned a gradient.
+
+    None where JAX cannot differentiate it.
+    """
+    if node.kind == "vjp":
+        return _returned_rows(node, reached)
+    if loses_derivative(node, reached):
+        return None  # connected: differentiating it is an error
+    rows = _call_rows(node, reached)
+    if rows is None or all(row for row, v in zip(rows, node.outputs) if _jax.has_gradient(v.aval)):
+        return rows
+    # A rule of tangents gives one to each result: to an operand of which that is independent it
+    # gives nothing, unless it is what the rule has written for all of them.
+    first = node.params.get("num_consts", 0)
+    given = [i >= first and _jax.has_gradient(v.aval) for i, v in enumerate(node.inputs)]
+    try:
+        written = written_tangents(
+            _binding(node), _types(node.inputs), [i for i, flows in enumerate(given) if flows]
+        )
+    except Exception:
+        return rows
+    of_all = _call_rows(node, tuple(given)) or rows
+    everything = _all_of(node, [a and b for a, b in zip(reached, given, strict=True)])
+    return tuple(
+        everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
+    )
+
+
+def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
+    """As `_rows`, of a node with regions."""
+    params = tuple(node.params.items())
+    rows = _rows(node.primitive, params, _types(node.inputs), _types(node.outputs), reached)
+    if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
+        return rows
+    returned = _returned_rows(node, reached)
+    return rows if returned is None else tuple(map(operator.or_, rows, returned))
+
+
+def _has_rules(node: Node) -> bool:
+    return any(
+        isinstance(found.node, CustomGradient)
+        for region in node.regions.values()
+        for found in region.walk()
+    )
+
+
+def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
+    """For every result the operands that JAX gives a cotangent that is no symbolic zero."""
+    active = [i for i, is_reached in enumerate(reached) if is_reached]
+    flowing = [j for j, v in enumerate(node.outputs) if _jax.has_gradient(v.aval)]
+    # Only a rule that is told of symbolic zeros can tell the cotangents of its results apart.
+    alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
+    rows = [0] * len(node.outputs)
+    try:
+        for group in [flowing] if alike else [[j] for j in flowing]:
+            found = returned_gradients(_binding(node), _types(node.inputs), active, group)
+            for j in group:
+                rows[j] = joined(1 << i for i in found)
+    except Exception:
+        return None
+    return tuple(rows)
+
+
+def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
+    return lambda operands: _jax.bind(node.primitive, operands, node.params)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)

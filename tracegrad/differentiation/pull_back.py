@@ -78,8 +78,6 @@ def pull_back(
         if not active or all(ct is None for ct in given):
             continue
         results = (through or node_vjp)(node, values, given, active)
-        if isinstance(node, Recompute):
-            results = _connected(results, next(ct for ct in given if ct is not None))
         if gated:
             results = _released_together(results)
         for i, ct in zip(active, results, strict=True):
@@ -138,7 +136,9 @@ def node_vjp(
 
 def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int:
     """The mask of the active inputs whose cotangents depend on one that is given."""
-    if isinstance(node, Recompute):  # counts as a whole: see `_connected`
+    if isinstance(node, Recompute):
+        # TensorFlow differentiates a recomputed function as a whole: an argument that it does not
+        # use has a gradient of zero, not none.
         return joined(1 << i for i in active)
     ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
     rows = Walk().rule(node, ins)
@@ -149,35 +149,24 @@ def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
     args = [v.value if isinstance(v, Literal) else values[v] for v in node.inputs]
+    # Results without a cotangent are left out, not given zeros: a rule on the way to such a result
+    # alone is then not called. It may return a gradient whatever its cotangent is.
+    given = [i for i, ct in enumerate(cotangents) if ct is not None]
 
-    bound = _jax.of_some(lambda operands: evaluate_node(node, operands, Lowering()), args, active)
-    pairs = zip(node.outputs, cotangents, strict=True)
+    def run(operands: list[Any]) -> list[Any]:
+        results = evaluate_node(node, operands, Lowering())
+        return [results[i] for i in given]
+
+    bound = _jax.of_some(run, args, active)
     try:
         _, vjp = jax.vjp(bound, *(args[i] for i in active))
-        return list(vjp([_zero(v.aval) if ct is None else ct for v, ct in pairs]))
+        return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
             error.add_note(f"while differentiating {Occurrence((), node)}")
         raise
 
 
-def _connected(results: Sequence[Any], cotangent: Any) -> list[Any]:
-    """The same cotangents, made to depend on one that came in by a choice that is never taken.
-
-    TensorFlow differentiates a recomputed function as a whole: an argument that it does not use has
-    a gradient of zero, not none. What is connected is told by dependence; XLA drops the choice.
-    """
-    other = jnp.sum(jnp.real(cotangent))
-    never = jnp.zeros((), bool)
-    return [None if ct is None else jnp.where(never, other.astype(ct.dtype), ct) for ct in results]
-
-
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:
     barrier: Callable[[list[Any]], list[Any]] = jax.lax.optimization_barrier
     return barrier(list(cotangents))
-
-
-def _zero(aval: Any) -> Any:
-    if not _jax.has_gradient(aval):
-        return _jax.no_cotangent(aval)
-    return jnp.zeros(aval.shape, aval.dtype)

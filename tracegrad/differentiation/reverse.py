@@ -63,7 +63,7 @@ def grad(
         `UnconnectedError` that names the leaf and the line that cuts it off. The last two
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
         `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
-        ceil, sign and comparisons cut, and so does a custom gradient that returns nothing.
+        ceil, sign and comparisons cut, and so does a custom gradient that returns None.
       sparse: whether a leaf that is only used through lookups by axis 0 (``table[ids]``,
         `jax.numpy.take`, embeddings of flax and equinox), also in jitted functions, gets
         `IndexedSlices`: one slice for each lookup, and no array of the table's size is ever made.

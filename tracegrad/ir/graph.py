@@ -862,6 +862,7 @@ def _copy_node(node: Node, inputs: Sequence[Value | Literal], **changes: Any) ->
         common |= {"_regions": dict(node._regions), "replaced": node.replaced}
     if isinstance(node, CustomGradient):
         common["trace_face"] = node.trace_face
+        common["_returned"] = node._returned
     return type(node)(**(common | changes))
 
 

@@ -219,7 +219,9 @@ class CustomGradient(RegionNode):
     lowering refuses a rule whose primal alone was edited.
     """
 
-    trace_face: Callable[[str], dict[str, Graph]] | None = None
+    # Of a face's name: the graphs, by name, that are traced together, and `returned`.
+    trace_face: Callable[[str], tuple[dict[str, Graph], frozenset[int]]] | None = None
+    _returned: frozenset[int] = frozenset()
 
     def let_go(self) -> None:
         RegionNode.let_go(self)
@@ -258,10 +260,21 @@ class CustomGradient(RegionNode):
         if name not in self._regions:
             if name not in self.face_names or self.trace_face is None:
                 raise KeyError(f"{self.name} has the faces {self.face_names}, not {name!r}")
-            for key, graph in self.trace_face(name).items():
+            faces, returned = self.trace_face(name)
+            set_field(self, "_returned", returned)
+            for key, graph in faces.items():
                 self._regions[key] = graph
                 graph.add_owner(self)
         return self._regions[name]
+
+    @property
+    def returned(self) -> frozenset[int]:
+        """The inputs (by position) for which a rule of kind vjp returns a gradient, and not None.
+
+        Its backward face has zeros in the place of a None.
+        """
+        self.face("backward")
+        return self._returned
 
     @property
     def face_names(self) -> tuple[str, ...]:

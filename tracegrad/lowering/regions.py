@@ -17,10 +17,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, Recompute, RegionNode
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    GraphError,
+    Literal,
+    Node,
+    Occurrence,
+    Recompute,
+    RegionNode,
+    Value,
+)
 from tracegrad.lowering.closed_over import not_differentiated
 
 if TYPE_CHECKING:
@@ -169,11 +180,25 @@ def _bind_rule(
         given = [
             ct for ct, aval in zip(cotangents, outputs, strict=True) if _jax.has_gradient(aval)
         ]
-        grads = iter(backward(*residuals, *given))
-        return tuple(next(grads) if flows else None for flows in flowing)
+        grads = backward(*residuals, *given)
+        given_back: list[Any] = [None] * len(flowing)
+        places = [i for i, flows in enumerate(flowing) if flows]
+        for i, ct, value in zip(places, grads, node.face("backward").outputs, strict=True):
+            # What the rule returned as None is none, unless an edit has put something there.
+            if i in node.returned or not _is_written_zero(value):
+                given_back[i] = ct
+        return tuple(given_back)
 
     rule_vjp.defvjp(fwd, bwd)
     return list(rule_vjp(*args))
+
+
+def _is_written_zero(value: Value | Literal) -> bool:
+    """Whether a value is the zeros that JAX writes for no gradient."""
+    producer = value.producer if isinstance(value, Value) else None
+    if producer is not None and producer.op == "broadcast_in_dim":
+        value = producer.inputs[0]
+    return isinstance(value, Literal) and not np.any(value.value)
 
 
 # -------------------------------------------------------------------------------- public functions

@@ -15,7 +15,6 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tracegrad import _jax
 from tracegrad.saving.program import gets_gradient, has_cotangent
 
 Flat = Callable[..., list[Any]]
@@ -70,22 +69,26 @@ def differentiable(
     def backward(inputs: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
         gradients: list[Any] = [None] * len(inputs)
         for operands, results in groups:
+            if all(isinstance(cotangents[j], SymbolicZero) for j in results):
+                continue
             if gradient is None:
                 raise beyond(order + 1)
             # The cotangents of other results would make it seem that these depend on them.
             given = [
-                cotangents[j] if j in results else jnp.zeros_like(cotangents[j]) for j in flowing
+                _materialised(cotangents[j]) if j in results else _zeros(cotangents[j])
+                for j in flowing
             ]
             found = dict(zip(active, gradient(*inputs, *given), strict=True))
             for i in operands:
                 gradients[i] = found[i]
         return tuple(gradients)
 
-    if not step.refused:
+    # Only a rule that is told about symbolic zeros learns what is being differentiated, and which
+    # results have cotangents.
+    if not step.refused and all(results == set(flowing) for _, results in groups):
         call.defvjp(forward, backward)
         return call
 
-    # Only a rule that is told about symbolic zeros learns what is being differentiated.
     def forward_if(*marked: Any) -> tuple[list[Any], Any]:
         reason = next((why for i, why in step.refused if marked[i].perturbed), None)
         results, inputs = forward(*(each.value for each in marked))
@@ -95,7 +98,7 @@ def differentiable(
         inputs, refusal = residuals
         if refusal.reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
             raise ValueError(refusal.reason)
-        return backward(inputs, [_materialised(ct) for ct in cotangents])
+        return backward(inputs, cotangents)
 
     call.defvjp(forward_if, backward_if, symbolic_zeros=True)
     return call
@@ -110,10 +113,10 @@ class _Refusal:
 
 
 def _materialised(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    if not _jax.has_gradient(cotangent):
-        return None  # nothing is made of the cotangents of integers
+    return _zeros(cotangent) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _zeros(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype)
 
 

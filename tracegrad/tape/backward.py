@@ -15,11 +15,9 @@ from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
 from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
 from tracegrad.ir import Graph, Literal, Node, Value
-from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import UNDER_RULES
 from tracegrad.lowering import Lowering, evaluate_node
 from tracegrad.tape.record import Block, graph_of, refuse_saved
-from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 
 
@@ -28,8 +26,8 @@ class Traced(NamedTuple):
 
     Attributes:
       program: ``(*arrays, *seeds) -> one cotangent per source``.
-      connected: for each source, whether its cotangent depends on a seed. That is decided on the
-        program, never on values; what stands for an unconnected one means nothing.
+      connected: for each source, whether `pull_back` found a cotangent for it; what stands in the
+        place of one that it did not find means nothing.
       needed: for each array, whether the program computes anything of it.
     """
 
@@ -75,7 +73,7 @@ def trace_backward(
         cotangents: dict[Any, list[Any]] = {}
         for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
             cotangents.setdefault(value, []).append(seed)
-        found = pull_back(
+        return pull_back(
             graph,
             {value: arrays_and_seeds[slot] for slot, value in values.items()},
             cotangents,
@@ -85,16 +83,20 @@ def trace_backward(
             gated=gated,
             through=through,
         )
-        return [jnp.zeros(()) if ct is None else ct for ct in found]
 
     return _traced(plain_backward, types, count)
 
 
 def _traced(backward: Callable[..., list[Any]], types: Sequence[Any], count: int) -> Traced:
-    program = jax.make_jaxpr(backward)(*types)
-    seeds = sum(1 << i for i in range(count, len(types)))
-    masks = dependence(import_program(program))
-    return Traced(program, tuple(bool(mask & seeds) for mask in masks), _needed(program)[:count])
+    connected: list[bool] = []
+
+    def arrays(*arrays_and_seeds: Any) -> list[Any]:
+        found = backward(*arrays_and_seeds)
+        connected[:] = [ct is not None for ct in found]
+        return [jnp.zeros(()) if ct is None else ct for ct in found]
+
+    program = jax.make_jaxpr(arrays)(*types)
+    return Traced(program, tuple(connected), _needed(program)[:count])
 
 
 def _needed(program: Any) -> tuple[bool, ...]:
@@ -149,7 +151,7 @@ def _under_rules(
             cotangents: dict[Value, list[Any]] = {}
             for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
                 cotangents.setdefault(now[value], []).append(seed)
-            found = pull_back(
+            return pull_back(
                 edited,
                 known,
                 cotangents,
@@ -158,7 +160,6 @@ def _under_rules(
                 aggregate=aggregate,
                 gated=gated,
             )
-        return [jnp.zeros(()) if ct is None else ct for ct in found]
 
     return backward
 

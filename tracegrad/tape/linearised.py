@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.ir.dependence import dependence
+from tracegrad.ir.dependence import joined
 from tracegrad.tape.computations import Computation
 from tracegrad.tracing.importer import import_program, make_node
 
@@ -41,10 +42,7 @@ class Linearised(Computation):
         self._active = active
         types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
         forward, self._residuals, self.count, self._backward = _trace(of.params, types, active)
-        seeds = len(self._residuals)
-        self._flows = [
-            mask >> seeds for mask in dependence(import_program(self._backward))
-        ]  # for each active operand, the results (of float dtype) from which it gets a gradient
+        self._flows = _flows(import_program(of.params["jaxpr"]), active)
         self.forward: Callable[..., list[Any]] = jax.jit(forward)
         (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
         super().__init__(_jax.JIT, dict(equation.params), key=("linearised", of.keys[1], active))
@@ -94,6 +92,14 @@ class Linearised(Computation):
         graph.append(plain, [value.aval for value in node.outputs[: self.count]])
         given = [values[v] for v in node.inputs if isinstance(v, Value)]
         return plain, dict(zip(inputs, given, strict=True))
+
+
+def _flows(graph: Graph, active: Sequence[int]) -> list[int]:
+    """For each active input of a graph the mask of the float outputs that are connected to it."""
+    masks = [1 << i if i in active else 0 for i in range(len(graph.inputs))]
+    outs = zip(Walk().region(graph, masks), graph.outputs, strict=True)
+    flowing = [mask for mask, value in outs if _jax.has_gradient(value.aval)]
+    return [joined((mask >> i & 1) << k for k, mask in enumerate(flowing)) for i in active]
 
 
 def _sum(terms: Sequence[Any]) -> Any:

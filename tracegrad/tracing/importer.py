@@ -24,6 +24,7 @@ from tracegrad.ir import (
     StopGradient,
     Value,
 )
+from tracegrad.lowering.returned import with_witnesses
 
 
 def import_program(
@@ -148,8 +149,9 @@ def sub_programs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _trace_rule(
     primitive: Any, params: Mapping[str, Any], avals: Sequence[Any], face: str
-) -> dict[str, Graph]:
-    """The faces of a rule as graphs, traced by differentiating the node as JAX does.
+) -> tuple[dict[str, Graph], frozenset[int]]:
+    """The faces of a rule as graphs, traced by differentiating the node as JAX does; and of a vjp
+    the inputs for which it returns a gradient.
 
     A vjp gives both faces at once: the residuals that one returns are what the other takes. JAX
     refuses to differentiate with respect to what the function closes over, the first operands.
@@ -160,15 +162,20 @@ def _trace_rule(
         return _jax.bind(primitive, args, params)
 
     if face == "jvp":
-        return {"jvp": trace_jvp(bound, avals)}
+        return {"jvp": trace_jvp(bound, avals)}, frozenset()
 
     # Not returned by the traced function: JAX remembers the trees of results, and would keep the
     # rule and what it closes over alive.
     trees: list[Any] = []
+    returned: set[int] = set()
 
     def vjp(*args: Any) -> Any:
         constants = args[:closed_over]
-        outs, pullback = jax.vjp(lambda *inputs: bound(*constants, *inputs), *args[closed_over:])
+
+        def along(*inputs: Any) -> list[Any]:
+            return bound(*constants, *with_witnesses(inputs, closed_over, returned))
+
+        outs, pullback = jax.vjp(along, *args[closed_over:])
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
@@ -195,7 +202,7 @@ def _trace_rule(
     }
     _hint(faces["forward"], ["x"] * len(avals))
     _hint(faces["backward"], ["residual"] * len(residuals) + ["ct"] * len(given))
-    return faces
+    return faces, frozenset(returned)
 
 
 def trace_jvp(
