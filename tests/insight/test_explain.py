@@ -76,6 +76,19 @@ def program_of_everything(params, x):
     return jnp.sum(h) + jnp.sum(sums)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e22, 1e38])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norms_of_which_the_squares_are_out_of_range_are_told(size, compiled):
+    def f(x):
+        return jnp.sum(size * x[:4])
+
+    elements = (1 << 20) + 1 if compiled else 9  # NumPy looks at those that are not many
+    explanation = explain(f, jnp.zeros(elements))
+    assert explanation["x"].norm == pytest.approx(2 * size, rel=1e-6)
+    assert explanation["x"].zeros == pytest.approx(1 - 4 / elements)
+    assert not [finding for finding in explanation.findings if "zero" in finding.cause]
+
+
 def test_norms_and_zeros_are_those_of_jax():
     params = {"w": jnp.asarray(healthy.W), "b": jnp.array([1.0, -2.0, -3.0, 0.5])}
     explanation = explain(program_of_everything, params, healthy.X)

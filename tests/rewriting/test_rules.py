@@ -72,6 +72,104 @@ def test_clipping_keeps_nan_dtype_and_second_derivatives():
     assert not jnp.isnan(twice).any()
 
 
+def clipped(cotangent, **limits):
+    """What a rule that clips makes of a cotangent, in a compiled function."""
+    f = tg.rewrite(jnp.sin, rules.clip_gradient(SIN, **limits))
+    at_zero = jnp.zeros(cotangent.shape, cotangent.dtype)  # there the derivative of sin is 1
+    return jax.jit(lambda ct: jax.vjp(f, at_zero)[1](ct)[0])(cotangent)
+
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_values_are_clipped_as_jax_clips_them(dtype):
+    cotangent = jnp.array([INF, -INF, NAN, 6e4, -6e4, 0.25, 0.0], dtype)
+    got = clipped(cotangent, max_value=0.5)
+    expected = np.asarray(jnp.clip(cotangent, -0.5, 0.5), np.float32)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+    assert got.dtype == dtype
+    # A limit that the type does not reach.
+    beyond = clipped(jnp.array([INF, -INF], dtype), max_value=1e300)
+    most = float(jnp.finfo(dtype).max)
+    np.testing.assert_array_equal(np.asarray(beyond, np.float64), [most, -most])
+
+
+def test_the_root_at_zero_gets_the_limit_as_its_gradient():
+    limited = rules.clip_gradient(match.op("mul"), max_value=3.0)
+    f = tg.rewrite(lambda x: jnp.sqrt(x * 2), limited)
+    assert jax.grad(f)(0.0) == 6.0
+    limited = rules.clip_gradient(match.op("mul"), max_norm=3.0)
+    f = tg.rewrite(lambda x: jnp.sum(jnp.sqrt(x * 2)), limited)
+    np.testing.assert_array_equal(jax.grad(f)(jnp.array([0.0, 2.0])), [6.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_norms_are_clipped_where_squares_are_out_of_range(dtype):
+    finfo = jnp.finfo(dtype)
+    most, tiny = float(finfo.max), float(finfo.tiny)
+    root = 2**0.5
+    cases = {
+        2.0: [
+            ([300, 400, 0], [1.2, 1.6, 0]),
+            ([3e4, 4e4, 0], [1.2, 1.6, 0]),
+            ([most, most, 0], [root, root, 0]),
+            ([0.5, 1.0, 1.5], [0.5, 1.0, 1.5]),
+            ([0, 0, 0], [0, 0, 0]),
+            ([INF, 4e4, -INF], [root, 0, -root]),
+            ([NAN, 3e4, 0], [NAN, 3e4, 0]),
+            ([NAN, INF, 0], [NAN, INF, 0]),
+        ],
+        5e-5: [([6e-5, 8e-5, 0], [3e-5, 4e-5, 0])],
+        20 * tiny: [([30 * tiny, 40 * tiny, 0], [12 * tiny, 16 * tiny, 0])],
+        1e300: [([most, 1, 0], [most, 1, 0]), ([INF, 1, 0], [most, 0, 0])],
+    }
+    for limit, rows in cases.items():
+        cotangents, expected = zip(*rows, strict=True)
+        batch = jnp.array(cotangents, dtype)
+        got = jax.vmap(lambda ct, limit=limit: clipped(ct, max_norm=limit))(batch)
+        assert got.dtype == dtype
+        # What is near the smallest normal number loses bits.
+        close = {"rtol": 30 * float(finfo.eps), "atol": tiny * float(finfo.eps)}
+        np.testing.assert_allclose(np.asarray(jnp.real(got), np.float64), expected, **close)
+
+
+def test_nothing_is_left_of_nothing():
+    assert clipped(jnp.zeros((0,)), max_norm=1.0, max_value=1.0).shape == (0,)
+
+
+def test_the_second_derivative_of_what_is_clipped_is_that_of_the_clipped_function():
+    for limits, by_hand in [
+        ({"max_norm": 1.0}, lambda ct: ct / jnp.linalg.norm(ct)),
+        ({"max_value": 1.0}, lambda ct: jnp.clip(ct, -1, 1)),
+    ]:
+        ct = jnp.array([0.3, -7.0, 2.0])
+        got = jax.jacobian(lambda ct, limits=limits: clipped(ct, **limits))(ct)
+        np.testing.assert_allclose(got, jax.jacobian(by_hand)(ct), atol=1e-6)
+        at_zero = jax.jacobian(lambda ct, limits=limits: clipped(ct, **limits))(jnp.zeros(2))
+        np.testing.assert_array_equal(at_zero, np.eye(2))
+
+
+def test_loss_scaling_does_not_leave_the_range_of_half_precision():
+    x = jnp.float16(0.0)
+    for factor, arriving, expected in [(2.0**16, 2.0**-10, 64), (2.0**16, 0, 0), (1e-9, 6e4, 6e-5)]:
+        f = tg.rewrite(jnp.sin, rules.scale_gradient(SIN, factor))
+        got = jax.vjp(f, x)[1](jnp.float16(arriving))[0]
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(got, expected, rtol=2e-3)
+
+
+def test_complex_values_are_clipped_to_the_limit_and_keep_their_phase():
+    big = 3e38
+    cotangent = [3 + 4j, 0.3j, complex(INF, 3), complex(INF, -INF), complex(big, big), 0]
+    got = clipped(jnp.array(cotangent, jnp.complex64), max_value=2.0)
+    root = 2**0.5
+    expected = [1.2 + 1.6j, 0.3j, 2, complex(root, -root), complex(root, root), 0]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    nan = clipped(jnp.array([complex(NAN, 1), complex(INF, NAN)], jnp.complex64), max_value=2.0)
+    assert jnp.isnan(nan).all()
+
+
 def test_complex_gradients_are_clipped_by_their_size():
     def f(z):
         return jnp.real(jnp.sum(jnp.sin(z) * (30 + 40j)))

@@ -31,6 +31,7 @@ from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.rewriting.edits import check_selector, edited, leaving, matches_of, place_name
+from tracegrad.rewriting.norms import over_largest
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
 
@@ -261,12 +262,16 @@ def clip_gradient(
     Args:
       where: a selector.
       max_norm: the largest Euclidean norm that the cotangent of an output may have; a larger one
-        is scaled down to it. Under `jax.vmap` that is the norm of each example's.
-      max_value: the largest absolute value of an element, applied first.
+        is scaled down to it. Under `jax.vmap` that is the norm of each example's. Where entries are
+        infinite the finite ones become zero: the direction is that of the infinite ones alone. A
+        cotangent with a NaN has no norm, and is left as it is.
+      max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
+        infinite one becomes the limit, and NaN stays NaN. Complex ones keep their phase.
       missing_ok: whether it may match nothing.
 
     Returns:
-      A rule.
+      A rule. Both limits hold for any cotangents, up to rounding: nothing in between overflows or
+      underflows, in half precision neither.
 
     Raises ValueError if neither limit is given, or one is not positive.
 
@@ -297,17 +302,62 @@ class ClipGradient(MatchRule):
     def clip(self, cotangent: Any) -> Any:
         """The cotangent within the limits."""
         if self.max_value is not None:
-            size = jnp.abs(cotangent)
-            over = size > self.max_value
-            limited = cotangent * (self.max_value / jnp.where(over, size, 1)).astype(size.dtype)
-            cotangent = jnp.where(over, limited.astype(cotangent.dtype), cotangent)
+            cotangent = _within_value(cotangent, self.max_value)
         if self.max_norm is not None:
-            squares = jnp.square(jnp.abs(cotangent))
-            total = jnp.sum(squares, dtype=jnp.promote_types(squares.dtype, jnp.float32))
-            over = total > self.max_norm**2
-            scale = self.max_norm / jnp.sqrt(jnp.where(over, total, 1))
-            cotangent = jnp.where(over, cotangent * scale.astype(squares.dtype), cotangent)
+            cotangent = _within_norm(cotangent, self.max_norm)
         return cotangent
+
+
+def _within_value(x: Any, limit: float) -> Any:
+    """Clips each entry; a complex one by its absolute value."""
+    limit = _reachable(limit, x.dtype)
+    if not jnp.iscomplexobj(x):
+        bound = jnp.asarray(limit, x.dtype)
+        # `jnp.clip` halves the derivative of what stands at the limit exactly.
+        return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
+    is_over, direction = _over(_parts(x), limit, axis=0)
+    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
+
+
+def _within_norm(x: Any, limit: float) -> Any:
+    """Scales an array down to a Euclidean norm."""
+    limit = _reachable(limit, x.dtype)
+    is_over, direction = _over(_parts(x), limit, axis=None)
+    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
+
+
+def _reachable(limit: float, dtype: Any) -> float:
+    """A limit that the type can hold, so that infinite entries do not stay it."""
+    return min(float(limit), float(jnp.finfo(dtype).max)) if limit < jnp.inf else jnp.inf
+
+
+def _parts(x: Any) -> Any:
+    """An array as reals of 32 bits at least: one part, or the real and the imaginary one."""
+    if jnp.iscomplexobj(x):
+        return jnp.stack([jnp.real(x), jnp.imag(x)])
+    return _wide(x)[None]
+
+
+def _of_parts(parts: Any, dtype: Any) -> Any:
+    return jax.lax.complex(*parts) if len(parts) == 2 else parts[0].astype(dtype)
+
+
+def _wide(x: Any) -> Any:
+    """Half precision and less as float32: in that, their squares and products are numbers still."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def _over(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
+    """Whether the Euclidean norm along an axis is above a limit, and if so the unit vector."""
+    infinite = jnp.isinf(x)
+    has_infinite = jnp.any(infinite, axis, keepdims=True)
+    has_infinite &= ~jnp.any(jnp.isnan(x), axis, keepdims=True)
+    x = jnp.where(has_infinite, jnp.where(infinite, jnp.sign(x), 0), x)
+    x, largest = over_largest(x, axis)
+    squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
+    norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
+    is_over = has_infinite | ((squares > 0) & (largest > limit / norm))
+    return jnp.squeeze(is_over, axis), x / norm
 
 
 def scale_gradient(
@@ -366,7 +416,9 @@ def _scaled(value: Any, factor: Any) -> Any:
 @_scaled.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (value, factor), (tangent, _) = primals, tangents
-    return _scaled(value, factor), tangent * jnp.asarray(factor).astype(tangent.dtype)
+    wide = _wide(tangent)  # a factor beyond the range of half precision is common: loss scaling
+    scaled = wide * jnp.asarray(factor).astype(wide.dtype)
+    return _scaled(value, factor), scaled.astype(tangent.dtype)
 
 
 def tap_gradient(

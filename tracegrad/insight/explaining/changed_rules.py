@@ -36,10 +36,9 @@ def _differences(observed: Observed) -> Iterator[tuple[Spot, int, float, float, 
     which operand, and the norms of what they give, of the derivative and of the difference."""
     for (kind, at, number, i), stat in observed.stats.items():
         if kind == "rule":
-            sums = stat.reshape(-1, 4)
-            sums = sums[~np.isnan(sums).any(axis=1)].sum(axis=0)
-            numbers = map(float, sums)
-            given, own, difference, incoming = (math.sqrt(x) if x >= 0 else x for x in numbers)
+            norms = np.asarray(stat, np.float64).reshape(-1, 4)
+            norms = norms[~np.isnan(norms).any(axis=1)]
+            given, own, difference, incoming = map(float, np.sqrt(np.sum(norms**2, axis=0)))
             # What cancels leaves rounding errors, in proportion to what came in.
             limit = 1e-3 * max(given, own) + 1e-5 * incoming
             if all(map(math.isfinite, (given, own, difference))) and difference > limit:

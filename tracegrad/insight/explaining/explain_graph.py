@@ -18,7 +18,7 @@ from tracegrad.insight.explaining.measuring import MeasuredPass, compile_pass
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
-from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, SQUARES, ZEROS
+from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
@@ -112,7 +112,7 @@ def _measure(
 
 
 def _looks_bad(observed: Observed) -> bool:
-    """Whether a result or a gradient is not finite (or a sum of squares overflows)."""
+    """Whether a result or a gradient is not finite (or a norm overflows)."""
     return any(
         not np.isfinite(stat[..., :LEAST]).all() or stat[..., NAN : INF + 1].any()
         for (kind, *_), stat in observed.stats.items()
@@ -134,7 +134,7 @@ def _report(
         path,
         _jax.type_text(aval),
         True,
-        float(np.sqrt(stat[SQUARES])),
+        float(stat[NORM]),
         float(stat[ZEROS]) / size if size else 0.0,
         int(stat[NAN]),
         int(stat[INF]),

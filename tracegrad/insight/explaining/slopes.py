@@ -14,7 +14,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining.measuring import Steps, is_entered
 from tracegrad.insight.explaining.observed import Observed, Spot, call_of, handed_on
-from tracegrad.insight.explaining.statistics import SQUARES
+from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Value
 
@@ -94,7 +94,7 @@ def _step_slopes(observed: Observed) -> list[_Slope]:
     for (kind, at, number, j), stat in observed.stats.items():
         if kind == "carry" and stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
             node = observed.region(at).nodes[number]
-            norms = np.sqrt(stat[:, SQUARES])
+            norms = stat[:, NORM]
             if node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {node.op}"
@@ -145,10 +145,15 @@ def _change(
     before = observed.get("ct", Spot(at, number), producer.outputs.index(value))
     if before is None:
         return None
-    given, result = np.nansum(stat[..., SQUARES]), np.nansum(before[..., SQUARES])
+    given, result = _total(stat), _total(before)
     if not (given > 0 and result > 0 and np.isfinite(given) and np.isfinite(result)):
         return None
-    return 0.5 * float(np.log(result) - np.log(given))
+    return float(np.log(result) - np.log(given))
+
+
+def _total(stat: np.ndarray[Any, Any]) -> float:
+    """The norm of a cotangent over all its runs, without those that did not happen."""
+    return float(np.sqrt(np.nansum(np.square(stat[..., NORM], dtype=np.float64))))
 
 
 def scope_norms(observed: Observed) -> list[tuple[str, float]]:
@@ -161,7 +166,7 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
             continue
         scope = _plain(observed.occurrence(Spot(at, number)).scope)
         if scope and scope not in found:  # the reverse pass meets the last one first
-            found[scope] = float(np.sqrt(np.nansum(stat[..., SQUARES])))
+            found[scope] = _total(stat)
             order[scope] = (*(n for n, _ in at), number)
     return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
 

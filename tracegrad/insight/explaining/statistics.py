@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.rewriting.norms import over_largest
 
 # Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
-SQUARES, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
+NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
 EDGE_NAN, EDGE_INF, EDGE_GIVEN, EDGE_OPERANDS = range(4)
 IDLE_UNITS, ALL_UNITS = range(2)
 
@@ -52,15 +53,21 @@ def _real(xp: Any, x: Any) -> Any:
     return x.astype(xp.float32) if x.dtype.itemsize < 4 else x
 
 
+def _norm(xp: Any, x: Any) -> Any:
+    """The Euclidean norm, of entries whose squares are out of range too."""
+    x, largest = over_largest(x, xp=xp)
+    return xp.max(largest) * xp.sqrt(xp.sum(xp.square(x)))
+
+
 def _vector(xp: Any, *values: Any) -> Any:
     return xp.stack([xp.asarray(v).astype(xp.float32) for v in values])
 
 
 @_by_place
 def norms(xp: Any, x: Any) -> Any:
-    """The square of the norm, and the number of zeros."""
+    """The norm, and the number of zeros."""
     x = _real(xp, x)
-    return _vector(xp, xp.sum(x * x), xp.sum(x == 0))
+    return _vector(xp, _norm(xp, x), xp.sum(x == 0))
 
 
 @_by_place
@@ -72,7 +79,7 @@ def exact(xp: Any, x: Any) -> Any:
     nan, inf = xp.isnan(x), xp.isinf(x)
     return _vector(
         xp,
-        xp.sum(x * x),
+        _norm(xp, x),
         xp.sum(x == 0),
         xp.sum(nan),
         xp.sum(inf),
@@ -105,11 +112,11 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
 
 @_by_place
 def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
-    """The squares of four norms: of what a rule gives, of the derivative, of the difference, and of
-    the cotangent that came in."""
+    """Four norms: of what a rule gives, of the derivative, of the difference, and of the cotangent
+    that came in."""
     given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
     terms = given, own, given - own, cotangent
-    return _vector(xp, *(xp.sum(x**2) for x in terms))
+    return _vector(xp, *(_norm(xp, x) for x in terms))
 
 
 @_by_place

@@ -12,7 +12,7 @@ from tracegrad import _jax
 from tracegrad.insight.explaining.authors import whose
 from tracegrad.insight.explaining.measuring import Steps, is_entered
 from tracegrad.insight.explaining.observed import Observed, Spot, call_of, inside
-from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, SQUARES
+from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import CustomGradient, Value
 
@@ -105,8 +105,8 @@ def _killers(observed: Observed, source: int) -> list[_Killer]:
 
 
 def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
-    """Whether a cotangent was zero wherever it was computed. (Its square may underflow.)"""
-    norms = stat[..., SQUARES]
+    """Whether a cotangent was zero wherever it was computed."""
+    norms = stat[..., NORM]
     return bool(np.all((norms == 0) | np.isnan(norms)))
 
 
