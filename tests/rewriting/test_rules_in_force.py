@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +180,57 @@ def test_a_rule_that_matches_nowhere_raises_once_all_was_looked_at():
     step = tg.trace(lambda x: tg.grad(loss)(x), rules=[rules.scale_gradient(match.op("sinn"), 2.0)])
     with pytest.raises(tg.NoMatchError, match=r"matches nothing in loss.*'sin'"):
         step(X)
+
+
+def call(fun, *args, **kwargs):
+    try:
+        return float(fun(*args, **kwargs))
+    except tg.NoMatchError as error:
+        return "matches nothing in " in str(error)
+
+
+@pytest.mark.parametrize("flags", [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_whether_a_rule_matches_is_decided_for_each_signature_alone(flags, differentiates):
+    def f(x, flag):
+        inner = lambda x: 2 * (jnp.sin(x) if flag else x)  # noqa: E731
+        return tg.grad(inner)(x) if differentiates else inner(x)
+
+    traced = tg.trace(f, rules=[TRIPLE], static_argnames="flag")
+    kept = jax.jit(lambda x: tg.grad(jnp.sin)(x))  # is not traced again for a second signature
+    by_kept = tg.trace(lambda x, flag: kept(1.0) if flag else x, rules=[TRIPLE], static_argnums=1)
+    right = 6.0 if differentiates else 0.0
+    for flag in flags:
+        assert call(traced, 0.0, flag=flag) == (right if flag else True)
+        for x in (1.0, jnp.ones(())):
+            expected = pytest.approx(3 * np.cos(1.0)) if flag else True
+            assert call(by_kept, x, flag) == expected
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(call, traced, jnp.zeros(()), flag=False).result() is True
+
+
+def test_a_rule_that_may_match_nothing_matches_where_it_can():
+    rule = rules.scale_gradient(SIN, 3.0, missing_ok=True)
+    f = tg.trace(lambda x, n: jnp.sin(x) if n else x, rules=[rule], static_argnums=1)
+    assert [float(jax.grad(f)(0.0, n)) for n in (0, 1, 0)] == [1.0, 3.0, 1.0]
+
+
+def test_a_rule_that_matched_nothing_keeps_no_program():
+    programs = []
+
+    def note(graph):
+        programs.append(weakref.ref(graph))
+        return graph
+
+    missing = rules.scale_gradient(match.op("sinn"), 2.0)
+    step = tg.trace(lambda x: tg.grad(loss)(x), rules=[note, missing])
+    with pytest.raises(tg.NoMatchError) as raised:
+        step(X)
+    error = raised.value.with_traceback(None)
+    del raised
+    gc.collect()
+    assert [ref() for ref in programs] == [None, None]
+    assert "matches nothing in loss" in str(error)
 
 
 def test_a_match_that_jax_has_differentiated_raises_and_says_where():

@@ -1,5 +1,7 @@
 """The errors that wrong graphs, edits and selectors get."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 
@@ -13,12 +15,20 @@ class GraphError(Exception):
 class NoMatchError(GraphError, LookupError):
     """A selector that matches nothing in a program, where a rule wants it to.
 
-    The message lists the nearest names; it is made when somebody reads it.
+    The message lists the nearest names. It is made when somebody reads it, or has it made by
+    `with_text`: until then the error holds the program, of which it tells.
     """
 
     def __init__(self, message: Callable[[], str]):
         super().__init__()
-        self._message = message
+        self._message: Callable[[], str] | str = message
 
     def __str__(self) -> str:
-        return self._message()
+        if not isinstance(self._message, str):
+            self._message = self._message()
+        return self._message
+
+    def with_text(self) -> NoMatchError:
+        """The same error, which holds its message and no program."""
+        str(self)
+        return self

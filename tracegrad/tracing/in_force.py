@@ -30,6 +30,10 @@ _key = _jax.user_context()
 class Force:
     """Rules, and which of them have matched something since they were first in force.
 
+    Each trace of a function has one of its own, so that whether a rule matches is decided for the
+    signature that is traced, and by nothing that was traced before or is on another thread: what
+    JAX keeps of inner functions is kept under the `Force`.
+
     `everywhere`: they act on every traced function inside the block, not only on what is
     differentiated there. Those of equal `key` (default: itself) are one to JAX's caches.
     """
@@ -38,8 +42,8 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = id(self) if key is None else key
-        self._matched: set[int] = set()  # by identity
-        self._missed: dict[int, NoMatchError] = {}  # why, by the rule's identity
+        self._matched: set[int] = set()  # by place
+        self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Force) and self.key == other.key
@@ -49,27 +53,30 @@ class Force:
 
     def apply(self, program: Graph) -> Graph:
         """Applies them to what is about to be differentiated: a rule may match nothing there."""
-        for rule in self.rules:
+        for place, rule in enumerate(self.rules):
             try:
                 program = apply_rules(program, [rule])
             except NoMatchError as error:
-                self._missed[id(rule)] = error.with_traceback(None)
+                if not self.everywhere:  # else nobody asks
+                    self._missed[place] = error.with_traceback(None)
                 continue
-            self._matched.add(id(rule))
+            self._matched.add(place)
         return program
 
     def finish(self, program: Graph) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before."""
-        for rule in self.rules:
+        missed, self._missed = self._missed, {}  # they hold graphs, and JAX's caches hold this
+        for place, rule in enumerate(self.rules):
             try:
                 program = apply_rules(program, [rule])
             except NoMatchError as error:
-                if id(rule) not in self._matched:
-                    # What was differentiated is what the rule was meant for.
-                    raise self._missed.get(id(rule), error) from None
+                # What was differentiated is what the rule was meant for.
+                missed.setdefault(place, error)
             else:
-                self._matched.add(id(rule))
+                self._matched.add(place)
+            if place not in self._matched:
+                raise missed[place].with_text()
         for force in _in_force.forces:
             if force.everywhere:
                 program = force.apply(program)
@@ -95,6 +102,9 @@ def in_force(force: Force) -> Iterator[None]:
     try:
         with _key(_in_force.forces):
             yield
+    except BaseException:
+        force._missed.clear()  # nobody will ask
+        raise
     finally:
         _in_force.forces = before
 

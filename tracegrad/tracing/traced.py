@@ -55,7 +55,7 @@ class Pipeline:
 
     def __init__(self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments):
         self._fun = _weak(fun)
-        self.force = Force(rules)
+        self.rules = rules
         self.static = static
         self.history = TraceHistory(function_name(fun))
         self.recomputes = False  # whether any program of it held a Recompute
@@ -92,9 +92,10 @@ class Pipeline:
         return repr(self._fun())  # what JAX's messages name
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        with in_force(self.force):
+        force = Force(self.rules)
+        with in_force(force):
             traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
-        graph = self.force.finish(traced)
+        graph = force.finish(traced)
         if not graph.variables and not graph.assigned:  # a rule may make a new graph
             graph.variables, graph.assigned = traced.variables, traced.assigned
         return graph
@@ -419,6 +420,8 @@ def trace(
         happens: on the program of `fun`, for who differentiates it, and on what the
         `tracegrad.grad`, tapes and `tracegrad.gradients` inside it differentiate. A rule that
         matches in neither raises, and so does one that matches what `jax.grad` has differentiated.
+        That is decided for each signature by itself, whatever was called before: a rule for what
+        only some static values lead to is given ``missing_ok=True``.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
         share of those without recompute (``0.4``, ``"40%"``): what has to is recomputed, at the
         least cost that is found; see `tracegrad.plan_recompute`. A rule after the others.
