@@ -57,6 +57,28 @@ def network():
 NAMES = ["layers.0.weight", "layers.1.weight", "pair.second.0", "slotted.inner"]
 
 
+def test_what_a_class_computes_is_not_looked_at():
+    class Model:
+        __slots__ = ("__dict__", "__hidden", "second")
+
+        def __init__(self):
+            self.__hidden = tg.Variable(1.0)
+            self.second = tg.Variable(2.0)
+            self.__dict__["broken"] = tg.Variable(3.0)
+
+        @property
+        def variables(self):
+            return list(variables_of(self).values())
+
+        @property
+        def broken(self):
+            raise RuntimeError("not now")
+
+    model = Model()
+    assert [float(v) for v in model.variables] == [3.0, 1.0, 2.0]
+    assert list(variables_of([model])) == ["0.broken", "0.__hidden", "0.second"]
+
+
 def test_each_variable_is_found_once_by_its_path():
     tree = network()
     found = variables_of(tree)

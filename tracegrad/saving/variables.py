@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from contextlib import suppress
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import jax
@@ -75,20 +83,25 @@ def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(item._fields, item, strict=True)
     elif isinstance(item, (list, tuple)):
         yield from enumerate(item)
-    elif isinstance(getattr(item, "variables", None), MappingProxyType):  # a loaded function
-        yield from item.variables.items()
-    elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
-        slots = (name for base in kind.__mro__ for name in _slots(base))
-        for name in dict.fromkeys((*getattr(item, "__dict__", {}), *slots)):
-            value = getattr(item, name, None)
-            if value is not None:
-                yield name, value
+    elif not isinstance(item, _CLOSED):
+        # What the object holds, not what its class computes: a property may well ask for this.
+        held = getattr(item, "__dict__", {})
+        if isinstance(held.get("variables"), MappingProxyType):  # a loaded function
+            yield from held["variables"].items()
+        elif kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
+            slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
+            yield from {**held, **dict(slots)}.items()
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in the slots of one of its classes."""
     slots = kind.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    for name in (slots,) if isinstance(slots, str) else slots:
+        is_private = name.startswith("__") and not name.endswith("__")
+        member = kind.__dict__.get(f"_{kind.__name__.lstrip('_')}{name}" if is_private else name)
+        if isinstance(member, MemberDescriptorType):
+            with suppress(AttributeError):  # not set
+                yield name, member.__get__(item)
 
 
 def save_variables(tree: Any, path: Path) -> None:
