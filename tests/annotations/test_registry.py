@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.annotations import registry
 
 X = jnp.array([-1.0, 0.5, 2.0])
 
@@ -175,3 +176,123 @@ def test_an_error_leaves_the_block():
     with pytest.raises(ZeroDivisionError), tg.gradient_override_map(HUNDREDFOLD):
         raise ZeroDivisionError
     np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+
+
+# ------------------------------------------------------------------------- what a name means now
+
+
+def factor_registered(name, factor):
+    @tg.register_gradient(name, replace=True)
+    def grad(op, dy):
+        return factor * dy
+
+    return grad
+
+
+def slope(fun):
+    """The gradient at 1 of what depends on one number."""
+    return float(fun(jnp.float32(1.0)))
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        jnp.sin,
+        jax.jit(lambda x: jnp.sin(x)),
+        tg.trace(lambda x: jnp.sin(x)),
+        lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=1)[0],
+    ],
+    ids=["operation", "jit", "trace", "scan"],
+)
+def test_a_gradient_that_was_replaced_is_gone(computed):
+    name = f"test_registry: {uuid.uuid4()}"
+
+    f = within_of(name, computed)
+    ways = [
+        jax.grad(f),
+        jax.jit(jax.grad(f)),
+        jax.grad(jax.jit(f)),
+        jax.grad(tg.trace(f)),
+        tg.grad(f),
+        tg.trace(jax.grad(f)),
+        within_of(name, tg.grad(computed)),
+        within_of(name, tg.trace(tg.grad(computed))),
+        within_of(name, lambda x: watched(x, computed)),
+        lambda x: watched(x, f),
+    ]
+    first = factor_registered(name, 2.0)
+    assert [slope(way) for way in ways] == [2.0] * len(ways)
+    factor_registered(name, 3.0)
+    assert [slope(way) for way in ways] == [3.0] * len(ways)
+    tg.register_gradient(name, replace=True)(first)
+    assert [slope(way) for way in ways] == [2.0] * len(ways)
+
+
+def test_programs_are_kept_by_what_a_name_means(monkeypatch):
+    """Without the help of caches that are cleared."""
+    name = f"test_registry: {uuid.uuid4()}"
+    inner = jax.jit(lambda x: jnp.sin(x))
+    grads = [factor_registered(name, factor) for factor in (2.0, 3.0)]
+    for _ in range(2):
+        for grad, expected in zip(grads, (2.0, 3.0), strict=True):
+            monkeypatch.setitem(registry._registered, name, grad)
+            assert slope(jax.grad(within_of(name, inner))) == expected
+            assert slope(within_of(name, lambda x: tg.grad(inner)(x))) == expected
+
+
+def within_of(name, fun):
+    def run(x):
+        with tg.gradient_override_map({"sin": name}):
+            return fun(x)
+
+    return run
+
+
+def test_a_gradient_may_be_registered_after_the_block():
+    name = f"test_registry: {uuid.uuid4()}"
+    for _ in range(2):  # of which the second finds what the first compiled
+        _, pull_back = jax.vjp(within_of(name, jax.jit(jnp.sin)), 1.0)
+        factor_registered(name, 7.0)
+        assert pull_back(1.0) == (7.0,)
+
+
+def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew():
+    name, traces = f"test_registry: {uuid.uuid4()}", []
+
+    @jax.jit
+    def g(x):
+        traces.append(x)
+        return x
+
+    g(1.0)
+    for factor in (2.0, 3.0):
+        factor_registered(name, factor)
+    g(1.0)
+    assert len(traces) == 1
+    slope(jax.grad(within_of(name, jnp.sin)))
+    same = factor_registered(name, 4.0)
+    g(1.0)
+    assert len(traces) == 2
+    tg.register_gradient(name, replace=True)(same)
+    g(1.0)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
+def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed):
+    outer, inner = (f"test_registry: {uuid.uuid4()}" for _ in range(2))
+    factor_registered(outer, 2.0)
+    factor_registered(inner, 3.0)
+
+    def nested(fun):
+        return within_of(outer, within_of(inner, fun))
+
+    ways = [
+        jax.grad(nested(computed)),
+        tg.grad(nested(computed)),
+        jax.grad(tg.trace(nested(computed))),
+        nested(tg.grad(computed)),
+        nested(lambda x: watched(x, computed)),
+        lambda x: watched(x, nested(computed)),
+    ]
+    assert [slope(way) for way in ways] == [3.0] * len(ways)

@@ -33,6 +33,7 @@ G = TypeVar("G", bound=Callable[..., Any])
 
 _lock = threading.Lock()
 _registered: dict[str, Callable[..., Any]] = {}
+_used: set[str] = set()  # names that some block has had, so that compiled programs may hold them
 
 
 def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
@@ -41,7 +42,8 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
     Args:
       name: any name.
       replace: whether to put it in the place of one of that name, as when the cell of a notebook
-        is run again.
+        is run again. If a block has had that name, compiled functions may hold the gradient that it
+        meant: all are compiled anew when they are called next (`jax.clear_caches`).
 
     Returns:
       A decorator for ``grad(op, *dys)``, of the form that `tracegrad.rules.override_gradient`
@@ -70,12 +72,17 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
         if not callable(grad):
             raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
         with _lock:
-            if name in _registered and not replace:
+            old = _registered.get(name)
+            if old is not None and not replace:
                 raise KeyError(
                     f"the gradient {name!r} is registered already, as "
-                    f"{described(_registered[name])}: choose another name, or pass replace=True"
+                    f"{described(old)}: choose another name, or pass replace=True"
                 )
             _registered[name] = grad
+            is_stale = name in _used and old is not None and old is not grad
+        # What is registered by a function that is being compiled is for that function.
+        if is_stale and not _jax.under_jit():
+            jax.clear_caches()  # a jitted function with a block in it does not look here again
         return grad
 
     return register
@@ -103,8 +110,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
 
     Args:
       overrides: by the name of a primitive (``"sin"``), of a jitted function or of a custom rule
-        (``"relu"``) the name of a registered gradient. It may be registered later, before a
-        gradient is taken.
+        (``"relu"``) the name of a registered gradient: of that which has it when the block is
+        entered or, if none has, when a gradient is taken.
 
     In a block it acts on what is computed directly in it, whoever differentiates that afterwards;
     on the traced functions, tapes and `tracegrad.gradients` that are entered in it; and on what
@@ -128,8 +135,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     if not overrides:
         yield
         return
-    named = dict(overrides)
-    rules = [_Override.of(name, gradient) for name, gradient in named.items()]
+    named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
+    rules = [_Override(_Named(name), grad, missing_ok=True) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
     trace = _Overrides(_jax.current_trace(None), named, rules)
     with in_force(force), _jax.set_current_trace(trace):
@@ -141,20 +148,40 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
 _MARK = "overridden_"  # in front of the name of what has an override: it gets no second one
 
 
-def _looked_up(gradient: str) -> Callable[..., Any]:
-    def grad(op: Any, *dys: Any) -> Any:
-        return registered_gradient(gradient)(op, *dys)
+@dataclass(frozen=True, eq=False)
+class _Registered:
+    """What a name means: the same as another of that name only if that means the same function.
 
-    grad.__name__ = grad.__qualname__ = gradient
-    return grad
+    `function` is None if nothing is registered yet; then it is whatever is when it is called.
+    """
+
+    name: str
+    function: Callable[..., Any] | None
+
+    @classmethod
+    def now(cls, name: str) -> _Registered:
+        with _lock:
+            _used.add(name)
+            return cls(name, _registered.get(name))
+
+    def __call__(self, op: Any, *dys: Any) -> Any:
+        return (self.function or registered_gradient(self.name))(op, *dys)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Registered):
+            return False
+        return self.name == other.name and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash((self.name, id(self.function)))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Override(OverrideGradient):
-    @classmethod
-    def of(cls, name: str, gradient: str) -> _Override:
-        return cls(_Named(name), _looked_up(gradient), missing_ok=True)
-
     def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         assert isinstance(self.where, _Named)
         override(graph, nodes[0], self.grad, match, name=f"{_MARK}{self.where.name}")
@@ -190,7 +217,7 @@ class _Named(Selector):
 class _Overrides(OverridingTrace):
     """Gives the operations of some names their gradients, and lets all go to its parent."""
 
-    def __init__(self, parent: Any, overrides: dict[str, str], rules: Sequence[_Override]):
+    def __init__(self, parent: Any, overrides: dict[str, _Registered], rules: Sequence[_Override]):
         super().__init__(parent)
         self._overrides = overrides
         self._rules = rules
@@ -206,7 +233,7 @@ class _Overrides(OverridingTrace):
             self._refuse_differentiated(name)
             return with_gradient(
                 _named(lambda *operands: _jax.bind(primitive, operands, params), f"{_MARK}{name}"),
-                _looked_up(gradient),
+                gradient,
                 params,
                 name,
                 calling_line(),
@@ -270,7 +297,7 @@ class _Overrides(OverridingTrace):
             return _jax.eval_program(program, operands)
 
         return with_gradient(
-            _named(primal, f"{_MARK}{name}"), _looked_up(gradient), params, name, calling_line()
+            _named(primal, f"{_MARK}{name}"), gradient, params, name, calling_line()
         )
 
     def _refuse_differentiated(self, name: str) -> None:
