@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,6 +160,41 @@ def test_what_this_package_changes_on_demand_counts_as_deliberate():
     passed = tg.grad_pass_through(jnp.round)
     report = check_grads(lambda x: jnp.sum(passed(x) * x), (X,), order=1, modes=["rev"])
     assert [c.what for c in report.deliberate] == ["round, input 0"]
+
+
+@pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
+def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(tmp_path, name):
+    file = tmp_path / f"{name}.py"
+    file.write_text(
+        "import jax\n"
+        "import tracegrad as tg\n"
+        "@jax.custom_vjp\n"
+        "def square(x):\n"
+        "    return x**2\n"
+        "square.defvjp(lambda x: (x**2, x), lambda x, ct: (ct * x,))\n"
+        "@tg.custom_gradient\n"
+        "def cube(x):\n"
+        "    return x**3, lambda ct: ct * x\n"
+        "def through(x):\n"
+        "    return square(x) + cube(x)\n"
+    )
+    spec = importlib.util.spec_from_file_location(f"a_users_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(GradientError) as caught:
+        check_grads(module.through, (X,), order=1, modes=["rev"])
+    wrong = [c.what for c in caught.value.report.rules if c.status == "wrong"]
+    assert wrong == ["square, input 0", "cube, input 0"]
+
+
+def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
+    def loss(x):
+        return jnp.sum(jnp.tanh(x) * jnp.sin(x))
+
+    clipped = tg.rules.clip_gradient(tg.match.op("tanh"), max_norm=0.1)
+    doubled = tg.rules.override_gradient(tg.match.op("sin"), lambda op, dy: 2 * dy)
+    report = check_grads(tg.rewrite(loss, clipped, doubled), (X,), order=1, modes=["rev"])
+    assert [c.what for c in report.deliberate] == ["clip_gradient, input 0", "sin, input 0"]
 
 
 def test_a_declared_rule_does_not_hide_another():

@@ -18,6 +18,7 @@ from tracegrad.annotations.calls import (
 )
 from tracegrad.annotations.custom_gradient import custom_gradient
 from tracegrad.annotations.variables import Assignments
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.wording import described
 from tracegrad.tracing.reading import without_variables
 from tracegrad.tracing.variable import Variable, listening
@@ -64,6 +65,7 @@ def grad_pass_through(f: Any = None) -> Any:
     return AnnotatedFunction(f, _call)
 
 
+@CHANGES_GRADIENT
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function whose gradient is passed through."""
     assigned: list[Variable] = []

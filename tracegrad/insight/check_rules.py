@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os.path
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.authors import file_of_rule, is_jaxs_rule
+from tracegrad.insight.explaining.authors import code_of_rule, is_jaxs_rule
 from tracegrad.insight.explaining.measuring import MeasuredPass, Steps, occurrence
 from tracegrad.insight.finite_differences import (
     Function,
@@ -25,6 +24,7 @@ from tracegrad.insight.finite_differences import (
 )
 from tracegrad.insight.grad_check import Checked
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import is_own_file, origin_of_function
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 
@@ -170,10 +170,9 @@ def _rule_along(
 
 def _is_meant(node: CustomGradient) -> bool:
     """Whether this package has put a rule in to change a gradient."""
-    frames = () if node.source is None else _jax.frames(node.source.info)
-    ours = itertools.takewhile(is_own_file, (frame.file_name for frame in frames))
-    named = {os.path.basename(file) for file in (*ours, file_of_rule(node))}
-    return not named.isdisjoint({"rules.py", "pass_through.py"})
+    codes = [] if node.source is None else _jax.frame_positions(node.source.info)[0]
+    ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
+    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
 
 
 def _definition(node: CustomGradient) -> str:

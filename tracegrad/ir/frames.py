@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dis
 import functools
-import os.path
+from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.nodes import Node
@@ -19,7 +19,33 @@ from tracegrad.ir.occurrence import origin_of_function
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-_TRACING = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tracing", "")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Mark:
+    """A decorator for functions of this package by which their frames are known.
+
+    By their names they are not: files and functions of the user's may be called as ours are.
+    """
+
+    def __init__(self) -> None:
+        # By identity: code objects compare, and hash, by all they hold.
+        self._codes: dict[int, CodeType] = {}
+
+    def __call__(self, function: F) -> F:
+        code = function.__code__
+        self._codes[id(code)] = code
+        return function
+
+    def __contains__(self, code: object) -> bool:
+        return id(code) in self._codes
+
+
+# What a traced function is called by: who traced it is outside of it.
+CALLS_TRACED = Mark()
+# What puts a custom gradient in, or is the backward of one, that is meant to be another gradient
+# than that of its function.
+CHANGES_GRADIENT = Mark()
 
 
 class Frame(NamedTuple):
@@ -61,7 +87,7 @@ def stack_of(node: Node, region: Graph, *, root: bool) -> Stack:
     for i, code in enumerate(codes):
         if code.co_name == name and code.co_filename == file:
             return Stack(codes[: i + 1], offsets[: i + 1])
-        if root and code.co_name == "fresh" and code.co_filename.startswith(_TRACING):
+        if root and code in CALLS_TRACED:
             return Stack(codes[:i], offsets[:i])
     return Stack(codes, offsets)
 

@@ -8,9 +8,11 @@ shared by the forty as the original was.
 from __future__ import annotations
 
 import difflib
-import os.path
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -97,6 +99,8 @@ def refuse_differentiated(match: Occurrence, rule: object) -> None:
             )
 
 
+# The file of JAX's transformations: others of its files have functions of the same names.
+_JAX_API = inspect.unwrap(jax.grad).__code__.co_filename
 _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 
 
@@ -107,7 +111,7 @@ def _grad_call(node: Node) -> str:
     for frame in _jax.frames(node.source.info):
         if is_own_file(frame.file_name):
             function = frame.function_name.split(".")[0]
-            if function in _TRANSFORMS and os.path.basename(frame.file_name) == "api.py":
+            if function in _TRANSFORMS and frame.file_name == _JAX_API:
                 name = function
         elif name:
             place = Origin(frame.file_name, frame.line_num, frame.function_name)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
@@ -155,6 +156,7 @@ def with_gradient(
         outputs = rule(*inputs)
         return outputs, (inputs, outputs)
 
+    @CHANGES_GRADIENT
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         inputs, outputs = residuals
         op = GradientOperation(inputs, outputs, params, name)
@@ -541,7 +543,11 @@ def through(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     def identity(value: Any) -> Any:
         return value
 
+    @CHANGES_GRADIENT
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        return (change(cotangent),)
+
     identity.__name__ = identity.__qualname__ = name
     rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (value, None), lambda _, cotangent: (change(cotangent),))
+    rule.defvjp(lambda value: (value, None), backward)
     return rule

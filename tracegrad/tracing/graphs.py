@@ -14,6 +14,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
+from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.capture import Capture, ReadAgain
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
@@ -231,6 +232,7 @@ def _fresh(
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
+    @CALLS_TRACED
     def fresh(*args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             with within():

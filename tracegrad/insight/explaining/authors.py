@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 from tracegrad import _jax
@@ -61,10 +62,17 @@ def may_change(node: CustomGradient) -> bool:
 def file_of_rule(node: CustomGradient) -> str:
     """Where the rule is written; of a JVP its function. (The rule of ``custom_gradient(jnp.round)``
     is not JAX's, though the function is.)"""
-    if node.kind == "vjp":
-        (backward,), _ = _jax.rule_functions([node.params["bwd"]])
-        code = getattr(backward, "__code__", None)
-        if code is not None:
-            return str(code.co_filename)
+    code = code_of_rule(node)
+    if code is not None:
+        return code.co_filename
     function = origin_of_function(node.primal.function_source)
     return function.file if function else ""
+
+
+def code_of_rule(node: CustomGradient) -> CodeType | None:
+    """The code of a rule's backward function; of a JVP, and of what is no Python function, None."""
+    if node.kind != "vjp":
+        return None
+    (backward,), _ = _jax.rule_functions([node.params["bwd"]])
+    code = getattr(backward, "__code__", None)
+    return code if isinstance(code, CodeType) else None
