@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import linecache
 import re
 from pathlib import Path
 
+import equinox as eqx
 import healthy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from rich.console import Console
 
 import tracegrad as tg
 from tracegrad.insight import Explanation, explain
-from tracegrad.insight.explaining.authors import whose
 from tracegrad.insight.explaining.explain_graph import key_of
+from tracegrad.ir.authors import whose
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -251,6 +254,135 @@ def test_whose_a_stop_is():
 
     found = tg.graph(all_of_them)(X).find(lambda o: isinstance(o.node, tg.ir.StopGradient))
     assert [whose(occurrence) for occurrence in found] == ["jax", "yours", "yours", "yours"]
+    mapped = tg.graph(jax.vmap(all_of_them))(X[None])
+    found = mapped.find(lambda o: isinstance(o.node, tg.ir.StopGradient))
+    assert [whose(occurrence) for occurrence in found] == ["jax", "yours", "yours", "yours"]
+
+
+# -------------------------------------------------------------------------------------- causes
+
+
+class LinenAttention(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2)(linen.LayerNorm()(x))
+        x = jnp.tanh(x)
+        return linen.Dense(1)(tg.stop_gradient(x[:, 0]))
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.head = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.tanh(x + self.attention(x))
+        return self.head(tg.stop_gradient(x[:, 0]))
+
+
+class EquinoxAttention(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        x = jnp.tanh(x + self.attention(x, x, x))
+        return self.head(tg.stop_gradient(x[0]))
+
+
+TOKENS = jnp.arange(24.0).reshape(2, 3, 4) / 10
+
+
+def linen_attention():
+    model = LinenAttention()
+    params = model.init(jax.random.key(0), TOKENS)
+    return lambda params, x: jnp.mean(model.apply(params, x) ** 2), params
+
+
+def nnx_attention():
+    graph, state = nnx.split(NnxAttention(nnx.Rngs(0)))
+    return lambda state, x: jnp.mean(nnx.merge(graph, state)(x) ** 2), state
+
+
+def equinox_attention():
+    keys = jax.random.split(jax.random.key(0))
+    attention = eqx.nn.MultiheadAttention(2, 4, inference=True, key=keys[0])
+    model = EquinoxAttention(attention, eqx.nn.Linear(4, 1, key=keys[1]))
+    params, static = eqx.partition(model, eqx.is_array)
+    return lambda p, x: jnp.mean(jax.vmap(eqx.combine(p, static))(x) ** 2), params
+
+
+@pytest.mark.parametrize("make", [linen_attention, nnx_attention, equinox_attention])
+def test_the_stop_before_the_head_is_blamed_and_none_inside_of_attention(make):
+    loss, params = make()
+    explanation = explain(loss, params, TOKENS)
+    (finding,) = explanation.findings
+    assert (finding.cause, finding.whose) == ("stop_gradient", "yours")
+    assert "tg.stop_gradient" in linecache.getline(finding.origin.file, finding.origin.line)
+    assert len(finding.sources) == sum(not source.connected for source in explanation.sources)
+    assert finding.what == "your own stop_gradient"
+
+
+def test_a_maximum_that_no_gradient_reaches_has_no_dead_units():
+    """Attention to rows of equal numbers: normalised they are zeros, and so are all scores."""
+    loss, params = linen_attention()
+    explanation = explain(loss, params, jnp.ones((2, 3, 4)))
+    assert [finding.cause for finding in explanation.findings] == ["stop_gradient"]
+
+    def stopped(w, x):
+        return jnp.sum(w * jax.lax.stop_gradient(jax.nn.relu(w * x - 100)) + w)
+
+    def flowing(w, x):
+        return jnp.sum(w * jax.nn.relu(w * x - 100) + w)
+
+    assert explain(stopped, X, healthy.X[:, :3]).findings == ()
+    (finding,) = explain(flowing, X, healthy.X[:, :3]).findings
+    assert (finding.cause, finding.operation) == ("dead units", "relu")
+
+
+def test_what_is_no_rectifier_has_no_dead_units():
+    @jax.custom_jvp
+    def relu(x):
+        return jnp.where(x > 0, x, x / 100)
+
+    relu.defjvps(lambda t, _, x: jnp.where(x > 0, t, t / 100))
+
+    def leaky(w, x):
+        return jnp.sum(relu(w * x - 100))
+
+    def greatest(w, x):
+        return jnp.sum(jnp.max(w * x[:, :, None], axis=0, initial=-jnp.inf) + w)
+
+    def clamped(w, x):
+        return jnp.sum(jnp.maximum(w - w + 0 * x, 0.0) + w)  # half a gradient goes on
+
+    for fun in (leaky, greatest, clamped):
+        explanation = explain(fun, 0 * X, healthy.X[:, :3])
+        assert "dead units" not in [finding.cause for finding in explanation.findings]
+
+
+def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
+    def loss(x):
+        a = jnp.round(x)
+        return jnp.sum(jax.lax.stop_gradient(jnp.sin(a)))
+
+    first, second = explain(loss, X).findings
+    line = loss.__code__.co_firstlineno
+    assert (first.cause, first.origin.line) == ("rounding", line + 1)
+    assert first.what == (
+        "round; on the same way cuts stop_gradient at "
+        f"test_explain.py:{line + 2}, too: a gradient needs all of them gone"
+    )
+    assert (second.cause, second.origin.line) == ("stop_gradient", line + 2)
+
+    def either(x):
+        a = jnp.round(x)
+        return jnp.sum(a + jax.lax.stop_gradient(x))
+
+    (finding,) = explain(either, X).findings
+    line = either.__code__.co_firstlineno
+    assert finding.what == (
+        f"your own stop_gradient; 1 other way is cut as well: round at test_explain.py:{line + 1}"
+    )
 
 
 def test_a_clip_rule_says_by_how_much():

@@ -1,4 +1,4 @@
-"""Which inputs of a program get a gradient from its outputs, and what cuts the others off.
+"""Which inputs of a program get a gradient from its outputs.
 
 An input is *connected* to an output if there is a path of data flow between them on which the VJP
 of every node depends on its cotangent, or is a rule that returned a gradient. That is decided on
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,27 +21,19 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Apply, CustomGradient, Graph, Node, Occurrence, StopGradient, Value
+from tracegrad.ir import Apply, CustomGradient, Graph, Node, StopGradient
 from tracegrad.ir.dependence import (
     Masks,
     dependence,
     enter,
     is_reference,
     joined,
-    leading_to,
-    mask_of,
     node_dependence,
-    region_outputs_leading_to,
     spread,
 )
-from tracegrad.ir.occurrence import Path
 from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.lowering.returned import returned_gradients, written_tangents
-from tracegrad.rewriting.forward_mode import place_of
 from tracegrad.tracing.importer import import_program
-
-# How often a region is looked through for cuts: once for each path of calls that leads to it.
-_VISITS = 64
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
 _REMEMBERED = 4096
@@ -55,71 +46,23 @@ class UnconnectedError(ValueError):
     """
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A node at which the gradient on its way to an input ends."""
-
-    occurrence: Occurrence
-    results: tuple[Value, ...]  # its results whose cotangents go no further
-
-    def __str__(self) -> str:
-        node, origin = self.occurrence.node, self.occurrence.origin
-        place = "" if origin is None else f" at {origin}"
-        dtype = getattr(self.results[0].aval, "dtype", None)
-        if isinstance(node, StopGradient):
-            return f"stop_gradient{place}"
-        if isinstance(node, CustomGradient):
-            face = "backward" if node.kind == "vjp" else "derivative"
-            place = place_of(self.occurrence)
-            return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
-        if _is_connectable(self.results[0].aval):
-            return f"{node.name}{place}, whose derivative is zero"
-        if node.op == "convert_element_type":
-            return f"the conversion to {dtype}{place}"
-        return f"{node.name}{place}, whose result is {dtype}"
-
-
 def connections(graph: Graph) -> list[frozenset[int]]:
     """For every output of a graph, the inputs (by position) that are connected to it."""
     walk = Walk()
     outs = spread(graph, _sources(graph), walk.rule)
     return [
         frozenset(i for i in range(len(graph.inputs)) if mask >> i & 1)
-        if _is_connectable(value.aval)
+        if is_connectable(value.aval)
         else frozenset()
         for mask, value in zip(outs, graph.outputs, strict=True)
     ]
 
 
-def cuts(graph: Graph, source: int, target: int) -> list[Cut]:
-    """Where the gradient of one output is cut off from one input, on every path between them.
-
-    Empty if nothing that leads to the output uses the input (or if they are connected). A cut
-    inside of a call, loop, branch or recomputed region is that of the innermost node. Of a function
-    that is called in more than some hundred places the cuts of the first of them are given.
-    """
-    wanted = [i == target for i in range(len(graph.outputs))]
-    found = Walk().cuts(graph, _sources(graph), wanted, 1 << source, ())
-    return list(dict.fromkeys(found))
-
-
-def explain_unconnected(graph: Graph, source: int, target: int) -> str:
-    """Why an input gets no gradient from an output, in words."""
-    aval = graph.inputs[source].aval
-    if not _is_connectable(aval):
-        return f"it is {aval.dtype}, which has no gradient"
-    found = [f"cut by {text}" for text in dict.fromkeys(map(str, cuts(graph, source, target)))]
-    if not found:
-        return "nothing that leads to the output uses it"
-    more = f", and in {len(found) - 3} more places" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
-
-
 def _sources(graph: Graph) -> Masks:
-    return [1 << i if _is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
+    return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
 
 
-def _is_connectable(aval: Any) -> bool:
+def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
     return is_reference(aval) or _jax.has_gradient(aval)
 
@@ -133,17 +76,13 @@ class Walk:
 
     regions: dict[tuple[Graph, tuple[int, ...]], Masks] = field(default_factory=dict)
     rules: dict[tuple[Node, tuple[bool, ...]], tuple[int, ...] | None] = field(default_factory=dict)
-    flows: dict[Node, Masks] = field(default_factory=dict)
-    visits: Counter[Any] = field(default_factory=Counter)
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         """Masks of the inputs connected to each result, given those connected to each operand."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
         outs = self._outs(node, ins)
-        return [
-            m if _is_connectable(v.aval) else 0 for m, v in zip(outs, node.outputs, strict=True)
-        ]
+        return [m if is_connectable(v.aval) else 0 for m, v in zip(outs, node.outputs, strict=True)]
 
     def _outs(self, node: Node, ins: Masks) -> Masks:
         if any(is_reference(v.aval) for v in (*node.inputs, *node.outputs)):
@@ -187,56 +126,6 @@ class Walk:
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
             return _all_of(node, reached)
         return tuple(node_dependence(node))
-
-    def cuts(
-        self, graph: Graph, ins: Masks, wanted: Sequence[bool], bit: int, path: Path
-    ) -> list[Cut]:
-        """The cuts between the inputs that carry `bit` and the wanted outputs."""
-        # The paths to a region that is shared by regions that are shared are too many for all.
-        visit = graph, tuple(ins), tuple(wanted)
-        self.visits[visit] += 1
-        if self.visits[visit] > _VISITS:
-            return []
-        masks: dict[Value, int] = {}
-        spread(graph, ins, self.rule, masks)
-        live = leading_to(graph, wanted)
-        found: list[Cut] = []
-        for node in graph.nodes:
-            operands = [mask_of(value, masks) for value in node.inputs]
-            carrying = joined(1 << i for i, mask in enumerate(operands) if mask & bit)
-            if not carrying:
-                continue
-            flow = self._flow(node)
-            lost = [
-                value in live and not masks[value] & bit and bool(flow[k] & carrying)
-                for k, value in enumerate(node.outputs)
-            ]
-            if any(lost):
-                found += self._inside(node, operands, lost, bit, path) or [
-                    Cut(
-                        Occurrence(path, node),
-                        tuple(v for v, is_lost in zip(node.outputs, lost, strict=True) if is_lost),
-                    )
-                ]
-        return found
-
-    def _flow(self, node: Node) -> Masks:
-        if node not in self.flows:
-            self.flows[node] = node_dependence(node)
-            if isinstance(node, CustomGradient) and node.kind == "vjp":
-                # Its rule may use what its function does not.
-                self.flows[node] = list(_all_of(node, [True] * len(node.inputs)))
-        return self.flows[node]
-
-    def _inside(
-        self, node: Node, ins: Masks, lost: Sequence[bool], bit: int, path: Path
-    ) -> list[Cut]:
-        entered = None if isinstance(node, CustomGradient) else enter(node, ins, self.region)
-        found = []
-        for name, masks in entered[1].items() if entered is not None else ():
-            wanted = region_outputs_leading_to(node, name, lost)
-            found += self.cuts(node.regions[name], masks, wanted, bit, (*path, (node, name)))
-        return found
 
 
 # -------------------------------------------------------------------------------- one node's VJP

@@ -22,13 +22,10 @@ from tracegrad.differentiation.checks import (
     scalar_result,
 )
 from tracegrad.differentiation.closing_over import refusing
-from tracegrad.differentiation.connectivity import (
-    UnconnectedError,
-    connections,
-    explain_unconnected,
-)
+from tracegrad.differentiation.connectivity import UnconnectedError, connections
 from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
+from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import under_rules
@@ -291,9 +288,12 @@ def _require_connected(chosen: Selection, program: Graph, linked: Sequence[froze
     paths = chosen.paths
     lines = []
     for output, inputs in enumerate(linked):
+        if inputs.issuperset(range(len(paths))):
+            continue
         whence = "" if len(linked) == 1 else f" from output {output}"
+        ways = smallest_cuts(program, [output])
         lines += [
-            f"  {path}{whence}: {explain_unconnected(program, i, output)}"
+            f"  {path}{whence}: {explain_unconnected(program, i, ways[i])}"
             for i, path in enumerate(paths)
             if i not in inputs
         ]

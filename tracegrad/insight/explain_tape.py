@@ -12,6 +12,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.selection import path_text
+from tracegrad.differentiation.smallest_cuts import smallest_cuts
 from tracegrad.insight.explaining.cut_off import findings_of_cuts
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
@@ -232,13 +233,13 @@ def _with_ends(
 ) -> Explanation:
     """Where nothing flows to the target, but to integers: a tape follows these no further, and the
     cut is where they were made."""
+    ways = smallest_cuts(graph, range(targets, len(graph.outputs)))
     findings: list[Finding] = []
     for finding in explanation.findings:
         cuts: list[Finding] = []
         if finding.cause == "unused":
             for path in finding.sources:
-                for k in range(targets, len(graph.outputs)):
-                    cuts += findings_of_cuts(graph, path, positions[path], [k])
+                cuts += findings_of_cuts(path, ways[positions[path]])
         findings += cuts or [finding]
     by_path = {path: f.short for f in reversed(findings) for path in f.sources}
     reports = tuple(

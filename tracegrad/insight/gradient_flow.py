@@ -68,8 +68,8 @@ class RegionFlow:
         return flow
 
 
-def gradient_flow(graph: Graph) -> RegionFlow:
-    """The flow of gradients from all float outputs of a graph to all its float inputs.
+def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionFlow:
+    """The flow of gradients from some outputs of a graph (None: all of floats) to its float inputs.
 
     Where a region is entered from several places in the same way, they share one `RegionFlow`.
 
@@ -83,8 +83,11 @@ def gradient_flow(graph: Graph) -> RegionFlow:
     [True]
     """
     carrying = [_jax.has_gradient(v.aval) or is_reference(v.aval) for v in graph.inputs]
-    targets = [_jax.has_gradient(v.aval) for v in graph.outputs]
-    return _Flows().of(graph, carrying, targets, targets, recomputed=False)
+    wanted = [
+        _jax.has_gradient(v.aval) and (targets is None or k in targets)
+        for k, v in enumerate(graph.outputs)
+    ]
+    return _Flows().of(graph, carrying, wanted, wanted, recomputed=False)
 
 
 Bools = Sequence[bool]

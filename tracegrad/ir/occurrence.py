@@ -195,6 +195,12 @@ def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
     return fallback, False
 
 
+def users_line(node: Node) -> Origin | None:
+    """The user's line of a node inside the function of its region; None if it has none there."""
+    found, is_users = _origin_in(node, node.graph)
+    return found if is_users else None
+
+
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     """The frames from the innermost one up to the function of a region."""
     function = origin_of_function(function_source)

@@ -1,51 +1,12 @@
-"""Who wrote an annotation: the user, a library, this package or JAX."""
+"""Who wrote a custom rule: the user, a library, this package or JAX."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from types import CodeType
-from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Occurrence, StopGradient
+from tracegrad.ir import CustomGradient
 from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file, origin_of_function
-
-
-def whose(occurrence: Occurrence) -> str:
-    """Who wrote an annotation: ``"yours"``, or the library's name.
-
-    The function of the annotation itself is not asked, but the one that called it.
-    """
-    node = occurrence.node
-    stack = () if node.source is None else _jax.frames(node.source.info)
-    if isinstance(node, StopGradient):
-        stack = _above_stop_gradient(stack)
-        if stack and is_own_file(stack[0].file_name):
-            return "jax"
-    for frame in stack:
-        if is_user_file(frame.file_name):
-            return "yours"
-        if not is_own_file(frame.file_name):
-            return _package(frame.file_name)
-    return "yours"
-
-
-def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
-    """The frames around the call of `stop_gradient`, and of a `tree_map` of it."""
-    names = [str(f.function_name) if is_own_file(f.file_name) else "" for f in stack]
-    is_its = ["stop_gradient" in name for name in names]
-    if True not in is_its:
-        return stack
-    end = is_its.index(True)
-    while end < len(stack) and (is_its[end] or re.match(r"tree_map|map$", names[end])):
-        end += 1
-    return stack[end:]
-
-
-def _package(file: str) -> str:
-    match = re.search(r"(?:site|dist)-packages[\\/]([^\\/]+)", file)
-    return match[1].removesuffix(".py") if match else "a library"
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:

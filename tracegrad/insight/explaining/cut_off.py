@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.connectivity import Cut, cuts, explain_unconnected
 from tracegrad.differentiation.selection import is_numeric, type_of
-from tracegrad.insight.explaining.authors import whose
+from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
 from tracegrad.insight.explaining.measuring import Steps
 from tracegrad.insight.explaining.observed import Observed, Spot
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient
+from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path, is_own_file
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
@@ -33,19 +33,18 @@ _CUT_CURES = {
 _LOOP_CURE = "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed"
 
 
-def findings_of_cuts(
-    program: Graph, path: str, i: int, targets: Sequence[int]
-) -> Iterator[Finding]:
-    """What cuts an input of a graph off from some outputs."""
-    for cut in dict.fromkeys(cut for t in targets for cut in cuts(program, i, t)):
+def findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
+    """What cuts an input of a graph off; `ways`: its `smallest_cuts`."""
+    cuts, *others = ways or [()]
+    for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
-        text, origin = str(cut), cut.occurrence.origin
+        text, origin = _words(cut), cut.occurrence.origin
         if isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
-            text = f"{by} stop_gradient"
+            text = f"{by} {text}"
         yield Finding(
             cause,
-            text.split(" at ")[0] if origin is not None and " at " in text else text,
+            text + _also_needed(cut, cuts) + _elsewhere(others),
             (path,),
             origin=origin,
             whose=owner,
@@ -53,6 +52,43 @@ def findings_of_cuts(
             operation=cut.occurrence.node.name,
             occurrence=cut.occurrence,
         )
+
+
+def _words(cut: Cut) -> str:
+    """What cuts, without where."""
+    text, origin = str(cut), cut.occurrence.origin
+    return text.split(" at ")[0] if origin is not None and " at " in text else text
+
+
+def _place(cut: Cut) -> str:
+    origin = cut.occurrence.origin
+    return _words(cut).split(",")[0] + (f" at {origin.place}" if origin else "")
+
+
+def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
+    """The other cuts on the same way: what cuts at one place several times is one of them."""
+    others = list(dict.fromkeys(place for place in map(_place, cuts) if place != _place(cut)))
+    if not others:
+        return ""
+    verb = "cuts" if len(others) == 1 else "cut"
+    return f"; on the same way {verb} {_listed(others)}, too: a gradient needs all of them gone"
+
+
+def _elsewhere(ways: Sequence[CutsOnWay]) -> str:
+    """The other ways with as few cuts."""
+    if not ways:
+        return ""
+    count = f"{len(ways)} other ways are" if len(ways) > 1 else "1 other way is"
+    if len(ways) == MOST_WAYS - 1:
+        count = f"{len(ways)} or more other ways are"
+    places = list(dict.fromkeys(place for cuts in ways for place in map(_place, cuts)))
+    return f"; {count} cut as well: {_listed(places)}"
+
+
+def _listed(places: Sequence[str]) -> str:
+    more = [f"{len(places) - 3} more"] if len(places) > 3 else []
+    *first, last = [*places[:3], *more]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _cause_of_cut(cut: Cut) -> str:
@@ -91,7 +127,7 @@ def cut_off(
     inputs: Sequence[Any],
     path: str,
     i: int,
-    targets: Sequence[int],
+    ways: Sequence[CutsOnWay],
     why_unused: Callable[[str], str | None],
 ) -> Iterator[Finding]:
     """Why nothing connects a source with the results.
@@ -99,12 +135,11 @@ def cut_off(
     Args:
       program, inputs: the graph and its arrays.
       path, i: the source and which input it is.
-      targets: the outputs with cotangents.
+      ways: its `smallest_cuts` with respect to the outputs with cotangents.
       why_unused: see `explain_graph`.
     """
-    found = list(findings_of_cuts(program, path, i, targets))
-    yield from found
-    if found:
+    if ways:
+        yield from findings_of_cuts(path, ways)
         return
     better = why_unused(path)
     constant = None if better else _closed_over(program, inputs[i])
@@ -118,8 +153,7 @@ def cut_off(
             cure="use the argument in the function's body",
         )
     else:
-        words = better or explain_unconnected(program, i, targets[0]) if targets else better
-        yield Finding("unused", words or "there is no target", (path,))
+        yield Finding("unused", better or explain_unconnected(program, i, ways), (path,))
 
 
 def _closed_over(program: Graph, array: Any) -> Occurrence | None:

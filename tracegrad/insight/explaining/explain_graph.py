@@ -11,6 +11,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
+from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.authors import is_jaxs_rule
 from tracegrad.insight.explaining.changed_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
@@ -55,13 +56,15 @@ def explain_graph(
     reached = _connected(program, targets, known)
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
+    cuts: list[tuple[CutsOnWay, ...]] = []
     for path, i in sources.items():
         if i is None:
             findings.append(no_gradient(path, unselectable[path]))
         elif i in reached:
             flowing[i] = True
         else:
-            findings += cut_off(program, inputs, path, i, targets, why_unused)
+            cuts = cuts or smallest_cuts(program, targets)
+            findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
     observed, measured = _measure(program, flowing, seeded, inputs, seeds, known, close=False)
     findings += refusals(observed, measured.refused)
     if _looks_bad(observed):
@@ -72,7 +75,7 @@ def explain_graph(
     findings += zero_gradients(observed, reports, sources)
     findings += slopes(observed, norms)
     findings += changed_rules(observed)
-    findings += dead_units(observed, findings)
+    findings += dead_units(observed, targets, findings)
     value = observed.stats.get(("output", (), 0, targets[0])) if targets else None
     return Explanation(
         name,

@@ -185,7 +185,9 @@ class MeasuredPass:
                     if _jax.has_gradient(jax.typeof(result)):
                         self._note("value", at, number, k, exact, result)
             if _may_be_rectifier(node):
-                self._note("units", at, number, 0, units, results[0], operands)
+                maximum = [] if isinstance(node, CustomGradient) else operands
+                bounds = _bounds(node, maximum)
+                self._note("units", at, number, 0, units, results[0], maximum, bounds)
         return [_read(v, kept.values) for v in graph.outputs], kept
 
     def _forward_node(
@@ -615,6 +617,20 @@ def _may_be_rectifier(node: Node) -> bool:
     if len(shape) < 2 or math.prod(shape) == 0 or not _jax.has_gradient(node.outputs[0].aval):
         return False
     return node.op == "max" or (isinstance(node, CustomGradient) and node.name == "relu")
+
+
+def _bounds(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+    """What a maximum may be with: where a number is written there, that."""
+    pairs = zip(node.inputs, operands, strict=False)
+    return [x for value, x in pairs if _is_written(value)] or operands
+
+
+def _is_written(value: Value | Literal) -> bool:
+    """Whether a value is a number in the program, or an array filled with one."""
+    if isinstance(value, Literal):
+        return True
+    node = value.producer
+    return node is not None and node.op == "broadcast_in_dim" and _is_written(node.inputs[0])
 
 
 def occurrence(graph: Graph, at: Steps, number: int) -> Occurrence:

@@ -120,11 +120,19 @@ def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
 
 
 @_by_place
-def units(xp: Any, result: Any, operands: Sequence[Any]) -> Any:
-    """Of what is along the last axis how many are never positive, and how many there are; none if
-    this is a maximum with something else than zero."""
-    active = xp.any(result > 0, axis=tuple(range(result.ndim - 1)))
-    rectifies = xp.asarray(len(operands) == 1)
-    for x in operands if len(operands) > 1 else ():
+def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
+    """Of what is along the last axis how many are never active, and how many there are.
+
+    None if this is a maximum with something else than zero.
+
+    `operands`: of a maximum, `bounds` those with which it may be one; none of either for a function
+    that is a rectifier by its name.
+    """
+    is_active = result != 0
+    if operands:  # of a maximum of equals half the gradient goes to each
+        is_active = is_active | functools.reduce(xp.logical_and, [x == 0 for x in operands])
+    active = xp.any(is_active, axis=tuple(range(result.ndim - 1)))
+    rectifies = xp.asarray(not bounds)
+    for x in bounds:
         rectifies = rectifies | xp.all(x == 0)
     return _vector(xp, xp.sum(~active) * rectifies, active.size * rectifies)

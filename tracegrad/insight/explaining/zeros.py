@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.authors import whose
 from tracegrad.insight.explaining.measuring import Steps, is_entered
 from tracegrad.insight.explaining.observed import Observed, Spot, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.ir import CustomGradient, Value
+from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
+from tracegrad.ir import CustomGradient, Occurrence, Value
+from tracegrad.ir.authors import whose
 
 _ZERO_WORDS = {
     "untaken branch": "its branch is not taken in this call",
@@ -138,12 +139,17 @@ def _why_zero(observed: Observed, spot: Spot) -> str:
     return _CAUSES.get(node.op, "zero derivative")
 
 
-def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
+def dead_units(
+    observed: Observed, targets: Sequence[int], findings: Sequence[Finding]
+) -> Iterator[Finding]:
     """Rectifiers most of whose units are active for no example, but those in `findings`."""
     known = {f.origin for f in findings if f.cause == "dead units"}
-    for spot, dead, total in _counted_units(observed):
+    idle = [counted for counted in _counted_units(observed) if 2 * counted[1] > counted[2]]
+    flow = gradient_flow(observed.graph, targets) if idle else None
+    for spot, dead, total in idle:
         found = observed.occurrence(spot)
-        if 2 * dead > total and found.origin not in known:
+        # Where no gradient arrives anyway, units are not what it ends at.
+        if flow is not None and _arrives(flow, found) and found.origin not in known:
             yield Finding(
                 "dead units",
                 f"{dead} of {total} units of {found.node.name} are active for no example",
@@ -154,6 +160,16 @@ def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Find
                 operation=found.node.name,
                 occurrence=found,
             )
+
+
+def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
+    """Whether a gradient arrives at a node."""
+    for node, name in rectifier.path:
+        regions = flow.regions.get(node, {})
+        if name not in regions:  # it is part of a custom rule
+            return False
+        flow = regions[name]
+    return flow.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
 
 
 def _counted_units(observed: Observed) -> Iterator[tuple[Spot, int, int]]:

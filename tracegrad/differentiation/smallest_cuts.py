@@ -1,0 +1,338 @@
+"""What cuts an input of a program off: the fewest cuts without which a gradient would arrive.
+
+Every program that computes something has nodes that pass no gradient on: the maximum that softmax
+subtracts is stopped, masks come of comparisons. Such a node is the cause only where nothing but it
+stands in the way. So each way of the data from the input to an output is weighed by the nodes on it
+that pass nothing on, and the lightest ones are told. Of equally light ones those come first whose
+cuts the user has written.
+
+The search runs backward from the outputs, through calls, branches and loops, and knows of every
+value the lightest ways from there on; a region is searched once for each of its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk, is_connectable
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
+from tracegrad.ir.authors import whose
+from tracegrad.ir.dependence import Masks, enter, is_reference, mask_of, node_dependence, spread
+from tracegrad.ir.occurrence import Path, users_line
+from tracegrad.rewriting.forward_mode import place_of
+
+# So many equally light ways are told apart, by the lines of their cuts.
+MOST_WAYS = 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A node at which the gradient on its way to an input ends."""
+
+    occurrence: Occurrence
+    result: Value  # whose cotangent goes no further
+
+    def __str__(self) -> str:
+        node, origin = self.occurrence.node, self.occurrence.origin
+        place = "" if origin is None else f" at {origin}"
+        aval = self.result.aval
+        if isinstance(node, StopGradient):
+            return f"stop_gradient{place}"
+        if isinstance(node, CustomGradient):
+            face = "backward" if node.kind == "vjp" else "derivative"
+            place = place_of(self.occurrence)
+            return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
+        if is_connectable(aval):
+            return f"{node.name}{place}, whose derivative is zero"
+        dtype = getattr(aval, "dtype", None)
+        if node.op == "convert_element_type":
+            return f"the conversion to {dtype}{place}"
+        return f"{node.name}{place}, whose result is {dtype}"
+
+
+# The cuts on one way from an input to an output, in the order in which the data meet them.
+CutsOnWay = tuple[Cut, ...]
+
+
+def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[tuple[CutsOnWay, ...]]:
+    """For every input of a graph, the fewest cuts without which it were connected to a target.
+
+    Several entries are several ways, with as many cuts each, the likeliest cause first: the first
+    `MOST_WAYS` of them. None if nothing that leads to a target uses the input; one without cuts if
+    it is connected.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))))(jnp.ones(3))
+    >>> smallest_cuts(program, [0])
+    [((),)]
+    >>> program = tg.graph(lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)))(jnp.ones(3))
+    >>> [str(cut).split(" at ")[0] for (way,) in smallest_cuts(program, [0]) for cut in way]
+    ['stop_gradient']
+    """
+    reached = [int(is_connectable(value.aval)) for value in graph.inputs]
+    ways = _Search().of(graph, reached, targets)
+    return [
+        tuple(
+            tuple(Cut(Occurrence(cut.path, cut.node), cut.result) for cut in cuts)
+            for cuts in ways[value].lightest
+        )
+        if value in ways and is_connectable(value.aval)
+        else ()
+        for value in graph.inputs
+    ]
+
+
+def explain_unconnected(graph: Graph, source: int, ways: Sequence[CutsOnWay]) -> str:
+    """Why an input gets no gradient, in words; `ways`: its `smallest_cuts`."""
+    aval = graph.inputs[source].aval
+    if not is_connectable(aval):
+        return f"it is {aval.dtype}, which has no gradient"
+    found = ["cut by " + ", and by ".join(map(str, cuts)) for cuts in ways]
+    found = list(dict.fromkeys(found))
+    if not found:
+        return "nothing that leads to the output uses it"
+    more = f", and in {len(found) - 3} more places" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
+
+
+# ------------------------------------------------------------------------------------------- ways
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A cut inside of a region, which may be entered from several places."""
+
+    path: Path
+    node: Node
+    result: Value
+    line: Origin | None  # of the user's, as far as it is told by the calls in `path`
+    rank: int
+
+    @property
+    def place(self) -> object:
+        """Equal for what a user would call one place."""
+        return self.node.name, self.line or self.node
+
+    def within(self, call: Node, name: str) -> _Cut:
+        line = self.line or users_line(call)
+        return replace(self, path=((call, name), *self.path), line=line)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The lightest ways from one value to another: how many cuts each has, and these cuts of each,
+    the likeliest first."""
+
+    count: int
+    lightest: tuple[tuple[_Cut, ...], ...]
+
+    def then(self, onward: _Ways) -> _Ways:
+        """These ways, and from their end on those."""
+        if not self.count:
+            return onward
+        if not onward.count:
+            return self
+        ways = (
+            (*cuts, *(cut for cut in more if cut not in cuts))
+            for cuts in self.lightest
+            for more in onward.lightest
+        )
+        return _Ways(self.count + onward.count, _first(ways))
+
+    def within(self, call: Node, name: str) -> _Ways:
+        """What they are to the graph that the region of a call stands in."""
+        if not self.count:
+            return self
+        ways = (tuple(cut.within(call, name) for cut in cuts) for cuts in self.lightest)
+        return _Ways(self.count, _first(ways))
+
+
+_FREE = _Ways(0, ((),))
+
+
+def _lighter(one: _Ways | None, other: _Ways) -> _Ways:
+    """The lightest among the ways of both."""
+    if one is None or other.count < one.count:
+        return other
+    if one.count < other.count or not one.count or one == other:
+        return one
+    return _Ways(one.count, _first((*one.lightest, *other.lightest)))
+
+
+def _first(
+    ways: Iterator[tuple[_Cut, ...]] | Sequence[tuple[_Cut, ...]],
+) -> tuple[tuple[_Cut, ...], ...]:
+    """The likeliest of some ways, one of those with cuts at the same places."""
+    ranked = sorted(ways, key=lambda cuts: sum(cut.rank for cut in cuts))
+    known = {frozenset(cut.place for cut in cuts): cuts for cuts in reversed(ranked)}
+    return tuple(reversed(known.values()))[:MOST_WAYS]
+
+
+def _rank(node: Node, result: Value) -> int:
+    """How unlikely a cut is to be a mistake: a library's is not; a mask is often meant as that."""
+    is_mask = not is_connectable(result.aval) and node.op != "convert_element_type"
+    return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
+
+
+# ----------------------------------------------------------------------------------------- search
+
+_Key = tuple[Graph, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class _Search:
+    walk: Walk = field(default_factory=Walk)
+    known: dict[_Key, dict[Value, _Ways]] = field(default_factory=dict)
+    flows: dict[Node, Masks] = field(default_factory=dict)
+
+    def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Ways]:
+        """The ways from the values of a graph to the nearest of some outputs.
+
+        `reached`: for each input, 1 if a gradient there would go on to a source.
+        """
+        key = graph, tuple(reached), tuple(targets)
+        if key not in self.known:
+            self.known[key] = self._of(graph, reached, targets)
+        return self.known[key]
+
+    def _of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Ways]:
+        masks: dict[Value, int] = {}
+        spread(graph, reached, self.walk.rule, masks)
+        outputs = (graph.outputs[k] for k in targets)
+        ways = {value: _FREE for value in outputs if isinstance(value, Value)}
+        for node in reversed(graph.nodes):
+            ins = [mask_of(value, masks) for value in node.inputs]
+            for i, found in self._into(node, ins, ways):
+                operand = node.inputs[i]
+                if isinstance(operand, Value):
+                    ways[operand] = _lighter(ways.get(operand), found)
+        return ways
+
+    def _into(self, node: Node, ins: Masks, ways: dict[Value, _Ways]) -> list[tuple[int, _Ways]]:
+        """The ways from the operands of a node, given those from its results."""
+        references = [v for v in node.inputs if isinstance(v, Value) and is_reference(v.aval)]
+        if references:  # what is written there may be read anywhere
+            onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
+            return [(i, found) for i in range(len(node.inputs)) for found in onward]
+        return [
+            (i, found.then(ways[value]))
+            for k, value in enumerate(node.outputs)
+            if value in ways
+            for i, found in self._through(node, ins, k)
+        ]
+
+    def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Ways]]:
+        """The ways from the operands of a node to one of its results."""
+        # The operations inside a shard_map can be differentiated only inside their mesh.
+        is_whole = isinstance(node, CustomGradient) or node.op == "shard_map"
+        entered = None if is_whole else enter(node, ins, self.walk.region)
+        if entered is not None:
+            yield from self._through_regions(node, entered[1], k)
+            return
+        inside: dict[int, _Ways] = {}
+        if node.op == "shard_map" and (masks := enter(node, ins, self.walk.region)) is not None:
+            inside = dict(self._through_regions(node, masks[1], k))
+        result = node.outputs[k]
+        cut = _Ways(1, ((_Cut((), node, result, users_line(node), _rank(node, result)),),))
+        for i, value in enumerate(node.inputs):
+            if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
+                continue
+            # Among integers nothing is cut: that was where they came from.
+            if not is_connectable(value.aval) or self._is_connected(node, ins, i, k):
+                yield i, _FREE
+            else:
+                yield i, inside[i] if i in inside and inside[i].count else cut
+
+    def _flow(self, node: Node) -> Masks:
+        if node not in self.flows:
+            self.flows[node] = node_dependence(node)
+            if isinstance(node, CustomGradient) and node.kind == "vjp":
+                # Its rule may use what its function does not.
+                everything = (1 << len(node.inputs)) - 1
+                self.flows[node] = [everything for _ in node.outputs]
+        return self.flows[node]
+
+    def _is_connected(self, node: Node, ins: Masks, i: int, k: int) -> bool:
+        if isinstance(node, StopGradient) or not is_connectable(node.outputs[k].aval):
+            return False
+        if ins[i]:
+            reached = tuple(mask != 0 for mask in ins)
+        else:  # behind a cut: as if there was none
+            reached = tuple(is_connectable(value.aval) for value in node.inputs)
+        return bool(self.walk.vjp_rows(node, reached)[k] >> i & 1)
+
+    def _through_regions(
+        self, node: Node, masks: dict[str, Masks], k: int
+    ) -> Iterator[tuple[int, _Ways]]:
+        if node.primitive is _jax.SCAN:
+            first, carried = _jax.scan_split(node.params)
+            start = self._inside(node, "jaxpr", masks["jaxpr"], k)
+            length = node.params["length"]
+            if k < carried and (length == 0 or not isinstance(length, int)):
+                start[first + k] = _FREE  # with no iteration at all, what went in comes out
+            around = self._around(node, "jaxpr", masks["jaxpr"], first, carried, start)
+            yield from around.items()
+        elif node.primitive is _jax.WHILE:
+            yield from self._through_while(node, masks, k)
+        else:
+            shift = 1 if node.primitive is _jax.COND else 0
+            if shift:  # which branch is taken
+                yield 0, _FREE
+            for name, reached in masks.items():
+                for i, found in self._inside(node, name, reached, k).items():
+                    yield i + shift, found
+
+    def _through_while(
+        self, node: Node, masks: dict[str, Masks], k: int
+    ) -> Iterator[tuple[int, _Ways]]:
+        split = int(node.params["cond_nconsts"])
+        first = int(node.params["body_nconsts"])
+        carried = len(node.outputs)
+        # Of which numbers it depends when the loop ends, on that depend all results.
+        ends = self._inside(node, "cond_jaxpr", masks["cond_jaxpr"], 0)
+        start = {first + i - split: found for i, found in ends.items() if i >= split}
+        start[first + k] = _FREE
+        for i, found in ends.items():
+            if i < split:
+                yield i, found
+        around = self._around(node, "body_jaxpr", masks["body_jaxpr"], first, carried, start)
+        for i, found in around.items():
+            yield split + i, found
+
+    def _around(
+        self,
+        node: Node,
+        name: str,
+        reached: Masks,
+        first: int,
+        carried: int,
+        start: dict[int, _Ways],
+    ) -> dict[int, _Ways]:
+        """The ways from the inputs of a loop's body through any number of iterations.
+
+        `start`: those through the last one.
+        """
+        ways = dict(start)
+        pending = [j for j in range(carried) if first + j in ways]
+        while pending:
+            j = pending.pop()
+            onward = ways[first + j]
+            for i, found in self._inside(node, name, reached, j).items():
+                lighter = _lighter(ways.get(i), found.then(onward))
+                if lighter != ways.get(i):
+                    ways[i] = lighter
+                    if first <= i < first + carried:
+                        pending.append(i - first)
+        return ways
+
+    def _inside(self, node: Node, name: str, reached: Masks, k: int) -> dict[int, _Ways]:
+        """The ways from the inputs of a region of a node to one of its outputs."""
+        region = node.regions[name]
+        ways = self.of(region, [int(mask != 0) for mask in reached], (k,))
+        return {
+            i: ways[value].within(node, name)
+            for i, value in enumerate(region.inputs)
+            if value in ways
+        }

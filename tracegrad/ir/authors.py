@@ -1,0 +1,50 @@
+"""Who wrote what stands in a program: the user, a library or JAX."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir.nodes import StopGradient
+from tracegrad.ir.occurrence import Occurrence, is_own_file, is_user_file
+
+
+def whose(occurrence: Occurrence) -> str:
+    """Who wrote an annotation: ``"yours"``, or the library's name.
+
+    The function of the annotation itself is not asked, but the one that called it.
+    """
+    node = occurrence.node
+    stack = () if node.source is None else _jax.frames(node.source.info)
+    if isinstance(node, StopGradient):
+        stack = _above_stop_gradient(stack)
+        if stack and is_own_file(stack[0].file_name):
+            return "jax"
+    for frame in stack:
+        if is_user_file(frame.file_name):
+            return "yours"
+        if not is_own_file(frame.file_name):
+            return _package(frame.file_name)
+    return "yours"
+
+
+def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
+    """The frames around the call of `stop_gradient`, and of a `tree_map` of it."""
+    # Under `vmap` the call that was written stands outside of JAX's own.
+    inner = list(itertools.takewhile(is_own_file, (str(f.file_name) for f in stack)))
+    names = [str(f.function_name) for f in stack[: len(inner)]]
+    calls = [i for i, name in enumerate(names) if "stop_gradient" in name]
+    if not calls:
+        return stack
+    end = calls[-1] + 1
+    while end < len(names) and re.match(r"tree_map|map$", names[end]):
+        end += 1
+    return stack[end:]
+
+
+def _package(file: str) -> str:
+    match = re.search(r"(?:site|dist)-packages[\\/]([^\\/]+)", file)
+    return match[1].removesuffix(".py") if match else "a library"
