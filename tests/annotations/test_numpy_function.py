@@ -581,6 +581,29 @@ def test_calls_of_one_function_share_their_compiled_gradient_on_tapes():
     assert not [event for event in compiled if "backend_compile" in event]
 
 
+def test_functions_that_are_equal_are_two_functions():
+    class Times:
+        def __init__(self, factor):
+            self.factor = np.float32(factor)
+
+        def __eq__(self, other):
+            return isinstance(other, Times)
+
+        def __hash__(self):
+            return 1
+
+        def __call__(self, x):
+            return self.factor * x
+
+    x = jnp.float32(1.0)
+    for stateful in (True, False):
+        results = [
+            float(tg.numpy_function(f, [x], np.float32, stateful=stateful))
+            for f in (Times(2), Times(3), Times(4).__call__, Times(5).__call__)
+        ]
+        assert results == [2.0, 3.0, 4.0, 5.0]
+
+
 def test_calls_are_seen_in_a_graph():
     text = str(tg.graph(mod)(X, Y))
     assert "mod" in text

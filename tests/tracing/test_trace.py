@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
+from tracegrad import match, rules
 
 
 def scaled_sum(x, *, scale=1.0):
@@ -204,6 +205,42 @@ def test_wrappers_of_one_function_share_its_programs():
     assert len(traces) == 1
     tg.trace(f, rules=[lambda g: g])(1.0)
     assert len(traces) == 2
+
+
+class Equal:
+    """Functions of one hash, all of which are equal."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+def test_functions_that_are_equal_have_programs_of_their_own():
+    first, second = tg.trace(Equal(2.0)), tg.trace(Equal(3.0))
+    assert (first(1.0), second(1.0)) == (2.0, 3.0)
+    del first
+    gc.collect()
+    assert float(second(jnp.float16(1.0))) == 3.0
+    third = tg.trace(Equal(4.0))
+    assert (second(1.0), third(1.0)) == (3.0, 4.0)
+
+
+def test_rules_that_are_equal_are_two_rules():
+    class Scaled(Equal):
+        def __call__(self, graph):
+            return rules.scale_gradient(match.op("sin"), self.factor)(graph)
+
+    f = jnp.sin
+    gradients = [jax.grad(tg.trace(f, rules=[Scaled(n)]))(0.0) for n in (2.0, 3.0)]
+    assert gradients == [2.0, 3.0]
 
 
 def test_a_function_that_nobody_holds_is_freed():

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import jax
@@ -116,7 +117,7 @@ def numpy_function(
         require_callable(grad, "numpy_function")
     arrays = _arrays(func, inp)
     types, has_bare = _result_types(func, Tout, arrays)
-    host = _Host(_hashable(func), types, isinstance(Tout, list | tuple), has_bare)
+    host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
     with nullcontext() if name is None else jax.named_scope(name):
         results = _run(host, arrays, stateful, has_gradient=grad is not None)
         if grad is not None and _is_transformed():
@@ -192,28 +193,33 @@ def _dtype(func: Callable[..., Any], value: Any) -> Any:
     return dtype
 
 
-def _hashable(func: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        hash(func)
-    except TypeError:
-        return functools.partial(func)
-    return func
-
-
 # ----------------------------------------------------------------------------- running it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Host:
     """What JAX calls on the host: the function, and the check of what it returns.
 
-    Equal for calls of one function for results of the same types, so that programs are too.
+    Equal for calls of one function for results of the same types, so that programs are too. One
+    function, and not one that is equal: objects with an `__eq__` may do different things.
     """
 
     func: Callable[..., Any]
     types: tuple[jax.ShapeDtypeStruct, ...]
     several: bool  # whether it returns a sequence of results
     is_bare: tuple[bool, ...]  # for which results the user said the dtype alone
+
+    def _key(self) -> tuple[Any, ...]:
+        func: Any = self.func
+        # Of a method there is a new object each time; those of one object are equal.
+        which = func if isinstance(func, MethodType | BuiltinMethodType) else id(func)
+        return which, self.types, self.several, self.is_bare
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Host) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def __call__(self, *arrays: Any) -> list[Any]:
         who = f"{described(self.func)}, called by numpy_function,"

@@ -461,9 +461,9 @@ def trace(
 
 # ------------------------------------------------------------------------------------------ caches
 
-_pipelines: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Pipeline]] = (
-    weakref.WeakKeyDictionary()
-)
+# By identity: functions that are equal (objects with an `__eq__`) may do different things, and one
+# may live on when the other is gone. So may rules, which the pipelines hold.
+_pipelines: dict[int, tuple[weakref.ref[Any], dict[Any, Pipeline]]] = {}
 _lock = threading.Lock()
 
 
@@ -471,17 +471,20 @@ def _shared_pipeline(
     fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
 ) -> Pipeline:
     """One pipeline for all wrappers of a function with the same rules: they share its programs."""
-    # Two methods of one object compare equal, but each is gone after its use: no key for a cache.
-    if isinstance(fun, types.MethodType):
-        return Pipeline(fun, rules, static)
+    identity = id(fun)
     try:
-        with _lock:
-            known = _pipelines.setdefault(fun, {})
-            if (rules, static) not in known:
-                known[rules, static] = Pipeline(fun, rules, static)
-            return known[rules, static]
-    except TypeError:  # not hashable, or cannot be held weakly
+        # Its entry goes with it; by one step, for this can run at any time, with the lock held.
+        ref = weakref.ref(fun, lambda _: _pipelines.pop(identity, None) and None)
+    except TypeError:  # cannot be held weakly
         return Pipeline(fun, rules, static)
+    if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
+        return Pipeline(fun, rules, static)
+    key = tuple(map(id, rules)), static
+    with _lock:
+        _, known = _pipelines.setdefault(identity, (ref, {}))
+        if key not in known:
+            known[key] = Pipeline(fun, rules, static)
+        return known[key]
 
 
 def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

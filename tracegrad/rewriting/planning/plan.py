@@ -425,10 +425,10 @@ def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
         recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)
-    return _FitToBudget(memory_budget)
+    return _fit_to(memory_budget)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _FitToBudget:
     memory_budget: MemoryBudget
 
@@ -443,6 +443,11 @@ class _FitToBudget:
 
     def __repr__(self) -> str:
         return f"memory_budget={self.memory_budget!r}"
+
+
+# Of one budget there is one rule, so that functions traced with it again share their programs. By
+# type too: 1 is a byte, and 1.0 is all.
+_fit_to = functools.lru_cache(maxsize=256, typed=True)(_FitToBudget)
 
 
 engine.fit_to_budget = recompute_to_fit
