@@ -107,6 +107,19 @@ def test_a_program_evaluates_with_its_constants():
     assert result == 6.0
 
 
+def test_scopes_are_told_from_transformations_of_the_same_name():
+    def f(x):
+        with jax.named_scope("jvp(x)"), jax.named_scope("my_jvp(x)"):
+            return jnp.sin(x)
+
+    scopes = (("jvp(x)", False), ("my_jvp(x)", False))
+    assert _jax.around(equation(f, 1.0).source_info) == scopes
+    backward = jax.make_jaxpr(jax.vmap(jax.grad(f)))(jnp.ones(2)).eqns[-1].source_info
+    through = (("vmap", True), ("transpose", True), ("jvp", True))
+    assert _jax.around(backward) == (*through, *scopes)
+    assert _jax.name_stack(backward) == "vmap(transpose(jvp(jvp(x))))/my_jvp(x)"
+
+
 def test_an_equation_binds_under_its_own_scope_and_line():
     def f(x):
         with jax.named_scope("inner"):
@@ -120,6 +133,7 @@ def test_an_equation_binds_under_its_own_scope_and_line():
 
     new = equation(again, 1.0)
     assert _jax.name_stack(new.source_info) == "outer/inner"
+    assert _jax.around(new.source_info) == (("outer", False), ("inner", False))
     lines = [(f.file_name, f.function_name) for f in _jax.frames(new.source_info)]
     assert any(file == __file__ and name.endswith("<locals>.f") for file, name in lines)
 

@@ -403,6 +403,24 @@ def name_stack(source_info: Any) -> str:
     return str(source_info.name_stack)
 
 
+# A name, and whether it is that of a transformation; else it is that of a scope.
+Around = tuple[str, bool]
+
+
+def around(source_info: Any) -> tuple[Around, ...]:
+    """The same apart: the scopes around an equation, from the outside in, and between them the
+    transformations that it came through."""
+    transformation = _transformation_type()
+    return tuple((x.name, isinstance(x, transformation)) for x in source_info.name_stack.stack)
+
+
+@functools.cache
+def _transformation_type() -> type:
+    """The class of a transformation in a stack of names: it has no public name."""
+    (element,) = source_info_util.new_name_stack().transform("jvp").stack
+    return type(element)
+
+
 # The traceback and the named scopes of what is being bound now.
 current_source_info: Callable[[], Any] = source_info_util.current
 

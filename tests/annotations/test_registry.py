@@ -147,6 +147,15 @@ def test_jax_differentiating_inside_a_block_is_refused():
         within(lambda x: jax.jit(jax.grad(f))(x))(X)
 
 
+def test_a_scope_called_like_a_transformation_is_not_taken_for_one():
+    def scoped(x):
+        with jax.named_scope("jvp(x)"):
+            return f(x)
+
+    np.testing.assert_allclose(within(lambda x: tg.grad(scoped)(x))(X), EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(within(scoped))(X), EXPECTED, rtol=1e-5)
+
+
 def test_names():
     name = f"test_registry: {uuid.uuid4()}"
 

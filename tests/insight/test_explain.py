@@ -79,6 +79,19 @@ def program_of_everything(params, x):
     return jnp.sum(h) + jnp.sum(sums)
 
 
+def test_scopes_are_told_by_their_names_whatever_these_are():
+    def block(x):
+        with jax.named_scope("jvp(x)"):
+            return jnp.sin(x)
+
+    def f(x):
+        with jax.named_scope("outer"):
+            return jnp.sum(jax.vmap(block)(x))
+
+    explanation = explain(f, jnp.zeros(4))
+    assert [scope for scope, _ in explanation.scopes] == ["outer/jvp(x)", "outer"]
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e22, 1e38])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_of_which_the_squares_are_out_of_range_are_told(size, compiled):

@@ -369,6 +369,32 @@ def test_variables_are_read_and_assigned_by_an_edited_function():
     assert float(v.value) == 3.0
 
 
+@pytest.mark.parametrize("name", ["my_jvp(x)", "jvp(x)", "transpose(jvp(x))", "jvp("])
+def test_scopes_called_like_transformations_are_only_scopes(name):
+    def f(x):
+        with jax.named_scope(name):
+            return jnp.sum(jnp.sin(x))
+
+    for rule in (rules.scale_gradient(SIN, 3.0), rules.scale_gradient(match.scope(name), 3.0)):
+        np.testing.assert_allclose(jax.grad(tg.rewrite(f, rule))(X), 3 * COS, rtol=1e-6)
+        step = tg.trace(tg.grad(f), rules=[rule])
+        np.testing.assert_allclose(step(X), 3 * COS, rtol=1e-6)
+        with pytest.raises(tg.GraphError, match="JAX has differentiated already"):
+            tg.rewrite(jax.grad(f), rules.scale_gradient(match.op("cos"), 3.0))(X)
+    _, values = tg.intermediates(f, SIN)(X)
+    assert list(values) == [f"{name}/sin"]
+
+
+def test_a_scope_called_like_the_mark_of_rules_in_force_is_only_a_scope():
+    def f(x):
+        with jax.named_scope("my_tracegrad.rules"):
+            return jnp.sum(jnp.sin(x))
+
+    edited = tg.rewrite(f, rules.scale_gradient(SIN, 3.0))
+    np.testing.assert_allclose(jax.grad(edited)(X), 3 * COS, rtol=1e-6)
+    assert list(tg.intermediates(f, SIN)(X)[1]) == ["my_tracegrad.rules/sin"]
+
+
 # --------------------------------------------------------------------------------- bad input
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence
-from tracegrad.ir.occurrence import UNDER_RULES, Path, calling_line
+from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, scopes
+from tracegrad.ir.occurrence import Path, calling_line
 from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
@@ -29,6 +29,7 @@ from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.overriding import OverridingTrace
 
+_forget_compiled: Callable[[], None] = jax.clear_caches
 G = TypeVar("G", bound=Callable[..., Any])
 
 _lock = threading.Lock()
@@ -82,7 +83,7 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
             is_stale = name in _used and old is not None and old is not grad
         # What is registered by a function that is being compiled is for that function.
         if is_stale and not _jax.under_jit():
-            jax.clear_caches()  # a jitted function with a block in it does not look here again
+            _forget_compiled()  # a jitted function with a block in it does not look here again
         return grad
 
     return register
@@ -311,8 +312,8 @@ class _Overrides(OverridingTrace):
 
 def _times_differentiated() -> int:
     """How many times JAX is differentiating what is computed now, without rules in force."""
-    stack = _jax.name_stack(_jax.current_source_info())
-    return 0 if UNDER_RULES in stack else stack.count("jvp(")
+    stack = _jax.around(_jax.current_source_info())
+    return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")
 
 
 # Edited programs of calls, and what they were made of, which keeps its identity.

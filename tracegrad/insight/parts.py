@@ -7,11 +7,11 @@ tell the same: in which layer, called where.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tracegrad.ir import Graph, Occurrence
+from tracegrad import _jax
+from tracegrad.ir import Graph, Occurrence, scopes
 from tracegrad.ir.occurrence import Origin, is_user_file
 
 Part = tuple[str, ...]  # the names of the parts around a node, from the outside in
@@ -25,45 +25,39 @@ def parts_of(graph: Graph) -> tuple[list[Part], bool]:
     (``transpose(jvp())``: a backward pass) and around what scopes there are.
     """
     nodes = [Occurrence((), node) for node in graph.nodes]
-    scopes = [scope_parts(node.scope) for node in nodes]
-    split = [_without_transformations(part) for part in scopes]
+    stacks = [scopes.around(node) for node in graph.nodes]
+    split = [(_passes(stack), scopes.scopes(stack)) for stack in stacks]
     if 2 * sum(1 for _, names in split if names) >= max(1, len(nodes)):
-        return scopes, True
+        return [_frames(stack) for stack in stacks], True
     return _calls(nodes, split), False
 
 
-def _without_transformations(scopes: Part) -> tuple[Part, Part]:
-    """The pass of a derivative that scopes tell of, and the names in them.
+def _passes(stack: Sequence[_jax.Around]) -> Part:
+    """The pass of a derivative that a stack tells of."""
+    through = scopes.transformations(stack)
+    if "transpose" in through:
+        return ("transpose(jvp())",)
+    return ("jvp()",) if "jvp" in through else ()
 
-    >>> _without_transformations(("model", "transpose(jvp(block/dense))", "vmap(jvp())"))
-    (('transpose(jvp())',), ('model', 'block', 'dense'))
+
+def _frames(stack: Sequence[_jax.Around]) -> Part:
+    """The scopes of a stack from the outside in; one in a transformation, ``jvp(a/b)``, is whole.
+
+    >>> _frames([("model", False), ("jvp", True), ("encoder/block", False), ("attend/key", False)])
+    ('model', 'jvp(encoder/block)', 'attend', 'key')
     """
-    stack = "/".join(scopes)
-    passes: Part = ("jvp()",) if "jvp(" in stack else ()
-    if "transpose(" in stack:
-        passes = ("transpose(jvp())",)
-    names: list[str] = []
-    for scope in scopes:
-        match = re.fullmatch(r"(?:\w+\()+(.*?)\)+", scope)
-        names += [name for name in (match[1] if match else scope).split("/") if name]
-    return passes, tuple(names)
-
-
-def scope_parts(stack: str) -> Part:
-    """The scopes of a stack from the outside in; a transformation, ``jvp(a/b)``, is one of them.
-
-    >>> scope_parts("model/transpose(jvp(encoder/block))/dense")
-    ('model', 'transpose(jvp(encoder/block))', 'dense')
-    """
-    parts = [""]
-    depth = 0
-    for character in stack:
-        depth += (character == "(") - (character == ")")
-        if character == "/" and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return tuple(part for part in parts if part)
+    frames: list[str] = []
+    outer: list[_jax.Around] = []  # transformations around the scope that follows
+    for each in stack:
+        name, is_transformation = each
+        if is_transformation or outer:
+            outer.append(each)
+        if outer and not is_transformation:
+            frames.append(scopes.text(outer))
+            outer = []
+        elif not outer:
+            frames += filter(None, name.split("/"))
+    return (*frames, scopes.text(outer)) if outer else tuple(frames)
 
 
 def _calls(nodes: Sequence[Occurrence], scopes: Sequence[tuple[Part, Part]]) -> list[Part]:

@@ -25,16 +25,15 @@ The idea of selecting by name is that of TensorFlow's ``gradient_override_map``,
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from tracegrad import _jax
 from tracegrad.ir.executions import CallOf, SourceOf
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
+from tracegrad.ir.scopes import around, scopes
 from tracegrad.ir.selector import Found, Group, Grouping, fits_any, within
 from tracegrad.ir.selector import Selector as Selector
 
@@ -184,11 +183,11 @@ class _Where(Selector):
 @dataclass(frozen=True)
 class _Scope(Grouping):
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
-        outside = [part for node, _ in path for part in _scope_parts(node)]
+        outside = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
         for node in graph.nodes:
-            inside = self._inside((*outside, *_scope_parts(node)))
+            inside = self._inside((*outside, *scopes(around(node))))
             if inside is not None:
                 if inside != last:
                     current: tuple[str, list[Node]] = ("/".join(inside), [])
@@ -203,30 +202,12 @@ class _Scope(Grouping):
         return parts[: min(ends)] if ends else None
 
     def names(self, graph: Graph) -> list[str]:
-        full = (o.scope for o in graph.walk())
-        paths = dict.fromkeys("/".join(_components(text)) for text in full)
+        paths = dict.fromkeys("/".join(o.scopes) for o in graph.walk())
         parts = [part for path in paths for part in path.split("/")]
         return [name for name in dict.fromkeys([*paths, *parts]) if name]
 
     def __repr__(self) -> str:
         return f"match.scope({', '.join(map(repr, self.patterns_))})"
-
-
-def _scope_parts(node: Node) -> tuple[str, ...]:
-    return () if node.source is None else _components(_jax.name_stack(node.source.info))
-
-
-@functools.lru_cache(maxsize=4096)
-def _components(text: str) -> tuple[str, ...]:
-    """The names in a name stack, without what transformations put around them."""
-    found = []
-    for part in text.split("/"):
-        name = part
-        while wrapped := re.fullmatch(r"\w+\((.*)\)", name):
-            name = wrapped[1]
-        if name:
-            found.append(name)
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=16384)

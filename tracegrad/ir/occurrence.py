@@ -25,6 +25,7 @@ import jax
 import jaxlib
 
 from tracegrad import _jax
+from tracegrad.ir import scopes
 from tracegrad.ir.nodes import Node
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ _STANDARD_LIBRARY = tuple(
     os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")
 )
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
-
-# The named scope of what was differentiated with the rules of an enclosing trace applied.
-UNDER_RULES = "tracegrad.rules"
 
 Path = tuple[tuple[Node, str], ...]
 
@@ -89,9 +87,17 @@ class Occurrence:
     @property
     def scope(self) -> str:
         """All named scopes around it, those of the enclosing calls first: ``encoder/block_0``."""
-        nodes = [node for node, _ in self.path] + [self.node]
-        stacks = (_jax.name_stack(n.source.info) for n in nodes if n.source is not None)
-        return "/".join(stack for stack in stacks if stack)
+        return "/".join(filter(None, (scopes.text(scopes.around(node)) for node in self._steps)))
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Their names one by one, without what transformations write around them."""
+        return tuple(name for node in self._steps for name in scopes.scopes(scopes.around(node)))
+
+    @property
+    def _steps(self) -> list[Node]:
+        """The nodes that were entered on the way to it, and the node."""
+        return [*(node for node, _ in self.path), self.node]
 
     @property
     def origin(self) -> Origin | None:
@@ -157,9 +163,7 @@ class Fragment(Occurrence):
 
 def is_under_rules(occurrence: Occurrence) -> bool:
     """Whether it lies in a loss to which the rules in force were applied before."""
-    nodes = [node for node, _ in occurrence.path] + [occurrence.node]
-    sources = (node.source for node in nodes if node.source is not None)
-    return any(UNDER_RULES in _jax.name_stack(source.info) for source in sources)
+    return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence._steps)
 
 
 class Matches(list[Occurrence]):

@@ -25,9 +25,10 @@ from tracegrad.ir import (
     Origin,
     Value,
     grouping,
+    scopes,
 )
 from tracegrad.ir.errors import NoMatchError
-from tracegrad.ir.occurrence import UNDER_RULES, Path, is_own_file, is_under_rules
+from tracegrad.ir.occurrence import Path, is_own_file, is_under_rules
 from tracegrad.ir.selector import Selector
 
 # Edits a graph at some nodes of it, which an occurrence in the original has become.
@@ -90,7 +91,7 @@ def refuse_differentiated(match: Occurrence, rule: object) -> None:
     """Raises GraphError for what JAX has differentiated, naming where."""
     steps = [node for node, _ in match.path] + [match.node]
     for node in steps:
-        if node.source is not None and "jvp(" in _jax.name_stack(node.source.info):
+        if "jvp" in scopes.transformations(scopes.around(node)):
             raise GraphError(
                 f"{rule!r}: {match} lies in code that JAX has differentiated already"
                 f"{_grad_call(node)}, where an edit of gradients would do nothing. Use "
@@ -175,7 +176,10 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
 
 def place_name(match: Occurrence) -> str:
     """The scope of a match and its name: ``encoder/block_0/softmax``."""
-    scope = match.scope.replace(f"{UNDER_RULES}/", "").removeprefix(UNDER_RULES)
+    stacks = (scopes.around(node) for node in (*(node for node, _ in match.path), match.node))
+    mark = (scopes.UNDER_RULES, False)
+    texts = (scopes.text([each for each in stack if each != mark]) for stack in stacks)
+    scope = "/".join(filter(None, texts))
     if isinstance(match, Fragment) and f"{scope}/".startswith(f"{match.name}/"):
         return match.name  # of a scope that is the scope itself
     return f"{scope}/{match.name}" if scope else match.name

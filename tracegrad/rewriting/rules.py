@@ -310,6 +310,9 @@ class ClipGradient(MatchRule):
         return cotangent
 
 
+_finfo: Any = jnp.finfo  # has no types
+
+
 def _within_value(x: Any, limit: float) -> Any:
     """Clips each entry; a complex one by its absolute value."""
     limit = _reachable(limit, x.dtype)
@@ -330,7 +333,7 @@ def _within_norm(x: Any, limit: float) -> Any:
 
 def _reachable(limit: float, dtype: Any) -> float:
     """A limit that the type can hold, so that infinite entries do not stay it."""
-    return min(float(limit), float(jnp.finfo(dtype).max)) if limit < jnp.inf else jnp.inf
+    return min(float(limit), float(_finfo(dtype).max)) if limit < jnp.inf else jnp.inf
 
 
 def _parts(x: Any) -> Any:
@@ -346,7 +349,7 @@ def _of_parts(parts: Any, dtype: Any) -> Any:
 
 def _wide(x: Any) -> Any:
     """Half precision and less as float32: in that, their squares and products are numbers still."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+    return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
 
 
 def _over(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:

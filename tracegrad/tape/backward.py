@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
 from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
 from tracegrad.ir import Graph, Literal, Node, Value
-from tracegrad.ir.occurrence import UNDER_RULES
+from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.lowering import Lowering, evaluate_node
 from tracegrad.tape.record import Block, graph_of, refuse_saved
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force

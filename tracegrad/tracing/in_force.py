@@ -21,7 +21,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.errors import NoMatchError
-from tracegrad.ir.occurrence import UNDER_RULES
+from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, apply_rules, graph
 
 _key = _jax.user_context()

@@ -164,12 +164,8 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     for (kind, at, number, _), stat in observed.stats.items():
         if kind != "ct":
             continue
-        scope = _plain(observed.occurrence(Spot(at, number)).scope)
+        scope = "/".join(observed.occurrence(Spot(at, number)).scopes)
         if scope and scope not in found:  # the reverse pass meets the last one first
             found[scope] = _total(stat)
             order[scope] = (*(n for n, _ in at), number)
     return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
-
-
-def _plain(scope: str) -> str:
-    return "/".join(part for part in scope.split("/") if "(" not in part and part)

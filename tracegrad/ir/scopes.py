@@ -1,0 +1,47 @@
+"""What JAX writes around an operation: named scopes, and transformations that it came through.
+
+As text the two cannot be told apart: ``jvp(x)`` is a good name for a scope. So nothing is decided
+by the text, which is for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tracegrad import _jax
+from tracegrad.ir.nodes import Node
+
+# The named scope of what was differentiated with the rules of an enclosing trace applied.
+UNDER_RULES = "tracegrad.rules"
+
+
+def around(node: Node) -> tuple[_jax.Around, ...]:
+    """The scopes and transformations around a node in its region, from the outside in."""
+    return () if node.source is None else _jax.around(node.source.info)
+
+
+def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
+    """The components of the names of scopes: of ``a/b``, a scope and one in it."""
+    names = (name for name, is_transformation in stack if not is_transformation)
+    return tuple(part for name in names for part in name.split("/") if part)
+
+
+def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
+    """The names of transformations: ``("transpose", "jvp")`` in a backward pass."""
+    return tuple(name for name, is_transformation in stack if is_transformation)
+
+
+def is_under_rules(stack: Sequence[_jax.Around]) -> bool:
+    """Whether it was differentiated with the rules in force applied."""
+    return (UNDER_RULES, False) in stack
+
+
+def text(stack: Sequence[_jax.Around]) -> str:
+    """As JAX writes it: a transformation around the scope that follows, ``jvp(a)/b``."""
+    parts: list[str] = []
+    for name, is_transformation in reversed(stack):
+        if is_transformation:
+            parts[-1:] = [f"{name}({parts[-1] if parts else ''})"]
+        else:
+            parts.append(name)
+    return "/".join(reversed(parts))
