@@ -352,6 +352,25 @@ def test_files_that_are_no_plan_of_the_program_are_refused(
         load_plan(path, mlp)(*shapes)
 
 
+def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "tracegrad recompute plan", "version": 1}))
+    with pytest.raises(ValueError, match=r"version 1.*does not say enough.*Plan again.*\.save"):
+        load_plan(path, mlp)
+
+
+def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
+    def summed(axis: int) -> Any:
+        return lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, axis)) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    path = tmp_path / "plan.json"
+    plan_recompute(summed(0), "100%")(x).save(path)
+    assert not load_plan(path, summed(0))(x).is_needed
+    with pytest.raises(ValueError, match="planned for another program"):
+        load_plan(path, summed(1))(x)
+
+
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(ValueError, match="is not a recompute plan"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import json
 import os
@@ -13,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracegrad import _jax
-from tracegrad.ir import Graph, Value
+from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.lowering import to_callable
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.rewriting.planning.bounds import FlopsBound, lowest_peak_bound
 from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
+from tracegrad.rewriting.planning.fingerprint import fingerprint
 from tracegrad.rewriting.planning.flatten import flatten
 from tracegrad.rewriting.planning.model import MemoryModel
 from tracegrad.rewriting.planning.modelling import model
@@ -32,7 +31,7 @@ from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.graphs import graph as trace_graph
 
 _FORMAT = "tracegrad recompute plan"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -466,7 +465,9 @@ def load_plan(
       A function of the arguments of ``fun`` that returns the plan.
 
     Raises:
-      ValueError: the file is no plan, or of another program (when called with arguments).
+      ValueError: the file is no plan, or of another program (when called with arguments): one with
+        other operations, parameters of them, custom gradients or types. Other values of what it
+        closes over are no other program.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -475,9 +476,13 @@ def load_plan(
     if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a recompute plan (no {_FORMAT!r} in it)")
     if data.get("version") != _VERSION:
+        why = ""
+        if data.get("version") == 1:  # by operations and types alone
+            why = ", since that does not say enough of the program it is for to tell it from others"
         raise ValueError(
-            f"{path} is a recompute plan of version {data.get('version')!r}; this "
-            f"package reads version {_VERSION}"
+            f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
+            f"version {_VERSION}{why}. Plan again, and save that: "
+            "plan_recompute(fun, memory_budget)(*args).save(path)"
         )
 
     @functools.wraps(fun, updated=())
@@ -485,8 +490,9 @@ def load_plan(
         flat = flatten(trace_graph(fun)(*args, **kwargs))
         if fingerprint(flat) != data["program"]:
             raise ValueError(
-                f"{path} was planned for another program: {data.get('name')} with other code, "
-                "argument shapes or another JAX. Plan again"
+                f"{path} was planned for another program: {data.get('name')} with other "
+                "operations, parameters of these, custom gradients or argument shapes, or with "
+                "another JAX. Plan again"
             )
         search = _Search(model(flat))
         number = data["scan_variant"]
@@ -524,24 +530,6 @@ def _what(segment: Segment) -> str:
     if not segment.recompute:
         return "keep"
     return f"recompute, {len(segment.pieces)} pieces" if segment.inner else "recompute"
-
-
-def fingerprint(graph: Graph) -> str:
-    """Equal for programs of the same operations on the same types in the same order."""
-    number: dict[Value, int] = {}
-    digest = hashlib.sha256()
-
-    def define(values: Any) -> None:
-        for value in values:
-            number[value] = len(number)
-            digest.update(f"{number[value]}:{_jax.type_text(value.aval)};".encode())
-
-    define((*graph.inputs, *graph.constants))
-    for node in graph.nodes:
-        reads = ",".join(str(number[v]) if isinstance(v, Value) else repr(v) for v in node.inputs)
-        digest.update(f"{node.op}({reads})".encode())
-        define(node.outputs)
-    return digest.hexdigest()
 
 
 def _percent(part: float, whole: float) -> str:
