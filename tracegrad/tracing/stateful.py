@@ -66,6 +66,13 @@ class VariablesFound(BaseException):
         self.graph = graph
 
 
+class JitDisabled(Exception):
+    """A program is called under `jax.disable_jit`, where JAX hands it values.
+
+    So that no warm call has to ask. It is raised before the user's function is called.
+    """
+
+
 class _Calls(threading.local):
     expecting: tuple[Pipeline, ...] = ()  # whose Variables somebody up the stack waits for
     known: tuple[Pipeline, Graph] | None = None  # the graph of the call that goes on now
@@ -177,6 +184,8 @@ class Body:
         return self.pipeline.__wrapped__
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        if jax.config.jax_disable_jit:
+            raise JitDisabled
         pipeline, roles = self.pipeline, self.roles
         places = [id(ref()) for ref in (*roles.updated, *roles.read)]
         values = dict(zip(places, args))
@@ -367,6 +376,8 @@ class StatefulCalls:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program = self._only
         if program is None or program.roles.is_over:
+            if jax.config.jax_disable_jit:
+                return self._pipeline.eagerly(args, kwargs)
             return self.search(args, kwargs, lambda p: p(args, kwargs))
         try:
             return program(args, kwargs)
@@ -374,6 +385,10 @@ class StatefulCalls:
             if other.pipeline is not self._pipeline:
                 raise
             found = other.with_traceback(None)
+        except JitDisabled:
+            found = None
+        if found is None:
+            return self._pipeline.eagerly(args, kwargs)
         return self.search(args, kwargs, lambda p: p(args, kwargs), found)
 
     def search(
@@ -509,3 +524,13 @@ def evaluate_once(graph: Graph, flat: Sequence[Any]) -> Any:
     outs = evaluate(graph, [*flat, *values], Lowering())
     count = len(outs) - len(graph.assigned)
     return Outcome(jax.tree.unflatten(graph.out_tree, outs[:count]), outs[count:], graph.assigned)
+
+
+def run_eagerly(graph: Graph, flat: Sequence[Any]) -> Any:
+    """The result of a graph with Variables, operation by operation; assigns them."""
+    values = [variable.value for variable in graph.variables]
+    outs = evaluate(graph, [*flat, *values], Lowering())
+    count = len(outs) - len(graph.assigned)
+    for variable, value in zip(graph.assigned, outs[count:], strict=True):
+        variable.assign(value)
+    return jax.tree.unflatten(graph.out_tree, outs[:count])

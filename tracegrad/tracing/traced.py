@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, overload
 
 import jax
@@ -33,6 +33,7 @@ from tracegrad.tracing.stateful import (
     VariablesFound,
     evaluate_once,
     is_expected,
+    run_eagerly,
 )
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
@@ -74,6 +75,8 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self.eagerly(args, kwargs)
         known = self.recomputes
         graph = self.traced(args, kwargs)
         flat, _ = self.flatten(args, kwargs)
@@ -88,12 +91,19 @@ class Pipeline:
         self.meet_variables()
         return evaluate_once(graph, flat)
 
+    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
+        rules are to change that, it runs the graph, one operation after the other."""
+        if not self.rules:
+            return self.__wrapped__(*args, **kwargs)
+        return run_eagerly(self.traced(args, kwargs), self.flatten(args, kwargs)[0])
+
     def __repr__(self) -> str:
         return repr(self._fun())  # what JAX's messages name
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         force = Force(self.rules)
-        with in_force(force):
+        with in_force(force), _with_jit():  # with jit, so that rules find the functions
             traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
         graph = force.finish(traced)
         if not graph.variables and not graph.assigned:  # a rule may make a new graph
@@ -195,6 +205,8 @@ class TracedFunction:
         self.__call__ = self._first_call
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self._pipeline.eagerly(args, kwargs)
         # Not in `__init__`: asking for the backend starts it.
         if not self._pipeline.has_variables:
             needed = _jax.keep_recompute_options(jax.default_backend()) is not None
@@ -297,9 +309,10 @@ class TracedFunction:
                     return getattr(self._jit, stage)(*args, **kwargs)
             return getattr(self._outermost, stage)(*args, **kwargs)
 
-        return self._either(
-            plain, lambda program: program.staged(stage, args, kwargs), args, kwargs
-        )
+        with _with_jit():
+            return self._either(
+                plain, lambda program: program.staged(stage, args, kwargs), args, kwargs
+            )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
@@ -309,12 +322,13 @@ class TracedFunction:
                 return self._jit.eval_shape(*args, **kwargs)
             return self._jit.eval_shape(*args, **kwargs)
 
-        return self._either(
-            plain,
-            lambda program: program.staged("eval_shape", args, kwargs)[1],
-            args,
-            kwargs,
-        )
+        with _with_jit():
+            return self._either(
+                plain,
+                lambda program: program.staged("eval_shape", args, kwargs)[1],
+                args,
+                kwargs,
+            )
 
     def cache_info(self) -> CacheInfo:
         """The signatures for which the function was traced, when, and why each was a new one.
@@ -485,6 +499,12 @@ def _shared_pipeline(
         if key not in known:
             known[key] = Pipeline(fun, rules, static)
         return known[key]
+
+
+def _with_jit() -> AbstractContextManager[None]:
+    """Undoes `jax.disable_jit`, for what is traced."""
+    disabled = jax.config.jax_disable_jit
+    return jax.disable_jit(False) if disabled else nullcontext()
 
 
 def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -1,0 +1,108 @@
+"""Under `jax.disable_jit` a traced function runs as plain Python, as a jitted one does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+from tracegrad.tracing.variable import Variable
+
+
+def is_traced(x):
+    return isinstance(x, jax.core.Tracer)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_values_can_be_printed_and_branched_on(is_warm, capsys):
+    @tg.trace
+    def f(x):
+        if is_traced(x):
+            return x
+        print(f"{float(x):.1f}")
+        return 2 * x if x > 0 else np.abs(x)
+
+    if is_warm:
+        f(jnp.ones(())), f(jnp.ones(()))
+    with jax.disable_jit():
+        assert (f(jnp.float32(3.0)), f(jnp.float32(-5.0))) == (6.0, 5.0)
+    assert capsys.readouterr().out == "3.0\n-5.0\n"
+    assert f(jnp.ones(())) == 1.0
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_variables_are_read_and_assigned_where_that_is_written(is_warm):
+    v = Variable(1.0)
+    seen = []
+
+    @functools.partial(tg.trace, static_argnames="n", donate_argnums=0)
+    def step(x, n):
+        v.assign_add(x)
+        if not is_traced(x):
+            seen.append((float(v), n))
+        v.assign(v * n)
+        return v.value
+
+    if is_warm:
+        step(jnp.zeros(()), n=1), step(jnp.zeros(()), n=1)
+    x = jnp.ones(())
+    with jax.disable_jit():
+        results = [step(x, n=2), step(x, n=3)]
+    assert seen == [(2.0, 2), (5.0, 3)]
+    assert results == [4.0, 15.0]
+    assert (float(v), float(x)) == (15.0, 1.0)  # `x` was not donated
+    assert step(jnp.ones(()), n=2) == 32.0
+
+
+def test_a_method_is_one_of_its_instance():
+    class Model:
+        factor = 2.0
+
+        @functools.partial(tg.trace, static_argnums=0)
+        def __call__(self, x):
+            return self.factor * x if x > 0 else x
+
+    with jax.disable_jit():
+        assert Model()(1.0) == 2.0
+
+
+def test_it_can_be_differentiated_and_mapped_and_recorded():
+    v = Variable(3.0)
+    f = tg.trace(lambda x: v * x * x)
+    f(1.0), f(1.0)
+    with jax.disable_jit():
+        assert jax.grad(f)(2.0) == 12.0
+        np.testing.assert_array_equal(jax.vmap(f)(jnp.arange(3.0)), [0.0, 3.0, 12.0])
+        with tg.GradientTape() as tape:
+            y = f(2.0)
+        assert tape.gradient(y, v) == 4.0
+
+
+def test_with_rules_it_is_traced_with_the_functions_that_the_rules_name():
+    v = Variable(0.0)
+
+    def f(x):
+        v.assign(x)
+        return jax.nn.relu(x)
+
+    traced = tg.trace(f, rules=[rules.scale_gradient(match.call("relu"), 3.0)])
+    x = jnp.float32(2.0)
+    for _ in range(2):
+        with jax.disable_jit():
+            assert jax.grad(traced)(1.0) == 3.0
+            assert traced(x) == 2.0
+        assert float(v) == 2.0
+        traced(x), traced(x)
+    assert float(x) == 2.0  # was never taken for an array of the program's own
+
+
+def test_programs_can_be_looked_at_all_the_same():
+    v = Variable(3.0)
+    f = tg.trace(lambda x: v * x)
+    with jax.disable_jit():
+        assert "multiply" in f.lower(1.0).as_text()
+        assert f.eval_shape(1.0).shape == ()
+        assert f.graph(1.0).variables == (v,)
