@@ -690,6 +690,31 @@ def test_an_array_that_somebody_was_handed_lives_on():
     assert float(w[0]) == 3.0
 
 
+def test_a_leaf_that_was_dropped_costs_one_copy_and_no_more():
+    w, step = counter()
+    step()
+    jax.tree.leaves(w)
+    step()
+    place = address(w)
+    for _ in range(3):
+        step()
+        assert address(w) == place
+    assert float(w[0]) == 5.0
+
+
+def test_what_shares_the_buffer_of_a_dropped_leaf_lives_on():
+    w, step = counter()
+    step()
+    # JAX gives these buffers to new arrays, which do not hold the leaf.
+    sharing = [
+        jax.device_put(jax.tree.leaves(w)[0], jax.devices()[0]),
+        jax.tree.leaves(w)[0].addressable_data(0),
+        np.asarray(jax.tree.leaves(w)[0]),
+    ]
+    step(), step()
+    assert [float(x[0]) for x in sharing] == [1.0, 1.0, 1.0]
+
+
 def test_the_users_own_array_never_dies():
     mine = jnp.zeros(1 << 16)
     w = Variable(mine)

@@ -732,6 +732,11 @@ def _own_array(value: Any, dtype: Any) -> Any:
     return _jax.fresh_alias(value)
 
 
+# The leaf is handed out, so the next program that assigns copies it, once. That nobody holds it any
+# more would not show that the buffer is free: `jax.device_put` gives it to arrays that do not hold
+# the leaf, and would die with it, whether the leaf is the array itself or an alias of it.
+
+
 def _flatten(variable: Variable) -> tuple[tuple[Any], None]:
     return (variable.value,), None
 
