@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tracegrad.saving.errors import ArtefactError, printable
-from tracegrad.saving.inspection import Inspection, inspect, type_text
+from tracegrad.saving.inspection import inspect, type_text
 from tracegrad.saving.verification import verify
 
 try:  # for tables in a terminal, where it is installed
@@ -22,6 +23,7 @@ except ImportError:
 SOUND, REFUSED, NOT_READ = 0, 1, 2
 
 Row = Sequence[str]
+Found = Mapping[str, Any]  # what `inspect` returns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspects = commands.add_parser(
         "inspect",
         help="show what is in a file",
-        description="Shows the functions, Variables and members of files, and the functions' "
+        description="Shows the functions, Variables and arrays of files, and the functions' "
         "graphs. Programs and values are not read.",
     )
     inspects.add_argument("--json", action="store_true", help="as JSON, one document for each file")
@@ -99,7 +101,7 @@ def _verify(path: str) -> None:
 
 
 def _as_json(path: str) -> None:
-    _say(json.dumps(inspect(path).to_json(), indent=2))
+    _say(json.dumps(inspect(path), indent=2))
 
 
 def _show(path: str) -> None:
@@ -117,48 +119,50 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _heading(found: Inspection) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    return (
-        f"{found.path}: {found.size:,} bytes, version {found.format_version} of the format, "
-        f"written by {packages}"
-    )
+def _heading(found: Found) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    version = f"version {found['format_version']} of the format"
+    return f"{found['path']}: {found['size']:,} bytes, {version}, written by {packages}"
 
 
-def _functions(found: Inspection) -> list[Row]:
+def _functions(found: Found) -> list[Row]:
     rows: list[Row] = [("function", "gradients", "platforms", "reads", "assigns", "calls")]
-    for each in found.functions:
-        names = (each.platforms, each.reads, each.assigns, each.calls)
-        order = f"to order {each.gradient_order}"
-        where = f" where {', '.join(each.constraints)}" if each.constraints else ""
-        rows.append((each.signature + where, order, *(", ".join(x) or "-" for x in names)))
+    for each in found["functions"]:
+        names = (each[what] for what in ("platforms", "reads", "assigns", "calls"))
+        order = f"to order {each['gradient_order']}"
+        where = f" where {', '.join(each['constraints'])}" if each["constraints"] else ""
+        rows.append((each["signature"] + where, order, *(", ".join(x) or "-" for x in names)))
     return rows
 
 
-def _variables(found: Inspection) -> list[Row]:
+def _variables(found: Found) -> list[Row]:
     rows: list[Row] = [("Variable", "type", "trainable", "bytes")]
-    for each in found.variables:
-        name = each.key if each.name == each.key else f"{each.key} ({each.name})"
-        trainable = "yes" if each.trainable else "no"
-        rows.append((name, type_text(each.dtype, each.shape), trainable, f"{each.size:,}"))
+    for each in found["variables"]:
+        key, name = each["key"], each["name"]
+        kind, trainable = type_text(each["dtype"], each["shape"]), each["trainable"]
+        shown = key if name == key else f"{key} ({name})"
+        rows.append((shown, kind, "yes" if trainable else "no", f"{each['size']:,}"))
     return rows
 
 
-def _members(found: Inspection) -> list[Row]:
-    rows = [(each.name, f"{each.size:,}", each.sha256) for each in found.members]
-    return [("member", "bytes", "SHA-256"), *rows]
+def _arrays(found: Found) -> list[Row]:
+    rows = [(each["name"], f"{each['size']:,}", each["sha256"]) for each in found["arrays"]]
+    return [("array", "bytes", "SHA-256"), *rows]
 
 
-def _tables(found: Inspection) -> list[list[Row]]:
-    tables = [_functions(found), _variables(found), _members(found)]
+def _tables(found: Found) -> list[list[Row]]:
+    tables = [_functions(found), _variables(found), _arrays(found)]
     return [[[printable(cell) for cell in row] for row in rows] for rows in tables if len(rows) > 1]
 
 
-def _graphs(found: Inspection) -> list[tuple[str, str]]:
-    return [(printable(f"graph of {f.name}"), printable(f.graph.rstrip())) for f in found.functions]
+def _graphs(found: Found) -> list[tuple[str, str]]:
+    return [
+        (printable(f"graph of {each['name']}"), printable(each["graph"].rstrip()))
+        for each in found["functions"]
+    ]
 
 
-def _plain(found: Inspection) -> list[str]:
+def _plain(found: Found) -> list[str]:
     lines = [printable(_heading(found))]
     for rows in _tables(found):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -174,7 +178,7 @@ def _plain(found: Inspection) -> list[str]:
     return lines
 
 
-def _show_rich(found: Inspection) -> None:
+def _show_rich(found: Found) -> None:
     # As Text everywhere: names from a file are no markup.
     console = Console()
     console.print(Text(printable(_heading(found)), "bold"))

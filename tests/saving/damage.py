@@ -11,6 +11,7 @@ valid checksums, as a program would make that writes such files wrongly or means
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -20,16 +21,17 @@ import struct
 import sys
 import tempfile
 import tracemalloc
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-SEAL = 105  # bytes of the comment at the end
-PART_OF_ALL = {"file", "end record", "directory", "manifest.json"}
+import safetensors.numpy
+
+SEAL = "tracegrad/seal"
+END = 97  # bytes at the end that hold no checksum of a part, but that of all checksums
+PART_OF_ALL = {"file", "header", "manifest", SEAL}
 SLACK = 256 << 10  # bytes that Python itself may use to read the smallest file
 FOR_TEXT = 16 << 20  # bytes that the objects of a JSON text may take in a file that is smaller
 ROOM = 256 << 20  # bytes of address space beyond twice the file's
@@ -37,133 +39,123 @@ ROOM = 256 << 20  # bytes of address space beyond twice the file's
 
 @dataclass(frozen=True)
 class Member:
-    """A member to write; `local` and `central` are fields of its records that shall be wrong."""
+    """An array to write. It has what the header should say of it: by default the bytes."""
 
-    name: bytes
+    name: str
     data: bytes
-    local: dict[str, Any] = field(default_factory=dict)
-    central: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "U8"
+    shape: tuple[int, ...] | None = None
     gap: int = 0  # bytes of nothing before it
-    at: int | None = None  # the number of the member whose place in the file it has
+    offsets: tuple[int, int] | None = None  # what is said of where it is, if it is not there
+
+    def entry(self, position: int) -> dict[str, Any]:
+        offsets = self.offsets or (position, position + len(self.data))
+        shape = [len(self.data)] if self.shape is None else list(self.shape)
+        return {"dtype": self.dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """An undamaged file, taken apart by `zipfile`."""
+    """An undamaged file, taken apart by hand; the seal is no member."""
 
     raw: bytes
     members: tuple[Member, ...]
     manifest: dict[str, Any]
 
-    def offsets(self) -> dict[str, tuple[int, int, int]]:
-        """Where each member's header, contents and end are; of the manifest too."""
-        found = {}
-        offset = 0
-        for member in (*self.members, Member(b"manifest.json", as_json(self.manifest))):
-            start = offset + 30 + len(member.name) + extra_length(member.name, offset)
-            found[member.name.decode()] = (offset, start, start + len(member.data))
-            offset = start + len(member.data)
-        return found
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Where the header, each member and the seal begin and end."""
+        position = header_size(self.raw)
+        found = {"header": (0, position)}
+        for member in self.members:
+            found[member.name] = position, position + len(member.data)
+            position += len(member.data)
+        return {**found, SEAL: (position, len(self.raw))}
+
+
+def header_size(raw: bytes) -> int:
+    return 8 + int(struct.unpack_from("<Q", raw)[0])
+
+
+def header_in(raw: bytes) -> dict[str, Any]:
+    return json.loads(raw[8 : header_size(raw)])
 
 
 def take_apart(path: Path) -> Artefact:
-    with zipfile.ZipFile(path) as archive:
-        *names, manifest = archive.namelist()
-        members = tuple(Member(name.encode(), archive.read(name)) for name in names)
-        return Artefact(path.read_bytes(), members, json.loads(archive.read(manifest)))
+    raw = path.read_bytes()
+    header, begin = header_in(raw), header_size(raw)
+    manifest = json.loads(header.pop("__metadata__")["tracegrad.manifest"])
+    members = []
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        data = raw[begin + first : begin + last]
+        members.append(Member(name, data, entry["dtype"], tuple(entry["shape"])))
+    return Artefact(raw, tuple(members[:-1]), manifest)
 
 
 # ------------------------------------------------------------------------- the format once more
 
 
 def as_json(document: Any) -> bytes:
-    return json.dumps(document, ensure_ascii=False, indent=2).encode()
-
-
-def extra_length(name: bytes, offset: int) -> int:
-    return 26 + -(offset + 30 + len(name) + 26) % 64
-
-
-def local_header(member: Member, offset: int) -> bytes:
-    extra = extra_length(member.name, offset)
-    known = {"mark": b"PK\3\4", "version": 20, "flags": 0, "method": 0, "time": 0, "date": 33}
-    known |= {"crc": zlib.crc32(member.data), "packed": len(member.data)}
-    known |= {"length": len(member.data), "names": len(member.name), "extras": extra}
-    known |= {"name": member.name, "padding": 0} | member.local
-    *numbers, name, padding = known.values()
-    header = struct.pack("<4s5H3L2H", *numbers) + name
-    field_ = struct.pack("<3H", 0xD935, extra - 4, 64).ljust(extra, bytes([padding]))
-    return header + field_
-
-
-def central_record(member: Member, offset: int) -> bytes:
-    known = {"mark": b"PK\1\2", "made": 0x32D, "version": 20, "flags": 0, "method": 0, "time": 0}
-    known |= {"date": 33, "crc": zlib.crc32(member.data), "packed": len(member.data)}
-    known |= {"length": len(member.data), "names": len(member.name), "extras": 0, "comments": 0}
-    known |= {"disk": 0, "internal": 0, "external": 0o100644 << 16, "offset": offset}
-    known |= {"name": member.name, "extra": b""} | member.central
-    *numbers, name, extra = known.values()
-    return struct.pack("<4s6H3L5H2L", *numbers) + name + extra
-
-
-def listed(members: tuple[Member, ...]) -> dict[str, dict[str, Any]]:
-    return {
-        member.name.decode("utf-8", "replace"): {
-            "length": len(member.data),
-            "sha256": hashlib.sha256(member.data).hexdigest(),
-        }
-        for member in members
-    }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def forge(
     members: tuple[Member, ...],
-    manifest: dict[str, Any] | bytes | Member,
+    manifest: dict[str, Any] | bytes,
     *,
-    end: dict[str, Any] | None = None,
+    change: Callable[[dict[str, Any]], Any] = lambda header: None,
+    text: Callable[[bytes], bytes] = lambda text: text,
+    length: int | None = None,
+    seal: Member | None = None,
+    count: int | None = None,
+    swapped: tuple[int, int] | None = None,
     lead: bytes = b"",
 ) -> bytes:
-    """A file of these members with a valid seal; right if nothing in the arguments is wrong."""
-    if isinstance(manifest, dict):
-        manifest = as_json(manifest)
-    if isinstance(manifest, bytes):
-        manifest = Member(b"manifest.json", manifest)
-    out, central, offsets = bytearray(lead), b"", []
-    for member in (*members, manifest):
-        if member.at is None:
-            out += bytes(member.gap)
-            offsets.append(len(out))
-            out += local_header(member, len(out)) + member.data
-        else:
-            offsets.append(offsets[member.at])
-        central += central_record(member, offsets[-1])
-    start = len(out)
-    known = {"mark": b"PK\5\6", "disk": 0, "first": 0, "here": len(offsets)}
-    known |= {"count": len(offsets), "size": len(central), "start": start, "comment": SEAL}
-    out += central + struct.pack("<4s4H2LH", *(known | (end or {})).values())
-    return sealed(bytes(out), len(out) - offsets[-1])
+    """A file of these members with valid checksums; right if nothing in the arguments is wrong.
+
+    `change` changes the header, `text` its JSON, `length` what is said of its length; `seal` is
+    what the header says of the seal, `count` what its end does; `swapped` are two checksums.
+    """
+    manifest_text = manifest if isinstance(manifest, bytes) else as_json(manifest)
+    metadata = {"tracegrad.manifest": manifest_text.decode("utf-8", "surrogateescape")}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for member in members:
+        header[member.name] = member.entry(position + member.gap)
+        position += member.gap + len(member.data)
+    seal = seal or Member(SEAL, bytes(32 * (len(members) + 1) + END))
+    header[seal.name] = seal.entry(position)
+    change(header)
+    head = text(as_json(header) if b"\\ud" not in manifest_text else json.dumps(header).encode())
+    head += b" " * (-(8 + len(head)) % 64)
+    head = struct.pack("<Q", len(head) if length is None else length) + head
+    parts = [lead + head, *(bytes(member.gap) + member.data for member in members)]
+    contents = (lead + head, *(member.data for member in members))
+    checksums = [hashlib.sha256(each) for each in contents]
+    if swapped is not None:
+        a, b = swapped
+        checksums[a], checksums[b] = checksums[b], checksums[a]
+    table = b"".join(checksum.digest() for checksum in checksums)
+    return sealed(b"".join(parts) + table, len(checksums) if count is None else count)
 
 
-def sealed(data: bytes, length: int) -> bytes:
-    digest = hashlib.sha256(data[-length:]).hexdigest()
-    return data + f"tracegrad artefact 0001 {length:016x} {digest}".encode()
-
-
-def sealed_again(raw: bytes) -> bytes:
-    """With the seal that the changed manifest, directory and end record ought to have."""
-    length = int(raw[-SEAL:][24:40], 16)
-    return sealed(raw[:-SEAL], length)
-
-
-def with_members(artefact: Artefact, *members: Member, **more: Any) -> bytes:
-    """Of these members instead, in the manifest too, so that no checksum tells."""
-    return forge(members, artefact.manifest | {"members": listed(members)}, **more)
+def sealed(data: bytes, count: int) -> bytes:
+    """With the end that makes the last `count` checksums valid."""
+    digest = hashlib.sha256(data[len(data) - 32 * count :]).hexdigest()
+    return data + f"tracegrad artefact 0001 {count:08d} {digest}".encode()
 
 
 def changed(artefact: Artefact, number: int, **what: Any) -> tuple[Member, ...]:
     members = list(artefact.members)
+    if "data" in what:
+        what.setdefault("shape", None)
     members[number] = replace(members[number], **what)
     return tuple(members)
+
+
+def number_of(artefact: Artefact, end: str) -> int:
+    """The first member whose name ends so."""
+    return next(i for i, member in enumerate(artefact.members) if member.name.endswith(end))
 
 
 # ------------------------------------------------------------------- what happens on disks
@@ -178,14 +170,6 @@ def span(random: random.Random, raw: bytes) -> tuple[int, int]:
     return first, min(last, first + random.choice([1, 8, 64, 512, len(raw)]))
 
 
-def named_at(artefact: Artefact, position: int) -> set[str]:
-    """Whose byte it is."""
-    for name, (offset, _, end) in artefact.offsets().items():
-        if offset <= position < end and name != "manifest.json":
-            return {name}
-    return PART_OF_ALL
-
-
 def truncated(random: random.Random, artefact: Artefact) -> Damaged:
     near = random.randrange(min(300, len(artefact.raw)))
     keep = random.choice([random.randrange(len(artefact.raw)), near, len(artefact.raw) - near - 1])
@@ -193,16 +177,13 @@ def truncated(random: random.Random, artefact: Artefact) -> Damaged:
 
 
 def bits_flipped(random: random.Random, artefact: Artefact) -> Damaged:
-    data = bytearray(artefact.raw)
-    places = [at for span in artefact.offsets().values() for at in range(span[0], span[1])]
-    tail = range(artefact.offsets()["manifest.json"][0], len(data))
+    data, spans = bytearray(artefact.raw), artefact.spans()
     names: set[str] = set()
     for bit in random.sample(range(8), random.choice([1, 1, 1, 2, 3])):
-        at = random.choice(
-            [random.randrange(len(data)), random.choice(places), random.choice(tail)]
-        )
-        data[at] ^= 1 << bit
-        names |= named_at(artefact, at)
+        name = random.choice([name for name, (first, last) in spans.items() if first < last])
+        first, last = spans[name]
+        data[random.choice([random.randrange(first, last), min(first + bit, last - 1)])] ^= 1 << bit
+        names |= PART_OF_ALL if name in ("header", SEAL) else {name}
     return bytes(data), names
 
 
@@ -230,43 +211,23 @@ def moved(random: random.Random, artefact: Artefact) -> Damaged:
 
 def more_bytes(random: random.Random, artefact: Artefact) -> Damaged:
     more = random.choice([random.randbytes(random.randrange(1, 400)), artefact.raw, b"\n", b"\0"])
-    return random.choice([more + artefact.raw, artefact.raw + more]), PART_OF_ALL
+    if random.random() < 0.5:  # in front of a whole file: what is first is taken for its header
+        return more + artefact.raw, set() if more == artefact.raw else PART_OF_ALL
+    return artefact.raw + more, set() if more == artefact.raw else PART_OF_ALL
 
 
-def packed_anew(random: random.Random, artefact: Artefact) -> Damaged:
-    path = Path(f"anew-{random.random()}")
-    compression = random.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for member in artefact.members:
-            archive.writestr(member.name.decode(), member.data)
-        archive.writestr("manifest.json", as_json(artefact.manifest))
-        if random.random() < 0.5:
-            archive.comment = artefact.raw[-SEAL:]
-    data = path.read_bytes()
-    path.unlink()
-    return data, set()
-
-
-def field_of_header_changed(random: random.Random, artefact: Artefact) -> Damaged:
-    name, (offset, start, _) = random.choice(list(artefact.offsets().items()))
-    at = random.randrange(offset, start)
-    data = bytearray(artefact.raw)
-    data[at : at + 4] = random.choice([b"\0\0\0\0", b"\xff\xff\xff\xff", random.randbytes(4)])
-    return sealed_again(bytes(data)), {name} if at + 4 <= start else set()
-
-
-def field_of_directory_changed(random: random.Random, artefact: Artefact) -> Damaged:
-    first = artefact.offsets()["manifest.json"][2]
-    at = random.randrange(first, len(artefact.raw) - SEAL - 4)
-    data = bytearray(artefact.raw)
-    size = random.choice([1, 2, 4])
-    data[at : at + size] = random.choice([bytes(size), b"\xff" * size, random.randbytes(size)])
-    return sealed_again(bytes(data)), set()
+def written_anew(random: random.Random, artefact: Artefact) -> Damaged:
+    """By the library of the format, which orders the arrays in its own way."""
+    arrays = safetensors.numpy.load(artefact.raw)
+    if random.random() < 0.5:
+        del arrays[random.choice(list(arrays))]
+    metadata = header_in(artefact.raw)["__metadata__"]
+    return safetensors.numpy.save(arrays, metadata), set()
 
 
 def seal_changed(random: random.Random, artefact: Artefact) -> Damaged:
     data = bytearray(artefact.raw)
-    at = len(data) - random.randrange(1, SEAL + 1)
+    at = len(data) - random.randrange(1, artefact.spans()[SEAL][1] - artefact.spans()[SEAL][0])
     data[at : at + 16] = random.choice([b"0", b"f", b" ", b"-", b"\0"]) * 16
     return bytes(data[: len(artefact.raw)]), PART_OF_ALL
 
@@ -274,76 +235,57 @@ def seal_changed(random: random.Random, artefact: Artefact) -> Damaged:
 # ------------------------------------------------------------ with valid checksums nevertheless
 
 
-def members_swapped(random: random.Random, artefact: Artefact) -> Damaged:
-    a, b = random.sample(range(len(artefact.members)), 2)
-    members = list(artefact.members)
-    if random.random() < 0.5:  # their contents
-        one, other = members[a], members[b]
-        members[a], members[b] = replace(one, data=other.data), replace(other, data=one.data)
-        return forge(tuple(members), artefact.manifest), {one.name.decode(), other.name.decode()}
-    members[a], members[b] = members[b], members[a]  # their places
-    return forge(tuple(members), artefact.manifest), {"manifest.json"}
+def checksums_swapped(random: random.Random, artefact: Artefact) -> Damaged:
+    a, b = random.sample(range(len(artefact.members) + 1), 2)
+    names = ["header", *(member.name for member in artefact.members)]
+    return forge(artefact.members, artefact.manifest, swapped=(a, b)), {names[a], names[b]}
 
 
 def member_twice(random: random.Random, artefact: Artefact) -> Damaged:
-    twice = random.choice(artefact.members)
-    if random.random() < 0.5:
-        twice = replace(twice, data=random.randbytes(len(twice.data)))
-    members = list(artefact.members)
-    members.insert(random.randrange(len(members) + 1), twice)
-    manifest = artefact.manifest
-    if random.random() < 0.3:  # the manifest twice
-        return forge((*artefact.members, Member(b"manifest.json", b"{}")), manifest), set()
-    return forge(tuple(members), manifest), {twice.name.decode()}
+    name = random.choice([member.name for member in artefact.members] + ["__metadata__", SEAL])
+    entry = random.choice([b"{}", b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'])
+    again = b"{" + as_json(name) + b":" + entry + b","
+    return forge(artefact.members, artefact.manifest, text=lambda t: again + t[1:]), {"header"}
 
 
 def member_missing(random: random.Random, artefact: Artefact) -> Damaged:
     gone = random.choice(artefact.members)
     rest = tuple(member for member in artefact.members if member is not gone)
-    if random.random() < 0.3:  # from the manifest's list too
-        return with_members(artefact, *rest), {gone.name.decode(), "manifest.json"}
-    return forge(rest, artefact.manifest), {gone.name.decode()}
+    return forge(rest, artefact.manifest), {gone.name}
 
 
 def member_too_many(random: random.Random, artefact: Artefact) -> Damaged:
-    extra = Member(random.choice([b"extra", b"__init__.py", b"a/b/c"]), random.randbytes(9))
-    return forge((*artefact.members, extra), artefact.manifest), {extra.name.decode()}
+    names = ["extra", "__init__.py", "tracegrad/score/program_9", "tracegrad/graph", "a/b"]
+    extra = Member(random.choice(names), random.randbytes(random.choice([0, 9])))
+    members = list(artefact.members)
+    members.insert(random.randrange(len(members) + 1), extra)
+    return forge(tuple(members), artefact.manifest), {extra.name}
 
 
 def renamed(random: random.Random, artefact: Artefact) -> Damaged:
     number = random.randrange(len(artefact.members))
     old = artefact.members[number].name
-    names = [b"../" + old, b"/tmp/" + old, b"..", b"a/../../" + old, b"..\\" + old, b"C:\\" + old]
-    names += [b"./" + old, b"", old + b"/", old + b"\0.txt", old + b"\xff", b"~/" + old]
-    names += [b"//host/" + old, b"con\n", b"\x1b[2J", old[:-1], old.upper(), b"x" * 5000]
+    names = ["../" + old, "/tmp/" + old, "..", "", old + "/", old + "\0", "\x1b[2J", old[:-1]]
+    names += [old.upper() + "x", "x" * 5000, "con\n", SEAL + "/x", "tracegrad/" + old]
     new = random.choice(names)
-    return with_members(artefact, *changed(artefact, number, name=new)), set()
+    members = changed(artefact, number, name=new)
+    return forge(members, artefact.manifest), {old, new, "header", "manifest"}
 
 
-def names_differ(random: random.Random, artefact: Artefact) -> Damaged:
-    number = random.randrange(len(artefact.members))
-    name = artefact.members[number].name
-    other = random.choice([b"../" + name[3:], name[:-1] + b"_", name.swapcase()])
-    where = random.choice(["local", "central"])
-    members = changed(artefact, number, **{where: {"name": other}})
-    return with_members(artefact, *members), set()
+def key_of_another(random: random.Random, artefact: Artefact) -> Damaged:
+    """A Variable is called as a program, or as another one, or as the seal."""
+    manifest = copy.deepcopy(artefact.manifest)
+    names = [member.name for member in artefact.members] + [SEAL, "__metadata__", ""]
+    record = random.choice(manifest["variables"])
+    record["key"] = random.choice([name for name in names if name != record["key"]])
+    return forge(artefact.members, manifest), set()
 
 
 def bomb(random: random.Random, artefact: Artefact) -> Damaged:
-    """A megabyte of file that would be a gigabyte in memory, or a few bytes that declare it."""
+    """A few bytes of which the header says that they are a terabyte."""
     number = random.randrange(len(artefact.members))
-    size = random.choice([1 << 16, 1 << 20, 1 << 24])
-    packer = zlib.compressobj(wbits=-15)
-    data = packer.compress(bytes(size)) + packer.flush()
-    fields = {
-        "method": 8,
-        "packed": len(data),
-        "length": random.choice([size, 1 << 30, 0xFFFFFFFE]),
-    }
-    fields["crc"] = zlib.crc32(bytes(size))
-    name = artefact.members[number].name.decode()
-    members = changed(artefact, number, data=data, local=fields, central=fields)
-    return with_members(artefact, *members), {name}
+    shape = random.choice([(1 << 40,), (1 << 31, 1 << 31), (0, 1 << 62, 1 << 62), (1 << 62,)])
+    return forge(changed(artefact, number, shape=shape), artefact.manifest), {"header"}
 
 
 def bomb_of_text(random: random.Random, artefact: Artefact) -> Damaged:
@@ -352,78 +294,65 @@ def bomb_of_text(random: random.Random, artefact: Artefact) -> Damaged:
         [(b"{},", b"["), (b"[],", b"["), (b'{"a":{}},', b"["), (b"[", b"")]
     )
     count = random.choice([10, 1000, 50_000, 100_000])
-    text = b'{"members":{},"x":' + opened + unit * count + b"0]}"
-    return forge(artefact.members, text), {"manifest.json"}
+    text = b'{"x":' + opened + unit * count + b"0]}"
+    if random.random() < 0.5:
+        return forge(artefact.members, text), {"manifest", "header"}
+    return forge(artefact.members, {}, text=lambda _: text), {"header"}
 
 
 def lengths_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    number = random.randrange(len(artefact.members))
-    name, right = artefact.members[number].name.decode(), len(artefact.members[number].data)
-    wrong = random.choice([right + 1, right - 1, 0, right + 64, 2**31, 2**32 - 2, 2**32 - 1])
-    wrong = max(0, wrong) if wrong != right else right + 1
-    how = random.randrange(4)
-    if how == 0:
-        manifest = json.loads(as_json(artefact.manifest))
-        manifest["members"][name]["length"] = random.choice([wrong, 2**63, 2**80, -1])
-        return forge(artefact.members, manifest), {name, "manifest.json"}
-    fields = {"length": wrong, "packed": wrong}
-    both = [{"central": fields}, {"local": fields}, {"central": fields, "local": fields}][how - 1]
-    return with_members(artefact, *changed(artefact, number, **both)), set()
+    """What is said of the length of the header, or of the number of checksums."""
+    right, number = header_size(artefact.raw) - 8, len(artefact.members) + 1
+    if random.random() < 0.5:
+        wrong = [0, 1, right - 1, right - 64, right + 1, right + 64, 2**32, 2**63, 2**64 - 1]
+        return forge(artefact.members, artefact.manifest, length=random.choice(wrong)), PART_OF_ALL
+    count = random.choice([0, 1, number - 1, number + 1, 10**7, 10**8 - 1])
+    return forge(artefact.members, artefact.manifest, count=count), PART_OF_ALL
 
 
 def overlapping(random: random.Random, artefact: Artefact) -> Damaged:
     number = random.randrange(1, len(artefact.members))
-    members = changed(artefact, number, at=random.randrange(number))
-    return with_members(artefact, *members), set()
+    size = len(artefact.members[number].data)
+    first = random.choice([0, 1, 64])
+    members = changed(artefact, number, offsets=(first, first + size))
+    return forge(members, artefact.manifest), {"header"}
 
 
 def gap_between(random: random.Random, artefact: Artefact) -> Damaged:
     number = random.randrange(len(artefact.members))
-    size = random.choice([1, 64, 4096])
-    return with_members(artefact, *changed(artefact, number, gap=size)), set()
+    members = changed(artefact, number, gap=random.choice([1, 64, 4096]))
+    return forge(members, artefact.manifest), {"header"}
 
 
 def leading_bytes(random: random.Random, artefact: Artefact) -> Damaged:
     lead = random.choice([b"#!/bin/sh\n", b"MZ" + bytes(62), random.randbytes(64)])
-    return with_members(artefact, *artefact.members, lead=lead), set()
+    return forge(artefact.members, artefact.manifest, lead=lead), {"header"}
 
 
-def field_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    number = random.randrange(len(artefact.members))
-    fields = {"flags": [1, 8, 0x800, 0xFFFF], "method": [1, 8, 12, 14, 99], "version": [0, 45, 63]}
-    fields |= {"time": [1], "date": [0, 0xFFFF], "crc": [0, 0xFFFFFFFF], "mark": [b"PK\7\x08"]}
-    what = random.choice(list(fields))
-    value = {what: random.choice(fields[what])}
-    where = random.choice(
-        [{"local": value}, {"central": value}, {"local": value, "central": value}]
-    )
-    if what == "crc" and len(where) == 2:  # equal in both: only other ZIP programs would notice
-        where = {"local": value}
-    return with_members(artefact, *changed(artefact, number, **where)), set()
+def seal_wrong(random: random.Random, artefact: Artefact) -> Damaged:
+    """The header says something else of the seal."""
+    seal = Member(SEAL, bytes(32 * (len(artefact.members) + 1) + END))
+    size = len(seal.data)
+    wrong = [{"name": "seal"}, {"dtype": "I8"}, {"shape": (size, 1)}, {"shape": (1, size)}]
+    wrong += [{"shape": (size + 1,)}, {"data": bytes(size - 1)}, {"data": bytes(size + 32)}]
+    seal = replace(seal, **random.choice(wrong))
+    return forge(artefact.members, artefact.manifest, seal=seal), {"header", SEAL}
 
 
-def attribute_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    number = random.randrange(len(artefact.members))
-    name = artefact.members[number].name.decode()
-    beyond = struct.pack("<2H2Q", 1, 16, 2**62, 2**62)
-    values: list[dict[str, Any]] = [{"external": 0o120777 << 16}]  # a link
-    values += [{"made": 0}, {"internal": 1}, {"disk": 1}, {"comments": 1}, {"padding": 1}]
-    values += [{"extras": len(beyond), "extra": beyond}, {"offset": 0xFFFFFFFF}, {"offset": 2**31}]
-    value = random.choice(values)
-    if "padding" in value:
-        return with_members(artefact, *changed(artefact, number, local=value)), {name}
-    return with_members(artefact, *changed(artefact, number, central=value)), set()
+def metadata_wrong(random: random.Random, artefact: Artefact) -> Damaged:
+    name = artefact.members[0].name
+    wrong: list[Any] = [None, [], "x", {}, {"a": 1}, {"tracegrad.manifest": {}}]
+    wrong += [{"tracegrad.manifest": text} for text in ("", "[]", "null", "{}", "{", "\ufeff{}")]
+    kept = {"tracegrad.manifest": as_json(artefact.manifest).decode()}
+    dtypes = [{name: "object"}, {"no": "int4"}, {name: 1}, {name: "complex128"}]
+    texts = ["", "[]", "{", *(as_json(each).decode() for each in dtypes)]
+    wrong += [{**kept, "tracegrad.dtypes": text} for text in texts]
+    chosen = random.choice(wrong)
 
+    def change(header: dict[str, Any]) -> None:
+        header["__metadata__"] = chosen
 
-def end_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    count = len(artefact.members) + 1
-    values = {"count": [0, 1, 0xFFFF], "here": [0, 0xFFFF], "size": [0, 1, 2**32 - 1], "disk": [1]}
-    values |= {"start": [0, 1, 2**31, 2**32 - 1], "first": [1], "comment": [0, 0xFFFF]}
-    what = random.choice(list(values))
-    end = {what: random.choice(values[what])}
-    if what in ("count", "here") and random.random() < 0.5:
-        end = {"count": count + 1, "here": count + 1}
-    return with_members(artefact, *artefact.members, end=end), PART_OF_ALL
+    return forge(artefact.members, artefact.manifest, change=change), set()
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -438,7 +367,7 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def types_wrong(random: random.Random, artefact: Artefact) -> Damaged:
     """One value of the manifest is of another type."""
-    manifest = json.loads(as_json(artefact.manifest))
+    manifest = copy.deepcopy(artefact.manifest)
     paths = paths_in(manifest)[1:]
     # Two types are right, and mean different things, for the key of a dictionary (a string, an
     # integer) and for the program that is run when another is differentiated (null: that one).
@@ -454,7 +383,7 @@ def types_wrong(random: random.Random, artefact: Artefact) -> Damaged:
 
 def keys_wrong(random: random.Random, artefact: Artefact) -> Damaged:
     """A key of the manifest is missing, or one is there that nobody knows."""
-    manifest = json.loads(as_json(artefact.manifest))
+    manifest = copy.deepcopy(artefact.manifest)
     objects = [manifest]
     for path in paths_in(manifest)[1:]:
         value: Any = manifest
@@ -471,61 +400,54 @@ def keys_wrong(random: random.Random, artefact: Artefact) -> Damaged:
 
 
 def text_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    """The manifest is not the JSON that it should be."""
+    """The manifest, or the header, is not the JSON that it should be."""
     text = as_json(artefact.manifest)
-    texts = [b"", b"{}", b"[]", b"null", b"\xef\xbb\xbf" + text, text[:-2], text + b"}", b"\xff"]
-    texts += [text.decode().encode("utf-16"), b"[" * 10_000, b'{"a":' * 10_000]
-    texts += [text[:-1] + b', "x": NaN}', text[:-1] + b', "x": 1e999}']
-    texts += [text[:-1] + rb', "\ud800": 1}', text[:-1] + b', "x": %s}' % (b"9" * 5000)]
-    texts += [text[:-1] + b', "members": {}}', text.replace(b'"', b"'"), b"\0" * 100]
-    return forge(artefact.members, random.choice(texts)), {"manifest.json"}
+    if random.random() < 0.5:
+        texts = [b"", b"{}", b"[]", b"null", b"\xef\xbb\xbf" + text, text[:-2], text + b"}"]
+        texts += [b"[" * 10_000, b'{"a":' * 10_000, b"\0" * 100, text.replace(b'"', b"'")]
+        texts += [text[:-1] + b', "x": NaN}', text[:-1] + b', "x": 1e999}']
+        texts += [text[:-1] + b', "x": %s}' % (b"9" * 5000), text[:-1] + b', "single": true}']
+        return forge(artefact.members, random.choice(texts)), {"manifest", "header"}
+    head = as_json(header_in(artefact.raw))
+    heads = [b"", b"{}", b"[]", b"null", b"\xef\xbb\xbf" + head, head[:-2], head + b"}", b"\xff"]
+    heads += [head.decode().encode("utf-16"), b"[" * 10_000, b'{"a":' * 10_000, b"\0" * 100]
+    heads += [head[:-1] + rb', "\ud800": 1}', head.replace(b'"', b"'"), head[:-1] + b', "x": NaN}']
+    wrong = random.choice(heads)
+    return forge(artefact.members, artefact.manifest, text=lambda _: wrong), {"header", SEAL}
 
 
 def tensors_wrong(random: random.Random, artefact: Artefact) -> Damaged:
-    """The header in front of the Variables is not true."""
-    names = [member.name for member in artefact.members]
-    number = names.index(b"variables.safetensors")
-    data = artefact.members[number].data
-    (length,) = struct.unpack_from("<Q", data)
-    header, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
-    key = random.choice([key for key in header if key != "__metadata__"])
-    entry = header[key]
-    how = random.randrange(6)
+    """What the header says of an array is not true."""
+    key = random.choice([member.name for member in artefact.members if len(member.data)])
+    entry = header_in(artefact.raw)[key]
+    how = random.randrange(4)
     if how == 0:
         wrong = [[2**31, 2**31], [2**40], [2**63 - 1] * 3, [0, 2**62, 2**62], [10**30], [-1]]
         wrong += [[1.5], [True], "x", None, [1] * 100, [*entry["shape"], 2], {}]
-        entry["shape"] = random.choice(wrong)
+        new = {"shape": random.choice(wrong)}
     elif how == 1:
         wrong = [[0, 2**62], [-1, 3], [8, 0], [1, 2, 3], [], "x", [0.5, 1], [2**64, 2**64 + 4]]
-        entry["data_offsets"] = random.choice(wrong)
+        new = {"data_offsets": random.choice(wrong)}
     elif how == 2:
-        others = {"F8_E4M3", "I16", "F32", "F64", "C64"} - {entry["dtype"]}
-        sizes = {"F8_E4M3": 1, "I16": 2, "F32": 4, "F64": 8, "C64": 8}
-        same = sizes.get(entry["dtype"])
-        kinds = [kind for kind in sorted(others) if sizes[kind] != same]
-        entry["dtype"] = random.choice([*kinds, "O", "F128", 5, None, "../x"])
-    elif how == 3:
-        header = random.choice([{}, {"x": entry}, {**header, "more": entry}])
-    elif how == 4:
-        header["__metadata__"] = random.choice([{key: "object"}, {"no": "int4"}, {"a": 1}, [], 3])
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    size = len(text)
-    if how == 5:
-        size = random.choice([0, 1, size - 1, size + 64, 2**32, 2**63, 2**64 - 1, len(data)])
-    new = struct.pack("<Q", size) + text + rest
-    members = changed(artefact, number, data=new)
-    return with_members(artefact, *members), {"variables.safetensors"}
+        sizes = {"F8_E4M3": 1, "U8": 1, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "C64": 8}
+        kinds = [kind for kind in sizes if sizes[kind] != sizes[entry["dtype"]]]
+        new = {"dtype": random.choice([*kinds, "O", "F128", 5, None, "../x"])}
+    else:
+        new = random.choice([{"code": "x"}, {"dtype": None}, {"shape": []}])
+
+    def change(header: dict[str, Any]) -> None:
+        header[key] = {**entry, **new}
+
+    return forge(artefact.members, artefact.manifest, change=change), {"header"}
 
 
 TEXTS = {"bomb_of_text", "text_wrong"}
 ON_DISKS: list[Damage] = [truncated, bits_flipped, bits_flipped, overwritten, cut_out, doubled]
-ON_DISKS += [moved, more_bytes, packed_anew, seal_changed]
-FORGED: list[Damage] = [field_of_header_changed, field_of_directory_changed, members_swapped]
-FORGED += [member_twice, member_missing, member_too_many, renamed, names_differ, bomb]
-FORGED += [bomb_of_text, lengths_wrong, overlapping, gap_between, leading_bytes, field_wrong]
-FORGED += [attribute_wrong, end_wrong, types_wrong, types_wrong, keys_wrong, text_wrong]
-FORGED += [tensors_wrong, tensors_wrong]
+ON_DISKS += [moved, more_bytes, written_anew, seal_changed]
+FORGED: list[Damage] = [checksums_swapped, member_twice, member_missing, member_too_many, renamed]
+FORGED += [key_of_another, bomb, bomb_of_text, lengths_wrong, overlapping, gap_between]
+FORGED += [leading_bytes, seal_wrong, metadata_wrong, types_wrong, types_wrong, keys_wrong]
+FORGED += [text_wrong, tensors_wrong, tensors_wrong]
 
 
 def damaged(random: random.Random, artefact: Artefact) -> tuple[str, Damaged]:

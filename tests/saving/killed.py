@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).parents[2]
 
 # The packages without what they import, which is JAX: of them only the container is wanted.
@@ -38,8 +40,8 @@ CONTENTS = {"old": (b"old", 3), "new": (b"newer", 5)}  # of different lengths
 
 def write(path: Path, which: str) -> None:
     text, count = CONTENTS[which]
-    pieces = (memoryview(text * 5000) for _ in range(count))
-    write_container(path, {"program": text * 1000, "variables": pieces}, {"which": which})
+    arrays = {f"variable {i}": np.frombuffer(text * 5000, np.uint8) for i in range(count)}
+    write_container(path, arrays, {"which": which})
 
 
 def forked(work: Callable[[], None]) -> int:

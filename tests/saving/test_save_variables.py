@@ -156,7 +156,7 @@ def test_damaged_files_and_trees_without_variables_are_refused(tmp_path):
     path, layer = tmp_path / "weights.safetensors", Layer(0.0)
     save_variables(layer, path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtefactError, match=r"weights.safetensors: file: "):
+    with pytest.raises(ArtefactError, match=r"weights.safetensors: header: its arrays are"):
         load_variables(layer, path)
     with pytest.raises(ArtefactError, match="it is a folder"):
         load_variables(layer, tmp_path)

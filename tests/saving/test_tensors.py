@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.tensors import read_header, read_tensors, tensor_pieces
+from tracegrad.saving.tensors import (
+    HEADER,
+    bytes_of,
+    header_of,
+    in_order,
+    read_header,
+    read_tensors,
+)
 
-MEMBER = "variables.safetensors"
 NAMED = ["bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "uint32", "int32"]
 NAMED += ["float32", "uint64", "int64", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
 UNNAMED = ["complex128", "int2", "int4", "uint2", "uint4", "float8_e3m4", "float8_e4m3"]
@@ -21,12 +27,17 @@ UNNAMED += ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_
 
 
 def written(**arrays: np.ndarray[Any, Any]) -> memoryview:
-    return memoryview(b"".join(tensor_pieces(arrays)))
+    arrays = in_order(arrays)
+    return memoryview(b"".join([header_of(arrays, {}), *map(bytes_of, arrays.values())]))
 
 
 def file_of(header: Any, data: bytes = b"") -> memoryview:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return memoryview(struct.pack("<Q", len(text)) + text + data)
+
+
+def of_dtypes(dtypes: dict[str, str]) -> dict[str, Any]:
+    return {"__metadata__": {"tracegrad.dtypes": json.dumps(dtypes)}}
 
 
 def tensor(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:
@@ -42,7 +53,7 @@ def test_every_dtype_comes_back_bit_for_bit(name: str):
         "some": np.arange(6).astype(dtype).reshape(2, 3),
         "strided": np.arange(6).astype(dtype).reshape(2, 3).T,
     }
-    back = read_tensors(written(**arrays), MEMBER)
+    back = read_tensors(written(**arrays))
     assert back.keys() == arrays.keys()
     for key, array in arrays.items():
         assert back[key].dtype == dtype
@@ -68,48 +79,49 @@ def test_what_the_library_of_the_format_writes_is_read():
     from safetensors.numpy import save
 
     arrays = {"x": np.arange(6, dtype=np.int16).reshape(3, 2), "y": np.ones(5, np.float64)}
-    back = read_tensors(memoryview(save(arrays)), MEMBER)
+    back = read_tensors(memoryview(save(arrays)))
     for key in arrays:
         np.testing.assert_array_equal(back[key], arrays[key], strict=True)
 
 
 def test_arrays_are_neither_copied_when_written_nor_when_read():
     array = np.arange(1000, dtype=np.float32)
-    *_, piece = tensor_pieces({"x": array})
-    assert np.shares_memory(np.frombuffer(piece, np.uint8), array)
+    assert np.shares_memory(np.frombuffer(bytes_of(array), np.uint8), array)
     view = written(x=array)
-    assert np.shares_memory(read_tensors(view, MEMBER)["x"], np.frombuffer(view, np.uint8))
+    assert np.shares_memory(read_tensors(view)["x"], np.frombuffer(view, np.uint8))
 
 
 def test_each_array_begins_at_a_multiple_of_its_elements():
     arrays = {"a": np.ones(3, np.int8), "b": np.ones(1, np.float64), "c": np.ones(3, np.float16)}
-    for name, found in read_header(written(**arrays), MEMBER).items():
+    for name, found in read_header(written(**arrays)).tensors.items():
         assert found.start % arrays[name].itemsize == 0
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is():
     with pytest.raises(ValueError, match="'x' has dtype"):
-        tensor_pieces({"x": np.array(["text"])})
+        header_of({"x": np.array(["text"])}, {})
     with pytest.raises(ValueError, match="reading it could take"):
-        tensor_pieces({f"x{i}": np.ones((), np.int8) for i in range(40_000)})
+        header_of({f"x{i}": np.ones((), np.int8) for i in range(40_000)}, {})
     with pytest.raises(ValueError, match="__metadata__"):
-        tensor_pieces({"__metadata__": np.ones(1)})
+        header_of({"__metadata__": np.ones(1)}, {})
+    with pytest.raises(ValueError, match="at most 67108864 can be read"):
+        header_of({"x": np.broadcast_to(np.ones(1), 30 << 20)}, {"text": "x" * (64 << 20)})
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bool", 1), ("int4", 15), ("uint2", 3)])
 def test_bytes_that_are_no_element_are_refused(dtype: str, most: int):
     data = bytearray(written(x=np.ones(3, np.dtype(getattr(ml_dtypes, dtype, dtype)))))
     data[-2] = most
-    read_tensors(memoryview(data), MEMBER)
+    read_tensors(memoryview(data))
     data[-2] = most + 1
-    with pytest.raises(ArtefactError, match=f"'x' of {dtype} has bytes beyond {most}"):
-        read_tensors(memoryview(data), MEMBER)
+    with pytest.raises(ArtefactError, match=f"x: an array of {dtype} has bytes beyond {most}"):
+        read_tensors(memoryview(data))
 
 
 F32 = tensor("F32", [2], 0, 8)
 BAD_HEADERS = {
     "longer than the file": (struct.pack("<Q", 2**63) + b"{}", "declared to have"),
-    "cut off": (b"\1\0\0", "3 bytes, too few"),
+    "cut off": (b"\1\0\0", "3 bytes, too few for one"),
     "no JSON": (file_of(b"{x}"), "no JSON"),
     "no UTF-8": (file_of(b'{"\xff": 1}'), "no JSON"),
     "no object": (file_of([]), "should be a JSON object and is a list of 0"),
@@ -135,23 +147,30 @@ BAD_HEADERS = {
     ),
     "many axes": (file_of({"x": tensor("U8", [1] * 70, 0, 1)}, b"x"), "70 axes"),
     "wrong length": (file_of({"x": tensor("F32", [3], 0, 8)}, bytes(8)), r"\[3\] needs 12"),
-    "offsets reversed": (file_of({"x": tensor("F32", [0], 8, 0)}, bytes(8)), "two offsets"),
+    "offsets reversed": (
+        file_of({"x": tensor("F32", [0], 8, 0)}, bytes(8)),
+        "two offsets, from and to: 8, 0",
+    ),
     "three offsets": (
         file_of({"x": {**F32, "data_offsets": [0, 8, 8]}}, bytes(8)),
-        "two offsets",
+        "data_offsets should be a list of 2 and is a list of 3",
     ),
     "overlap": (file_of({"x": F32, "y": tensor("F32", [2], 4, 12)}, bytes(12)), "overlaps"),
     "gap": (file_of({"x": F32, "y": tensor("F32", [1], 12, 16)}, bytes(16)), "gap"),
     "too little data": (file_of({"x": F32}, bytes(4)), "have 8 bytes, there are 4"),
     "too much data": (file_of({"x": F32}, bytes(9)), "have 8 bytes, there are 9"),
     "metadata of wrong type": (file_of({"__metadata__": {"a": 1}}), "should be a string"),
-    "metadata of no array": (file_of({"__metadata__": {"a": "int4"}}), "is no array"),
+    "dtypes of no array": (file_of(of_dtypes({"a": "int4"})), "is no array"),
+    "dtypes that are no JSON": (
+        file_of({"__metadata__": {"tracegrad.dtypes": "[["}}),
+        "no JSON that can be read",
+    ),
     "metadata of no dtype": (
-        file_of({"__metadata__": {"x": "object"}, "x": tensor("U8", [8], 0, 8)}, bytes(8)),
+        file_of({**of_dtypes({"x": "object"}), "x": tensor("U8", [8], 0, 8)}, bytes(8)),
         "declared to be 'object'",
     ),
     "metadata of a wider dtype": (
-        file_of({"__metadata__": {"x": "complex128"}, "x": tensor("U8", [8], 0, 8)}, bytes(8)),
+        file_of({**of_dtypes({"x": "complex128"}), "x": tensor("U8", [8], 0, 8)}, bytes(8)),
         "declared to be 'complex128'",
     ),
 }
@@ -161,5 +180,5 @@ BAD_HEADERS = {
 def test_a_header_is_refused_that_is(what: str):
     data, reason = BAD_HEADERS[what]
     with pytest.raises(ArtefactError, match=reason) as caught:
-        read_header(memoryview(data), MEMBER)
-    assert caught.value.member == MEMBER
+        read_header(memoryview(data))
+    assert caught.value.member in (HEADER, "__metadata__['tracegrad.dtypes']")

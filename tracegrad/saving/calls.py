@@ -15,7 +15,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tracegrad.saving.program import gets_gradient, has_cotangent
+from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
 
 Flat = Callable[..., list[Any]]
 
@@ -24,24 +24,13 @@ Flat = Callable[..., list[Any]]
 _MOST_CALLS = 4
 
 
-@dataclass(frozen=True)
-class Step:
-    """A program: `exported` is a `jax.export.Exported`; the rest as in `manifest.ProgramRecord`."""
-
-    exported: Any
-    connected: tuple[tuple[int, ...], ...]
-    refused: tuple[tuple[int, str], ...]
-    value: Step | None
-    gradient: Step | None
-
-
 def differentiable(
-    step: Step, assigned: int, beyond: Callable[[int], Exception], order: int = 0
+    step: ProgramTree[Any], assigned: int, beyond: Callable[[int], Exception], order: int = 0
 ) -> Flat:
     """The function of flat arrays that a program computes.
 
     Args:
-      step: the program, and those by which it is differentiated.
+      step: the program, as a `jax.export.Exported`, and those by which it is differentiated.
       assigned: how many of its last results are new values of Variables.
       beyond: makes the error for a derivative of an order that was not saved.
       order: how many derivatives are behind it.
@@ -49,9 +38,9 @@ def differentiable(
     It can be differentiated as often as there are further programs, batched (one element after
     the other), and compiled.
     """
-    run = _one_by_one(step.exported.call)
-    flowing = has_cotangent(step.exported.out_avals, assigned)
-    active = gets_gradient(step.exported.in_avals, step.refused)
+    run = _one_by_one(step.program.call)
+    flowing = has_cotangent(step.program.out_avals, assigned)
+    active = gets_gradient(step.program.in_avals, step.refused)
     groups = _groups({i: {j for j in flowing if i in step.connected[j]} for i in active})
     gradient = value = None
     if step.gradient is not None:

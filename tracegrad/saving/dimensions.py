@@ -118,10 +118,12 @@ def why_no_size(text: str) -> str | None:
 
 
 def size(value: Any) -> str | None:
-    """A schema: the text of an open size."""
+    """What a size in a file may be: a number, or the text of an open one."""
+    if documents.natural(value) is None:
+        return None
     if documents.text(value) is None and why_no_size(value) is None:
         return None
-    return "the name of a size, or an expression of such names"
+    return f"{documents.natural(None)}, or an expression of names of sizes"
 
 
 def bind(

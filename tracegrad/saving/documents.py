@@ -1,17 +1,19 @@
-"""How JSON from a file is read: strictly, with bounded memory, and checked against a schema."""
+"""How JSON from a file is read: strictly, with bounded memory, and as values of declared types."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
-import re
+import types
+import typing
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from tracegrad.saving.errors import ArtefactError
 
-Schema = Any
-"""What a JSON value has to be; see `check`."""
+T = TypeVar("T")
 
 # Python objects cost more than their text: `{"":0},` are seven bytes, the dictionary has some 200.
 # Whoever writes a file of such text could make its reader use thirty times its size.
@@ -21,26 +23,27 @@ _ALLOWANCE = 16 << 20  # bytes
 _LONGEST_SHOWN = 60  # characters
 
 
-def write(document: dict[str, Any]) -> bytes:
-    """The JSON text of a document, readable, in UTF-8, equal for equal documents.
+def write(document: Any) -> str:
+    """The JSON text of a document, equal for equal documents; of records their fields.
 
     Raises:
         ValueError, TypeError: it holds what JSON has no form for (NaN, a key that is no string).
 
     Example:
         >>> write({"a": [1, "ö"]})
-        b'{\\n  "a": [\\n    1,\\n    "\\xc3\\xb6"\\n  ]\\n}'
+        '{"a":[1,"ö"]}'
     """
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
-    return text.encode("utf-8")
+    return json.dumps(
+        document, default=vars, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
 
 
-def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, Any]:
+def read(text: bytes, member: str, *, most: int = _ALLOWANCE) -> dict[str, Any]:
     """Reads a JSON object.
 
     Args:
-        text: the member's bytes, UTF-8.
-        member: its name, for errors.
+        text: of the document, UTF-8.
+        member: the part of the file that it is, for errors.
         most: bytes that the objects may take, if that is more than 16 MiB; what is bounded is an
             estimate from above, made before anything is read.
 
@@ -49,7 +52,7 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
             that can be written back, it is nested too deeply, or it would take too much memory.
 
     Example:
-        >>> read(memoryview(b'{"a": [1, 2]}'), "manifest.json")
+        >>> read(b'{"a": [1, 2]}', "manifest")
         {'a': [1, 2]}
     """
 
@@ -68,17 +71,16 @@ def read(text: memoryview, member: str, *, most: int = _ALLOWANCE) -> dict[str, 
         number = float(word)
         return number if math.isfinite(number) else refuse(word)
 
-    raw = text.tobytes()
-    check_cost(raw, member, most)
+    check_cost(text, member, most)
     try:
         found = json.loads(
-            raw.decode("utf-8"),
+            text.decode("utf-8"),
             object_pairs_hook=no_key_twice,
             parse_constant=refuse,
             parse_float=finite,
         )
         # Half of a surrogate pair can be read, but neither printed nor written.
-        if b"\\u" in raw:
+        if b"\\u" in text:
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except ArtefactError:
         raise
@@ -106,63 +108,116 @@ def check_cost(text: bytes, member: str, most: int) -> None:
         )
 
 
-def check(value: Any, schema: Schema, member: str, where: str = "") -> None:
-    """Raises unless a JSON value has the form that `schema` describes.
+def parse(kind: type[T], value: Any, member: str, where: str = "") -> T:
+    """A JSON value as a value of a declared type.
 
     Args:
+        kind: ``str``, ``int``, ``float``, ``bool``, None: exactly that one, so True is no int;
+            ``tuple[s, ...]``, a list; ``tuple[s, t]``, a list of two; ``dict[str, s]``, an object
+            with any keys; a dataclass, an object with exactly its fields as keys; ``s | None``;
+            ``Annotated[s, f]`` with a function from a value to what it should be, or None if that
+            is what it is; `Any`.
         value: what was read.
-        schema: a type (``str``, ``int``, ``float``, ``bool``, ``type(None)``: exactly that one,
-            so True is no int); a function from a value to what is wrong with it, or None; ``[s]``,
-            a list of `s`; ``{"key": s, ...}``, an object with exactly these keys, where those that
-            end in ``?`` may be missing; ``{str: s}``, an object with any keys; ``(s, t)``, one of
-            these.
-        member: the name of the member, for errors.
+        member: the part of the file that it is in, for errors.
         where: where in it `value` stands, for errors.
 
     Raises:
         ArtefactError: `value` has another form; the message says where, and what was expected.
 
     Example:
-        >>> check({"shape": [2, 3]}, {"shape": [natural], "name?": str}, "manifest.json")
-        >>> check({"shape": [2, -3]}, {"shape": [natural], "name?": str}, "manifest.json")
+        >>> parse(tuple[Natural, ...], [2, 3], "manifest", "shape")
+        (2, 3)
+        >>> parse(tuple[Natural, ...], [2, -3], "manifest", "shape")
         Traceback (most recent call last):
-        tracegrad.saving.errors.ArtefactError: manifest.json: shape[1] should be an integer from 0
-        to 2**63 - 1 and is -3
+        tracegrad.saving.errors.ArtefactError: manifest: shape[1] should be an integer from 0 to
+        2**63 - 1 and is -3
     """
-    wrong = _wrong(value, schema, where)
-    if wrong is not None:
-        raise ArtefactError(member, wrong)
+    try:
+        found: T = _parse(kind, value, where)
+    except _WrongForm as error:
+        raise ArtefactError(member, str(error)) from None
+    except RecursionError:
+        raise ArtefactError(member, "it is nested too deeply") from None
+    return found
+
+
+class _WrongForm(Exception):
+    """What is wrong with a value, as a sentence."""
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    place, origin = where or "the document", typing.get_origin(kind)
+    if kind is Any or isinstance(kind, TypeVar):
+        return value
+    if kind is None or kind in _WORDS:
+        if type(value) is not (type(None) if kind is None else kind):
+            raise _WrongForm(f"{place} should be {_WORDS[kind]} and is {show(value)}")
+        return value
+    if origin is Annotated:
+        inner, *checks = typing.get_args(kind)
+        for check in checks:
+            if (expected := check(value)) is not None:
+                raise _WrongForm(f"{place} should be {expected} and is {show(value)}")
+        return _parse(inner, value, where)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (each for each in typing.get_args(kind) if each is not type(None))
+        return None if value is None else _parse(inner, value, where)
+    if origin is tuple:
+        if type(value) is not list:
+            raise _WrongForm(f"{place} should be a list and is {show(value)}")
+        kinds = typing.get_args(kind)
+        if kinds[-1] is ...:
+            kinds = kinds[:1] * len(value)
+        elif len(kinds) != len(value):
+            raise _WrongForm(f"{place} should be a list of {len(kinds)} and is {show(value)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple([_parse(each, item, f"{where}[{i}]") for i, (each, item) in pairs])
+    if type(value) is not dict:
+        raise _WrongForm(f"{place} should be an object and is {show(value)}")
+    if origin is dict:
+        _, inner = typing.get_args(kind)
+        return {key: _parse(inner, each, f"{where}[{show(key)}]") for key, each in value.items()}
+    fields, prefix = _fields(origin or kind), f"{where}." if where else ""
+    for key in value:
+        if key not in fields:
+            raise _WrongForm(f"{place} has a key {show(key)} that should not be there")
+    for key in fields:
+        if key not in value:
+            raise _WrongForm(f"{place} lacks the key {show(key)}")
+    found = {key: _parse(each, value[key], f"{prefix}{key}") for key, each in fields.items()}
+    return kind(**found)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def natural(value: Any) -> str | None:
-    """A schema: what an offset, a length or a size may be."""
+    """What an offset, a length or a size may be."""
     if type(value) is int and 0 <= value < 2**63:
         return None
     return "an integer from 0 to 2**63 - 1"
 
 
 def text(value: Any) -> str | None:
-    """A schema: a string that UTF-8 can write, which half of a surrogate pair is not."""
+    """A string that UTF-8 can write, which half of a surrogate pair is not."""
     if type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value):
         return None
     return "a string of Unicode"
 
 
-def sha256(value: Any) -> str | None:
-    """A schema: a SHA-256 in hexadecimal digits."""
-    if type(value) is str and re.fullmatch("[0-9a-f]{64}", value):
-        return None
-    return "64 hexadecimal digits"
-
-
-def one_of(*values: Any) -> Callable[[Any], str | None]:
-    """A schema: one of these, which are of one type."""
+def one_of(*values: str) -> Callable[[Any], str | None]:
+    """One of these strings."""
 
     def check_one(value: Any) -> str | None:
-        fits = any(type(value) is type(each) and value == each for each in values)
-        return None if fits else " or ".join(map(show, values))
+        return None if type(value) is str and value in values else " or ".join(map(show, values))
 
     return check_one
+
+
+Natural = Annotated[int, natural]
 
 
 def show(value: Any) -> str:
@@ -179,53 +234,11 @@ def show(value: Any) -> str:
     return repr(value)
 
 
-_WORDS = {
+_WORDS: dict[Any, str] = {
     str: "a string",
     int: "an integer",
     float: "a number",
     bool: "true or false",
-    type(None): "null",
     list: "a list",
     dict: "an object",
 }
-
-
-def _wrong(value: Any, schema: Schema, where: str) -> str | None:
-    """What is wrong with `value`, as a sentence; None if it fits."""
-    place = where or "the document"
-    if isinstance(schema, type):
-        if type(value) is schema:
-            return None
-        return f"{place} should be {_WORDS[schema]} and is {show(value)}"
-    if callable(schema):
-        expected = schema(value)
-        return expected and f"{place} should be {expected} and is {show(value)}"
-    if isinstance(schema, tuple):
-        wrong = [_wrong(value, each, where) for each in schema]
-        # Of several forms the one that comes closest says most: it failed further inside.
-        return None if None in wrong else max(filter(None, wrong), key=lambda text: text.find(" "))
-    if isinstance(schema, list):
-        if type(value) is not list:
-            return f"{place} should be a list and is {show(value)}"
-        inside = (_wrong(each, schema[0], f"{where}[{i}]") for i, each in enumerate(value))
-        return next(filter(None, inside), None)
-    return _wrong_object(value, schema, where)
-
-
-def _wrong_object(value: Any, schema: dict[Any, Schema], where: str) -> str | None:
-    place, prefix = where or "the document", f"{where}." if where else ""
-    if type(value) is not dict:
-        return f"{place} should be an object and is {show(value)}"
-    if str in schema:
-        any_key = schema[str]
-        inside = (_wrong(each, any_key, f"{where}[{show(key)}]") for key, each in value.items())
-        return next(filter(None, inside), None)
-    known = {key.removesuffix("?"): each for key, each in schema.items()}
-    for key in value:
-        if key not in known:
-            return f"{place} has a key {show(key)} that should not be there"
-    for key in schema:
-        if key not in value and not key.endswith("?"):
-            return f"{place} lacks the key {show(key)}"
-    inside = (_wrong(each, known[key], f"{prefix}{key}") for key, each in value.items())
-    return next(filter(None, inside), None)

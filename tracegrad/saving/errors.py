@@ -9,17 +9,17 @@ class ArtefactError(ValueError):
     """A file cannot be trusted to be what `tracegrad.save` wrote, so nothing of it was used.
 
     Args:
-        member: the member of the file that the fault is in, such as ``variables.safetensors``; or
-            the part of the container: ``file``, ``end record``, ``directory``.
+        member: the part of the file that the fault is in: an array, by its name, or ``header``,
+            ``manifest``, ``tracegrad/seal``, or ``file``.
         reason: what was expected, what came, and what to do where something can be done.
         path: the file.
 
     Example:
-        >>> error = ArtefactError("manifest.json", "it is no JSON", "model.tracegrad")
+        >>> error = ArtefactError("manifest", "it is no JSON", "model.tracegrad")
         >>> error.member, error.reason
-        ('manifest.json', 'it is no JSON')
+        ('manifest', 'it is no JSON')
         >>> print(error)
-        model.tracegrad: manifest.json: it is no JSON
+        model.tracegrad: manifest: it is no JSON
     """
 
     def __init__(self, member: str, reason: str, path: str | os.PathLike[str] | None = None):

@@ -31,6 +31,7 @@ from tracegrad.ir.dependence import dependence, is_reference, leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.saving import outside_calls
+from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
 from tracegrad.tracing.graphs import graph as trace_graph
 
 # Arrays that a function closes over are written into each of its programs.
@@ -41,27 +42,14 @@ _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A program as it is written, and what it is differentiated by.
-
-    `program` is a position in the list of programs, the rest as in `manifest.ProgramRecord`.
-    """
-
-    program: int
-    connected: tuple[tuple[int, ...], ...]
-    refused: tuple[tuple[int, str], ...] = ()
-    value: Exported | None = None
-    gradient: Exported | None = None
-
-
-@dataclass(frozen=True)
 class Programs:
-    """All programs of a function, what each calls outside, and how they belong together."""
+    """All programs of a function, what each calls outside, and how they belong together, by
+    their positions."""
 
     contents: tuple[bytes, ...]
     calls: tuple[tuple[str, ...], ...]
     platforms: tuple[str, ...]
-    function: Exported
+    tree: ProgramTree[int]
 
 
 def export(
@@ -82,8 +70,8 @@ def export(
     """
     _warn_of_constants(graph, order + 1)
     writer = _Writer(graph.name, platforms)
-    function = writer.write(graph, again, len(graph.assigned), 0, order)
-    return Programs(tuple(writer.contents), tuple(writer.calls), writer.written_for, function)
+    tree = writer.write(graph, again, len(graph.assigned), 0, order)
+    return Programs(tuple(writer.contents), tuple(writer.calls), writer.written_for, tree)
 
 
 @dataclass
@@ -99,7 +87,7 @@ class _Writer:
 
     def write(
         self, graph: Graph, again: Callable[[], Graph], assigned: int, order: int, left: int
-    ) -> Exported:
+    ) -> ProgramTree[int]:
         """Exports a derivative of some order, and those of up to `left` orders more."""
         described = f"the derivative of order {order} of {self.name}" if order else self.name
         refuse_host(graph, described)
@@ -108,7 +96,7 @@ class _Writer:
         active = gets_gradient(graph.in_avals)
         flowing = has_cotangent(graph.out_avals, assigned)
         if not left or not active or not flowing:
-            return Exported(program, _sorted(connected))
+            return ProgramTree(program, _sorted(connected))
         try:
             gradient, refused = _gradient_where_possible(graph, again, active, flowing)
             active = [i for i in active if i not in dict(refused)]
@@ -124,7 +112,7 @@ class _Writer:
                 f"the derivative of order {order + 1} of {self.name} cannot be saved, because JAX "
                 f"cannot differentiate it: {error}\nSave it with gradient_order={order}."
             ) from error
-        return Exported(
+        return ProgramTree(
             program,
             _sorted(connected),
             refused,
@@ -173,17 +161,6 @@ def check_installed() -> None:
 
 
 # -------------------------------------------------------------------------------- differentiation
-
-
-def has_cotangent(avals: Sequence[Any], assigned: int) -> list[int]:
-    """Which results of a program, the last `assigned` of them new values, take cotangents."""
-    return [j for j in range(len(avals) - assigned) if _jax.has_gradient(avals[j])]
-
-
-def gets_gradient(avals: Sequence[Any], refused: Sequence[tuple[int, str]] = ()) -> list[int]:
-    """Which operands of a program get gradients."""
-    without = dict(refused)
-    return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval) and i not in without]
 
 
 def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.export
 import numpy as np
 
 import tracegrad
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.saving import dimensions, documents, program, structure
-from tracegrad.saving import manifest as manifests
-from tracegrad.saving.container import Contents, write_container
-from tracegrad.saving.load import LoadedFunction, LoadedFunctions
-from tracegrad.saving.manifest import FunctionRecord, Manifest, ProgramRecord, VariableRecord
-from tracegrad.saving.tensors import tensor_pieces
+from tracegrad.saving import dimensions, documents, program
+from tracegrad.saving.container import write_container
+from tracegrad.saving.interface import Function, interface, traced_for
+from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
+from tracegrad.saving.manifest import (
+    HIGHEST_ORDER,
+    OWN,
+    FunctionRecord,
+    Manifest,
+    VariableRecord,
+    Versions,
+)
+from tracegrad.saving.tensors import Array, in_order
 from tracegrad.saving.variables import array_of, is_key
-from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.static import StaticArguments
-from tracegrad.tracing.traced import BoundTracedFunction
-from tracegrad.tracing.user_errors import innermost_user_line
 from tracegrad.tracing.variable import Variable, peek
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 Path = str | os.PathLike[str]
-Function = Callable[..., Any]
 
 
 def save(
@@ -49,7 +49,8 @@ def save(
     What is written is the program that XLA compiles, the programs of its derivatives, in which
     the function's custom gradients, stopped gradients and recomputation are at work, and the
     values of the `Variable`s that it reads or assigns. None of its Python code is needed to load
-    it with `load`, none is written, and no pickle. `docs/artefact.md` describes the file.
+    it with `load`, none is written, and no pickle. The file is one of the safetensors format, with
+    the Variables as its arrays; `docs/artefact.md` describes it.
 
     The file appears at `path` in one step: whatever happens, the old one or the new one is there.
 
@@ -105,23 +106,19 @@ def save(
     single = not isinstance(fun, (Mapping, LoadedFunctions))
     variables = _Variables()
     saved = [
-        _saved(name, function, given, gradient_order, platforms, i, variables)
-        for i, (name, function, given) in enumerate(_requests(fun, specs))
+        _saved(name, function, given, gradient_order, platforms, variables)
+        for name, function, given in _requests(fun, specs)
     ]
-    document = manifests.to_json(
-        Manifest(
-            versions={"tracegrad": tracegrad.__version__, **_jax.versions()},
-            single=single,
-            variables=tuple(variables.records),
-            functions=tuple(each.record for each in saved),
-        )
+    document = Manifest(
+        versions=Versions(tracegrad.__version__, **_jax.versions()),
+        single=single,
+        variables=tuple(variables.records),
+        functions=tuple(record for record, _ in saved),
     )
-    members: dict[str, Contents] = {}
-    for each in saved:
-        members |= each.members
-    if variables.records:
-        members[manifests.VARIABLES] = tensor_pieces(variables.arrays())
-    write_container(path, members, document)
+    arrays = in_order(variables.arrays())
+    for _, each in saved:
+        arrays |= each
+    write_container(path, arrays, document)
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
@@ -138,9 +135,9 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
             "gradient_order should be an integer, 0 or greater (how many times the loaded "
             f"function can be differentiated), and is {gradient_order!r}"
         )
-    if gradient_order > manifests.HIGHEST_ORDER:
+    if gradient_order > HIGHEST_ORDER:
         raise ValueError(
-            f"gradient_order should be at most {manifests.HIGHEST_ORDER} and is {gradient_order}"
+            f"gradient_order should be at most {HIGHEST_ORDER} and is {gradient_order}"
         )
     if platforms is None:
         return
@@ -220,15 +217,16 @@ class _Variables:
         return len(self.records) - 1
 
     def _free_key(self, name: str) -> str:
-        # An empty name, and the one by which safetensors calls its metadata, are no keys.
-        base = name if name and name != "__metadata__" else "Variable"
+        # Not those by which safetensors calls its metadata, and we what is no Variable.
+        is_key = name and name != "__metadata__" and not name.startswith(OWN)
+        base = name if is_key else "Variable"
         taken = {record.key for record in self.records}
         key, number = base, 1
         while key in taken:
             key, number = f"{base}_{number}", number + 1
         return key
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self) -> dict[str, Array]:
         """Their values now; on the CPU without a copy."""
         return {
             record.key: array_of(record.name, value)
@@ -250,29 +248,23 @@ def _key_type(variable: Variable) -> str:
 # -------------------------------------------------------------------------------------- functions
 
 
-@dataclass(frozen=True)
-class _Saved:
-    record: FunctionRecord
-    members: dict[str, Contents]
-
-
 def _saved(
     name: str,
     fun: Any,
     specs: Any,
     order: int,
     platforms: Sequence[str] | None,
-    number: int,
     variables: _Variables,
-) -> _Saved:
+) -> tuple[FunctionRecord, dict[str, Array]]:
+    """What is written of a function: in the manifest, and as arrays."""
     _name(fun)
     if documents.text(name) is not None:
         raise ValueError(f"the name of a function should be Unicode and is {name!a}")
     if isinstance(fun, LoadedFunction) and specs is None:
-        return _as_loaded(name, fun, order, platforms, number, variables)
-    traced = _traced(name, fun, specs)
-    parameters, arguments, result = _interface(traced, name)
-    programs = program.export(traced, lambda: _traced(name, fun, specs), order, platforms)
+        return _as_loaded(name, fun, order, platforms, variables)
+    traced = traced_for(name, fun, specs)
+    parameters, arguments, result = interface(traced, name)
+    programs = program.export(traced, lambda: traced_for(name, fun, specs), order, platforms)
     record = FunctionRecord(
         name=name,
         parameters=parameters,
@@ -283,11 +275,10 @@ def _saved(
         platforms=programs.platforms,
         gradient_order=order,
         constraints=_constraints(traced, name),
-        program=_program_record(programs.function, programs.calls, number),
-        graph=_graph_member(number),
+        calls=programs.calls,
+        tree=programs.tree,
     )
-    contents = {_program_member(number, k): each for k, each in enumerate(programs.contents)}
-    return _Saved(record, {**contents, record.graph: _utf_8(str(traced))})
+    return record, _arrays(record, programs.contents, str(traced))
 
 
 def _constraints(traced: Graph, name: str) -> tuple[str, ...]:
@@ -298,29 +289,13 @@ def _constraints(traced: Graph, name: str) -> tuple[str, ...]:
     return found
 
 
-def _utf_8(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")  # names of functions may be no Unicode
-
-
-def _program_record(
-    exported: program.Exported, calls: Sequence[tuple[str, ...]], number: int
-) -> ProgramRecord:
-    value, gradient = (
-        None if each is None else _program_record(each, calls, number)
-        for each in (exported.value, exported.gradient)
-    )
-    member, called = _program_member(number, exported.program), calls[exported.program]
-    return ProgramRecord(member, exported.connected, exported.refused, called, value, gradient)
-
-
 def _as_loaded(
     name: str,
     fun: LoadedFunction,
     order: int,
     platforms: Sequence[str] | None,
-    number: int,
     variables: _Variables,
-) -> _Saved:
+) -> tuple[FunctionRecord, dict[str, Array]]:
     """The programs of a loaded function, as they were written."""
     if order > fun.gradient_order:
         raise ValueError(
@@ -333,218 +308,12 @@ def _as_loaded(
             "specs, with which it is traced anew"
         )
     record, contents = fun.written()
-    moved = {member: _program_member(number, k) for k, member in enumerate(contents)}
-    record = replace(
-        record,
-        name=name,
-        reads=variables.places(fun.reads),
-        assigns=variables.places(fun.assigns),
-        program=_moved(record.program, moved),
-        graph=_graph_member(number),
-    )
-    programs = {moved[member]: each for member, each in contents.items()}
-    return _Saved(record, {**programs, record.graph: _utf_8(fun.graph_text)})
+    reads, assigns = variables.places(fun.reads), variables.places(fun.assigns)
+    record = replace(record, name=name, reads=reads, assigns=assigns)
+    return record, _arrays(record, contents, fun.graph_text)
 
 
-def _moved(record: ProgramRecord, names: Mapping[str, str]) -> ProgramRecord:
-    value, gradient = (
-        None if each is None else _moved(each, names) for each in (record.value, record.gradient)
-    )
-    return replace(record, member=names[record.member], value=value, gradient=gradient)
-
-
-def _program_member(number: int, place: int) -> str:
-    return f"functions/{number}/program_{place}.jax"
-
-
-def _graph_member(number: int) -> str:
-    return f"functions/{number}/graph.txt"
-
-
-def _traced(name: str, fun: Function, specs: Any) -> Graph:
-    static = StaticArguments()
-    make = graph(fun)
-    if isinstance(fun, TracedFunction):
-        static, make = fun._pipeline.static, fun.graph
-    elif isinstance(fun, BoundTracedFunction):
-        static, make = _method(fun)
-    args, kwargs = _checked_specs(name, fun, specs, static)
-    try:
-        return make(*args, **kwargs)
-    except Exception as error:
-        line = innermost_user_line(error.__traceback__)
-        at = f", at {line}" if line else ""
-        error.add_note(f"while {name} was traced to be saved, for {_shown(args, kwargs)}{at}")
-        raise
-
-
-def _method(fun: BoundTracedFunction) -> tuple[StaticArguments, Callable[..., Graph]]:
-    """How a traced method is traced with what it is bound to as a part of it, not an argument."""
-
-    @functools.wraps(fun.__wrapped__)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    whole = fun._pipeline.static
-    static = StaticArguments(frozenset(p - 1 for p in whole.positions if p > 0), whole.names)
-    positions, names = tuple(static.positions), tuple(static.names)
-    return static, graph(method, static_argnums=positions, static_argnames=names)
-
-
-def _checked_specs(
-    name: str, fun: Function, specs: Any, static: StaticArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The specs as arguments to trace the function with."""
-    if specs is None:
-        raise TypeError(
-            f"specs are missing: save({name}, path, specs) needs one array or "
-            "jax.ShapeDtypeStruct for each argument"
-        )
-    if not isinstance(specs, (list, tuple, dict)) or structure.is_namedtuple(type(specs)):
-        raise TypeError(
-            "specs should be a list with an entry for each argument, or a dictionary of keyword "
-            f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
-        )
-    args = () if isinstance(specs, dict) else tuple(specs)
-    kwargs = specs if isinstance(specs, dict) else {}
-    try:
-        signature = inspect.signature(fun.__wrapped__ if hasattr(fun, "__wrapped__") else fun)
-    except (TypeError, ValueError):
-        signature = None
-    if signature is not None:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
-                f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
-            ) from None
-        args, kwargs = bound.args, bound.kwargs  # given by name, and to be called without
-    fixed = static.within(args)
-    return (
-        tuple(s if i in fixed else _spec(s, f"the spec {i}") for i, s in enumerate(args)),
-        {
-            key: s if key in static.names else _spec(s, f"the spec {key!r}")
-            for key, s in kwargs.items()
-        },
-    )
-
-
-def _spec(spec: Any, where: str) -> Any:
-    """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex)):
-            return leaf
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"{where} should be an array, a jax.ShapeDtypeStruct or a tree of those, and has "
-                f"{leaf!r} of type {type(leaf).__name__}"
-            )
-        shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
-        if shape is None:
-            raise TypeError(
-                f"{where} has no fixed rank: a program of XLA is made for one rank. Save one "
-                "function for each that you need, save({name: (fun, specs), ...}, path); sizes may "
-                'be left open, by jax.export.symbolic_shape("b, 3")'
-            )
-        if any(size is None for size in shape):
-            raise TypeError(
-                f"{where} has the shape {tuple(shape)}: name the sizes that are left open, so that "
-                'it is known which are equal, by jax.export.symbolic_shape("b, 3")'
-            )
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-            return leaf
-        return _jax.struct(shape, getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype))
-
-    return jax.tree.map(convert, spec)
-
-
-def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    def text(leaf: Any) -> str:
-        if not hasattr(leaf, "shape"):
-            return repr(leaf)
-        return f"{leaf.dtype}{dimensions.shown(leaf.shape)}"
-
-    shown = [str(jax.tree.map(text, arg)) for arg in args]
-    shown += [f"{name}={jax.tree.map(text, arg)}" for name, arg in kwargs.items()]
-    return f"({', '.join(shown)})".replace("'", "")
-
-
-def _interface(
-    traced: Graph, name: str
-) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
-    """Parameters, the structure of the argument for each, and the structure of the result."""
-    inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    outputs = traced.out_avals[: len(traced.outputs) - len(traced.assigned)]
-    args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
-    result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
-    parameters = [*_positional(traced.signature, len(args))]
-    parameters += [(key, "keyword") for key in kwargs]
-    for parameter, _ in parameters:
-        if (why := structure.why_no_name(parameter)) is not None:
-            raise TypeError(
-                f"{name} cannot be saved with an argument of this name: {why}. Give a dictionary "
-                "as one argument instead"
-            )
-    arguments = [
-        structure.describe(tree, _leaf, f"the argument {parameter}")
-        for (parameter, _), tree in zip(parameters, (*args, *kwargs.values()), strict=True)
-    ]
-    return (
-        tuple(parameters),
-        tuple(arguments),
-        structure.describe(result, _leaf, f"the result of {name}"),
-    )
-
-
-class _Leaf:
-    """A leaf of a tree that is being described: of a class that no user has in a tree."""
-
-    def __init__(self, aval: Any):
-        self.aval = aval
-
-
-def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
-    try:
-        return jax.tree.unflatten(tree, [_Leaf(aval) for aval in avals])
-    except Exception as error:
-        raise TypeError(
-            f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "
-            "and no code is saved: make dictionaries, lists or tuples of them"
-        ) from error
-
-
-def _leaf(leaf: Any) -> dict[str, Any]:
-    if not isinstance(leaf, _Leaf):
-        raise TypeError(
-            f"is of type {type(leaf).__name__}, which is rebuilt by its Python code, and no code "
-            "is saved: make a dictionary, list or tuple of it, or pass its arrays"
-        )
-    shape = [size if isinstance(size, int) else str(size) for size in leaf.aval.shape]
-    for size in shape:
-        if isinstance(size, str) and (why := dimensions.why_no_size(size)) is not None:
-            raise TypeError(f"has the size {size}: {why}")
-    return {"dtype": str(leaf.aval.dtype), "shape": shape}
-
-
-def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, str]]:
-    """Names and kinds of the first `count` positional parameters."""
-    named: list[tuple[str, str]] = []
-    rest = "arg"
-    for parameter in () if signature is None else signature.parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            rest = parameter.name
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named.append((parameter.name, manifests.kind_name(parameter.kind)))
-    named = named[:count]
-    if len(named) == count:
-        return named
-    taken = {name for name, _ in named}
-    named = [(name, "positional") for name, _ in named]  # as more follow that have no name
-    for i in range(count - len(named)):
-        name = f"{rest}_{i}"
-        while name in taken:
-            name += "_"
-        named.append((name, "positional"))
-    return named
+def _arrays(record: FunctionRecord, programs: Sequence[bytes], text: str) -> dict[str, Array]:
+    contents = dict(zip(record.programs, programs, strict=True))
+    contents[record.graph] = text.encode("utf-8", "backslashreplace")  # of names without Unicode
+    return {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}

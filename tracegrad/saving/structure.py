@@ -12,7 +12,8 @@ import keyword
 import unicodedata
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
@@ -188,49 +189,44 @@ def check(structure: Any, member: str, where: str, depth: int = 0) -> None:
         raise ArtefactError(member, f"{where} should describe a tree")
     inside: list[tuple[str, Any]] = []
     if "dtype" in structure:
-        leaf = {"dtype": str, "shape": [(documents.natural, dimensions.size)]}
-        documents.check(structure, leaf, member, where)
+        documents.parse(_Leaf, structure, member, where)
     elif len(structure) == 1 and ("tuple" in structure or "list" in structure):
         (key,) = structure
-        documents.check(structure, {key: [anything]}, member, where)
-        inside = [(f"{where}.{key}[{i}]", item) for i, item in enumerate(structure[key])]
+        items = documents.parse(tuple[Any, ...], structure[key], member, f"{where}.{key}")
+        inside = [(f"{where}.{key}[{i}]", item) for i, item in enumerate(items)]
     elif set(structure) == {"dict"}:
-        documents.check(structure, {"dict": [_pair(_key)]}, member, where)
-        keys = [key for key, _ in structure["dict"]]
+        pairs = documents.parse(_Keyed, structure["dict"], member, f"{where}.dict")
+        keys = [key for key, _ in pairs]
         if len({type(key) for key in keys}) > 1 or keys != sorted(set(keys)):
             raise ArtefactError(member, f"{where} has keys out of order, or one twice")
-        inside = [(f"{where}[{key!r}]", item) for key, item in structure["dict"]]
+        inside = [(f"{where}[{key!r}]", item) for key, item in pairs]
     elif set(structure) == {"namedtuple", "fields"}:
-        form = {"namedtuple": documents.text, "fields": [_pair(documents.text)]}
-        documents.check(structure, form, member, where)
-        names = [name for name, _ in structure["fields"]]
-        if (why := why_no_name(structure["namedtuple"]) or _why_no_fields(names)) is not None:
+        name = documents.parse(str, structure["namedtuple"], member, f"{where}.namedtuple")
+        fields = documents.parse(_Named, structure["fields"], member, f"{where}.fields")
+        why = why_no_name(name) or _why_no_fields([field for field, _ in fields])
+        if why is not None:
             raise ArtefactError(member, f"{where} is no named tuple: {why}")
-        inside = [(f"{where}.{name}", item) for name, item in structure["fields"]]
+        inside = [(f"{where}.{field}", item) for field, item in fields]
     else:
         raise ArtefactError(member, f"{where} has the keys of no tree: {sorted(structure)[:5]}")
     for place, item in inside:
         check(item, member, place, depth + 1)
 
 
-def anything(value: Any) -> str | None:
-    """A schema: any value, to be checked elsewhere."""
-    return None
-
-
-def _pair(first: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    def pair(value: Any) -> str | None:
-        if type(value) is list and len(value) == 2 and first(value[0]) is None:
-            return None
-        return "a pair that begins with " + (first(None) or "a name")
-
-    return pair
-
-
 def _key(value: Any) -> str | None:
     if documents.text(value) is None or (type(value) is int and -(2**63) <= value < 2**63):
         return None
     return "strings or integers of 64 bits"
+
+
+_Keyed = tuple[tuple[Annotated[Any, _key], Any], ...]
+_Named = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    dtype: str
+    shape: tuple[Annotated[Any, dimensions.size], ...]
 
 
 def _too_deep(where: str) -> str:

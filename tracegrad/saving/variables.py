@@ -1,7 +1,7 @@
 """The Variables of an object tree to and from a safetensors file, without the functions.
 
 For checkpoints, and for exchanging weights with other programs: the file is an ordinary one of its
-format, which a hundred tools read. What `save` writes holds such a file too.
+format, which a hundred tools read. What `save` writes is one too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import jax
 import numpy as np
 
 from tracegrad.saving.atomic import replacing
-from tracegrad.saving.container import map_file
-from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.container import map_file, naming
 from tracegrad.saving.structure import is_namedtuple
-from tracegrad.saving.tensors import read_tensors, tensor_pieces
+from tracegrad.saving.tensors import bytes_of, header_of, in_order, read_tensors
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.tracing.variable import Variable, peek
@@ -133,10 +132,12 @@ def save_variables(tree: Any, path: Path) -> None:
         name: array_of(variable.name, value)
         for (name, variable), value in zip(variables.items(), values, strict=True)
     }
-    pieces = tensor_pieces(arrays)
+    arrays = in_order(arrays)
+    header = header_of(arrays, {})
     with replacing(path) as file:
-        for piece in pieces:
-            file.write(piece)
+        file.write(header)
+        for array in arrays.values():
+            file.write(bytes_of(array))
 
 
 def load_variables(tree: Any, path: Path) -> None:
@@ -159,10 +160,8 @@ def load_variables(tree: Any, path: Path) -> None:
     """
     variables = _some(tree)
     shown = os.fspath(path)
-    try:
-        arrays = read_tensors(map_file(shown)[1], "file")
-    except ArtefactError as error:
-        raise ArtefactError(error.member, error.reason, shown) from None
+    with naming(shown):
+        arrays = read_tensors(map_file(shown))
     missing = [name for name in variables if name not in arrays]
     more = [name for name in arrays if name not in variables]
     if missing or more:

@@ -12,9 +12,9 @@ from pathlib import Path
 from tracegrad.saving import program
 from tracegrad.saving.container import open_container, open_file
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.load import LoadedFunction, load_container, read_program
-from tracegrad.saving.manifest import VARIABLES, Manifest, from_json
-from tracegrad.saving.tensors import read_header
+from tracegrad.saving.load import load_container, read_program
+from tracegrad.saving.loaded import LoadedFunction
+from tracegrad.saving.manifest import Manifest, from_json
 
 _LONGEST = 600  # seconds that parsing may take
 _CHILD = "from tracegrad.saving.verification import parse; parse()"
@@ -38,9 +38,8 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         What the manifest says.
 
     Raises:
-        ArtefactError: a checksum is wrong, SHA-256 or CRC-32; the manifest or the header of the
-            Variables is; a program cannot be parsed, is another than the manifest says, or calls
-            what is none of its business.
+        ArtefactError: a checksum is wrong, the header, or the manifest; a program cannot be
+            parsed, is another than the manifest says, or calls what is none of its business.
         OSError: the file is not there, or may not be read.
         ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
     """
@@ -48,10 +47,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     descriptor = open_file(path)
     try:
         with open_container(path, descriptor=descriptor) as container:
-            container.check_crc()
-            manifest = from_json(container.manifest)
-            if manifest.variables:
-                read_header(container.member(VARIABLES), VARIABLES)
+            manifest = from_json(container.manifest, container.tensors)
             _parse_elsewhere(descriptor, container.path)
     finally:
         os.close(descriptor)
@@ -116,11 +112,11 @@ def parse() -> None:
 
     try:
         with open_container("standard input", descriptor=0) as container:
-            manifest = from_json(container.manifest)
+            manifest = from_json(container.manifest, container.tensors)
             for record in manifest.functions:
-                for each in record.programs:
-                    tell(each.member)
-                    read_program(each, bytes(container.member(each.member)), manifest)
+                for k, name in enumerate(record.programs):
+                    tell(name)
+                    read_program(record, k, bytes(container.bytes(name)), manifest)
             tell("file")
             functions = load_container(container)
         for function in (

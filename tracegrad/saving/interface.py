@@ -1,0 +1,210 @@
+"""What a function that is saved takes and returns: its specs, and the trees of its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.saving import dimensions, structure
+from tracegrad.saving.manifest import kind_name
+from tracegrad.tracing import TracedFunction, graph
+from tracegrad.tracing.static import StaticArguments
+from tracegrad.tracing.traced import BoundTracedFunction
+from tracegrad.tracing.user_errors import innermost_user_line
+
+Function = Callable[..., Any]
+
+
+def traced_for(name: str, fun: Function, specs: Any) -> Graph:
+    """The graph of a function that is to be saved for these specs."""
+    static = StaticArguments()
+    make = graph(fun)
+    if isinstance(fun, TracedFunction):
+        static, make = fun._pipeline.static, fun.graph
+    elif isinstance(fun, BoundTracedFunction):
+        static, make = _method(fun)
+    args, kwargs = _checked_specs(name, fun, specs, static)
+    try:
+        return make(*args, **kwargs)
+    except Exception as error:
+        line = innermost_user_line(error.__traceback__)
+        at = f", at {line}" if line else ""
+        error.add_note(f"while {name} was traced to be saved, for {_shown(args, kwargs)}{at}")
+        raise
+
+
+def _method(fun: BoundTracedFunction) -> tuple[StaticArguments, Callable[..., Graph]]:
+    """How a traced method is traced with what it is bound to as a part of it, not an argument."""
+
+    @functools.wraps(fun.__wrapped__)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    whole = fun._pipeline.static
+    static = StaticArguments(frozenset(p - 1 for p in whole.positions if p > 0), whole.names)
+    positions, names = tuple(static.positions), tuple(static.names)
+    return static, graph(method, static_argnums=positions, static_argnames=names)
+
+
+def _checked_specs(
+    name: str, fun: Function, specs: Any, static: StaticArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The specs as arguments to trace the function with."""
+    if specs is None:
+        raise TypeError(
+            f"specs are missing: save({name}, path, specs) needs one array or "
+            "jax.ShapeDtypeStruct for each argument"
+        )
+    if not isinstance(specs, (list, tuple, dict)) or structure.is_namedtuple(type(specs)):
+        raise TypeError(
+            "specs should be a list with an entry for each argument, or a dictionary of keyword "
+            f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
+        )
+    args = () if isinstance(specs, dict) else tuple(specs)
+    kwargs = specs if isinstance(specs, dict) else {}
+    try:
+        signature = inspect.signature(fun.__wrapped__ if hasattr(fun, "__wrapped__") else fun)
+    except (TypeError, ValueError):
+        signature = None
+    if signature is not None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
+                f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
+            ) from None
+        args, kwargs = bound.args, bound.kwargs  # given by name, and to be called without
+    fixed = static.within(args)
+    return (
+        tuple(s if i in fixed else _spec(s, f"the spec {i}") for i, s in enumerate(args)),
+        {
+            key: s if key in static.names else _spec(s, f"the spec {key!r}")
+            for key, s in kwargs.items()
+        },
+    )
+
+
+def _spec(spec: Any, where: str) -> Any:
+    """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return leaf
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where} should be an array, a jax.ShapeDtypeStruct or a tree of those, and has "
+                f"{leaf!r} of type {type(leaf).__name__}"
+            )
+        shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
+        if shape is None:
+            raise TypeError(
+                f"{where} has no fixed rank: a program of XLA is made for one rank. Save one "
+                "function for each that you need, save({name: (fun, specs), ...}, path); sizes may "
+                'be left open, by jax.export.symbolic_shape("b, 3")'
+            )
+        if any(size is None for size in shape):
+            raise TypeError(
+                f"{where} has the shape {tuple(shape)}: name the sizes that are left open, so that "
+                'it is known which are equal, by jax.export.symbolic_shape("b, 3")'
+            )
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+            return leaf
+        return _jax.struct(shape, getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype))
+
+    return jax.tree.map(convert, spec)
+
+
+def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def text(leaf: Any) -> str:
+        if not hasattr(leaf, "shape"):
+            return repr(leaf)
+        return f"{leaf.dtype}{dimensions.shown(leaf.shape)}"
+
+    shown = [str(jax.tree.map(text, arg)) for arg in args]
+    shown += [f"{name}={jax.tree.map(text, arg)}" for name, arg in kwargs.items()]
+    return f"({', '.join(shown)})".replace("'", "")
+
+
+def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
+    """Parameters, the structure of the argument for each, and the structure of the result."""
+    inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
+    outputs = traced.out_avals[: len(traced.outputs) - len(traced.assigned)]
+    args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
+    result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
+    parameters = [*_positional(traced.signature, len(args))]
+    parameters += [(key, "keyword") for key in kwargs]
+    for parameter, _ in parameters:
+        if (why := structure.why_no_name(parameter)) is not None:
+            raise TypeError(
+                f"{name} cannot be saved with an argument of this name: {why}. Give a dictionary "
+                "as one argument instead"
+            )
+    arguments = [
+        structure.describe(tree, _leaf, f"the argument {parameter}")
+        for (parameter, _), tree in zip(parameters, (*args, *kwargs.values()), strict=True)
+    ]
+    return (
+        tuple(parameters),
+        tuple(arguments),
+        structure.describe(result, _leaf, f"the result of {name}"),
+    )
+
+
+class _Leaf:
+    """A leaf of a tree that is being described: of a class that no user has in a tree."""
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
+    try:
+        return jax.tree.unflatten(tree, [_Leaf(aval) for aval in avals])
+    except Exception as error:
+        raise TypeError(
+            f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "
+            "and no code is saved: make dictionaries, lists or tuples of them"
+        ) from error
+
+
+def _leaf(leaf: Any) -> dict[str, Any]:
+    if not isinstance(leaf, _Leaf):
+        raise TypeError(
+            f"is of type {type(leaf).__name__}, which is rebuilt by its Python code, and no code "
+            "is saved: make a dictionary, list or tuple of it, or pass its arrays"
+        )
+    shape = [size if isinstance(size, int) else str(size) for size in leaf.aval.shape]
+    for size in shape:
+        if isinstance(size, str) and (why := dimensions.why_no_size(size)) is not None:
+            raise TypeError(f"has the size {size}: {why}")
+    return {"dtype": str(leaf.aval.dtype), "shape": shape}
+
+
+def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, str]]:
+    """Names and kinds of the first `count` positional parameters."""
+    named: list[tuple[str, str]] = []
+    rest = "arg"
+    for parameter in () if signature is None else signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = parameter.name
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            named.append((parameter.name, kind_name(parameter.kind)))
+    named = named[:count]
+    if len(named) == count:
+        return named
+    taken = {name for name, _ in named}
+    named = [(name, "positional") for name, _ in named]  # as more follow that have no name
+    for i in range(count - len(named)):
+        name = f"{rest}_{i}"
+        while name in taken:
+            name += "_"
+        named.append((name, "positional"))
+    return named

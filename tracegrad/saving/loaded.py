@@ -1,0 +1,322 @@
+"""What `load` returns: functions that run saved programs, and are differentiated by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.saving import dimensions, structure
+from tracegrad.saving.calls import differentiable
+from tracegrad.saving.manifest import FunctionRecord
+from tracegrad.saving.program_tree import ProgramTree
+from tracegrad.tracing.variable import Variable
+
+_MOST_ORDERS = 1024  # trees of arguments that a function remembers
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a loaded function takes and returns.
+
+    Attributes:
+      name: of the function.
+      parameters: the names of its arguments.
+      args: a tuple with one entry for each positional argument: a pytree of
+        `jax.ShapeDtypeStruct`s, with symbolic sizes where they were left open.
+      kwargs: a dictionary of those that are given by name.
+      result: the pytree of what it returns.
+
+    As text it is one line: ``score(x: f32[b,2]) -> f32[b]``.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+    def __str__(self) -> str:
+        given = (*self.args, *self.kwargs.values())
+        shown = (f"{n}: {tree_text(t)}" for n, t in zip(self.parameters, given, strict=True))
+        return f"{self.name}({', '.join(shown)}) -> {tree_text(self.result)}"
+
+
+def tree_text(tree: Any) -> str:
+    """A tree of types as it is printed, ``(f32[b,2], {'w': f32[2]})``."""
+    if isinstance(tree, jax.ShapeDtypeStruct):
+        return _jax.type_text(jax.core.ShapedArray(tree.shape, tree.dtype))
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{k!r}: {tree_text(v)}" for k, v in tree.items()) + "}"
+    if structure.is_namedtuple(type(tree)):
+        fields = ", ".join(f"{n}={tree_text(getattr(tree, n))}" for n in tree._fields)
+        return f"{type(tree).__name__}({fields})"
+    if isinstance(tree, (list, tuple)):
+        inner = ", ".join(map(tree_text, tree))
+        if isinstance(tree, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(tree) == 1 else f"({inner})"
+    return str(tree)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What stands in a tree of arguments for the leaf at a position."""
+
+    position: int
+
+
+class LoadedFunction:
+    """A function from a file; made by `load`.
+
+    Call it as the original, with arrays of the types that it was saved for: positionally or by
+    name, without default values. It runs the saved program, on the Variables of the file. It can
+    be compiled, traced and recorded on tapes, and differentiated in reverse mode (not in forward
+    mode) as often as it was saved for, by its own rules. `jax.vmap` runs it for one element after
+    the other; what is to be fast in batches is saved for batches, with an open size. Called in a
+    function that JAX compiles, a function with Variables wants `tracegrad.trace`, as Variables
+    always do.
+
+    Attributes:
+      signature: a `Signature`.
+      variables: the Variables that it reads or assigns, by name. They can be assigned, and saved
+        again: ``save(loaded, path)``.
+      graph_text: what ``print(tracegrad.graph(fun)(...))`` showed when it was saved.
+      gradient_order: how many times it can be differentiated.
+      platforms: where it runs.
+    """
+
+    signature: Signature
+    variables: Mapping[str, Variable]
+    graph_text: str
+    gradient_order: int
+    platforms: tuple[str, ...]
+
+    def __init__(
+        self,
+        record: FunctionRecord,
+        contents: Sequence[bytes],
+        tree: ProgramTree[Any],
+        text: str,
+        variables: Sequence[Variable],
+        keys: Sequence[str],
+    ):
+        self._record = record
+        self._contents = contents
+        self.reads = tuple(variables[i] for i in record.reads)
+        self.assigns = tuple(variables[i] for i in record.assigns)
+        used = sorted({*record.reads, *record.assigns})
+        self.variables = MappingProxyType({keys[i]: variables[i] for i in used})
+        self.graph_text = text
+        self.gradient_order = record.gradient_order
+        self.platforms = record.platforms
+        self.__name__ = self.__qualname__ = record.name
+        self.__signature__ = record.signature()
+        self.signature = _signature(record, tree.program)
+        self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
+        self._places = [name for name, _ in record.parameters]
+        self._orders: dict[Any, tuple[int, ...]] = {}
+        self._flat = differentiable(tree, len(record.assigns), self._beyond)
+        self._compiled = jax.jit(_named(self._checked, record.name))
+
+    def written(self) -> tuple[FunctionRecord, Sequence[bytes]]:
+        """What was read: the record in the manifest, and the programs."""
+        return self._record, self._contents
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        record = self._record
+        flat = self._leaves(self._arguments(args, kwargs))
+        values = [variable.value for variable in self.reads]
+        try:
+            results = self._compiled(*flat, *values)
+        except TypeError:
+            self._check_arrays(args, kwargs)
+            raise
+        except ValueError as error:
+            if "was exported for" in str(error):
+                error.add_note(
+                    "It can be saved for several platforms at once, save(..., platforms=[...]). "
+                    "What was traced for a mesh of devices (jax.shard_map) wants arguments that "
+                    "lie on as many: jax.device_put(x, sharding)."
+                )
+            raise
+        count = len(results) - len(self.assigns)
+        for variable, value in zip(self.assigns, results[count:], strict=True):
+            variable.assign(value)
+        return structure.rebuild(record.result, iter(results[:count]))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments in the order of the parameters."""
+        if not kwargs and self._is_simple and len(args) == len(self._places):
+            return args
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.signature}: {error}") from None
+        return tuple(bound.arguments[name] for name in self._places)
+
+    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The leaves of the arguments, in the order in which the program takes them."""
+        leaves, tree = jax.tree.flatten(args)
+        try:
+            order = self._orders.get(tree)
+        except Exception:  # containers whose static fields cannot be hashed or compared
+            return self._values(args)
+        if order is None:
+            values = self._values(args)
+            order = self._order(tree)
+            if order is None:
+                return values
+            if len(self._orders) < _MOST_ORDERS:
+                self._orders[tree] = order
+        return [leaves[i] for i in order]
+
+    def _values(self, args: tuple[Any, ...]) -> list[Any]:
+        found = (leaf for _, leaf in self._placed(args))
+        return [leaf.value if isinstance(leaf, Variable) else leaf for leaf in found]
+
+    def _order(self, tree: Any) -> tuple[int, ...] | None:
+        """Where the leaves of a tree that fits stand among those that JAX finds in it: elsewhere
+        for an `OrderedDict`. None for what JAX and we take apart differently.
+
+        It is asked of the tree alone: of the arguments two may be the same object.
+        """
+        marks = [_Mark(i) for i in range(tree.num_leaves)]
+        try:
+            placed = [mark for _, mark in self._placed(jax.tree.unflatten(tree, marks))]
+        except Exception:  # containers of the user's own, which may take nothing but arrays
+            return None
+        if len(placed) != len(marks) or not all(isinstance(mark, _Mark) for mark in placed):
+            return None
+        return tuple(mark.position for mark in placed)
+
+    def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        """The leaves of the arguments, each with its place. Raises where a tree does not fit."""
+        try:
+            return [
+                pair
+                for name, wanted, given in zip(
+                    self._places, self._record.arguments, args, strict=True
+                )
+                for pair in structure.flatten_as(wanted, given, name)
+            ]
+        except TypeError as error:
+            raise TypeError(f"{self.signature}: {error}") from None
+
+    def _check_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, leaf in self._placed(self._arguments(args, kwargs)):
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"{self.signature}: {place} should be an array and is of type "
+                    f"{type(leaf).__name__}"
+                ) from None
+
+    def _checked(self, *flat: Any) -> list[Any]:
+        """The program, after checking the types of its operands: once for each of them."""
+        record = self._record
+        places: list[str] = []
+        types: list[Mapping[str, Any]] = []
+        for name, tree in zip(self._places, record.arguments, strict=True):
+            marks = structure.rebuild(tree, iter(range(len(structure.leaf_types(tree)))))
+            places += [place for place, _ in structure.flatten_as(tree, marks, name)]
+            types += structure.leaf_types(tree)
+        operands = list(flat)
+        for i, (place, wanted) in enumerate(zip(places, types, strict=True)):
+            operands[i] = _of_dtype(self.signature, place, wanted["dtype"], flat[i])
+        shapes = [
+            (place, wanted["shape"], jnp.shape(value))
+            for place, wanted, value in zip(places, types, operands, strict=False)
+        ]
+        dimensions.bind(shapes, record.constraints, record.name)
+        return self._flat(*operands)
+
+    def _beyond(self, order: int) -> Exception:
+        saved = self.gradient_order
+        return ValueError(
+            f"{self.__name__} was saved with gradient_order={saved}, and a derivative of order "
+            f"{order} is asked for: save it with gradient_order={order}. (Derivatives in forward "
+            "mode, such as tracegrad.jvp, hvp and hessian use, are not saved; "
+            "jax.jacrev(jax.grad(...)) is reverse mode throughout.)"
+        )
+
+    def __repr__(self) -> str:
+        return f"<loaded {self.signature}>"
+
+
+def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*flat: Any) -> Any:
+        return fun(*flat)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _signature(record: FunctionRecord, exported: Any) -> Signature:
+    def types(trees: Sequence[Any], avals: Iterator[Any]) -> list[Any]:
+        structs = (_jax.struct(aval.shape, aval.dtype) for aval in avals)
+        return [structure.rebuild(tree, structs) for tree in trees]
+
+    given = types(record.arguments, iter(exported.in_avals))
+    (result,) = types([record.result], iter(exported.out_avals))
+    names = tuple(name for name, _ in record.parameters)
+    split = sum(kind != "keyword" for _, kind in record.parameters)
+    kwargs = dict(zip(names[split:], given[split:], strict=True))
+    return Signature(record.name, names, tuple(given[:split]), MappingProxyType(kwargs), result)
+
+
+def _of_dtype(signature: Signature, place: str, wanted: str, value: Any) -> Any:
+    """A value of the dtype that was saved; Python's numbers are converted, as in arithmetic."""
+    aval = jax.typeof(value)
+    if str(aval.dtype) == wanted:
+        return value
+    if getattr(aval, "weak_type", False) and not wanted.startswith("key<"):
+        dtype = jnp.dtype(wanted)
+        if jnp.result_type(value, dtype) == dtype:
+            return jax.lax.convert_element_type(value, dtype)
+    raise TypeError(
+        f"{signature}: {place} should be of dtype {wanted} and is {aval.dtype}; convert it with "
+        f"`.astype({wanted!r})`"
+    )
+
+
+class LoadedFunctions(Mapping[str, LoadedFunction]):
+    """Several functions from one file, which share their Variables; made by `load`.
+
+    A mapping from their names; a name that is an identifier is an attribute too.
+
+    Attributes:
+      variables: the Variables of all of them, by name.
+    """
+
+    def __init__(self, functions: Mapping[str, LoadedFunction], variables: Mapping[str, Variable]):
+        self._functions = dict(functions)
+        self.variables: Mapping[str, Variable] = MappingProxyType(dict(variables))
+
+    def __getitem__(self, name: str) -> LoadedFunction:
+        return self._functions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __getattr__(self, name: str) -> LoadedFunction:
+        functions = self.__dict__.get("_functions", {})
+        if name in functions:
+            found: LoadedFunction = functions[name]
+            return found
+        raise AttributeError(f"no function {name!r} was saved; there are {', '.join(functions)}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._functions]
+
+    def __repr__(self) -> str:
+        return "\n".join(["<loaded functions", *(f"  {f.signature}" for f in self.values())]) + ">"
