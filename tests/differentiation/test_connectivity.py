@@ -18,6 +18,7 @@ import tracegrad as tg
 from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
 from tracegrad.differentiation import UnconnectedError, grad, jacobian
 from tracegrad.differentiation.connectivity import connections
+from tracegrad.ir import CustomGradient
 from tracegrad.ir.dependence import dependence
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -561,3 +562,36 @@ def test_a_rule_that_refuses_one_operand_is_connected_to_the_others():
     assert float(marked(3.0)[0]) == 3.0
     value = tg.graph(lambda x, scale: jax.vjp(lambda x: f(x, scale), x)[0])(1.0, 2.0)
     assert 0 in connections(value)[0]
+
+
+def crossed(graph):
+    """A rule: each custom gradient gives to its second operand five times what the first gets."""
+    graph = graph.copy()
+    for found in graph.find(lambda o: isinstance(o.node, CustomGradient)):
+        face = graph.own(found).node.face("backward")
+        (new,) = face.insert(lambda ct: 5 * ct, face.outputs[:1])
+        face.set_outputs([face.outputs[0], new])
+    return graph
+
+
+def test_a_rule_that_was_edited_connects_what_it_says_now():
+    @jax.custom_vjp
+    def one_sided(x, y):
+        return x * y
+
+    one_sided.defvjp(lambda x, y: (x * y, y), lambda y, ct: (ct * y, None))
+
+    def on_tape(x, y):
+        with tg.GradientTape() as tape:
+            tape.watch((x, y))
+            z = one_sided(x, y)
+        return tape.gradient(z, [x, y])
+
+    ways = {
+        "grad": lambda x, y: tg.grad(one_sided, ("x", "y"), unconnected="none")(x, y),
+        "gradients": lambda x, y: tg.gradients(one_sided(x, y), [x, y]),
+        "tape": on_tape,
+    }
+    for way in ways.values():
+        assert list(tg.trace(way)(2.0, 3.0)) == [3.0, None]
+        assert list(tg.trace(way, rules=[crossed])(2.0, 3.0)) == [3.0, 15.0]

@@ -31,6 +31,7 @@ from tracegrad.ir.dependence import (
     node_dependence,
     spread,
 )
+from tracegrad.lowering import Lowering, evaluate_node
 from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.lowering.returned import returned_gradients, written_tangents
 from tracegrad.tracing.importer import import_program
@@ -111,7 +112,7 @@ class Walk:
             try:
                 rows = _remembered_rows(node.primitive, params, *types, reached)
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(node.primitive, params, *types, reached)
+                rows = _rows(_binding(node), *types, reached)
         else:
             key = node, reached
             if key not in self.rules:
@@ -175,8 +176,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
 
 def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     """As `_rows`, of a node with regions."""
-    params = tuple(node.params.items())
-    rows = _rows(node.primitive, params, _types(node.inputs), _types(node.outputs), reached)
+    rows = _rows(_binding(node), _types(node.inputs), _types(node.outputs), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
     returned = _returned_rows(node, reached)
@@ -209,7 +209,8 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 
 def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    return lambda operands: _jax.bind(node.primitive, operands, node.params)
+    """A node as it is now: its parameters hold regions and rules as they were before any edit."""
+    return lambda operands: evaluate_node(node, list(operands), Lowering())
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -220,12 +221,13 @@ def _remembered_rows(
     out_avals: tuple[Any, ...],
     reached: tuple[bool, ...],
 ) -> tuple[int, ...] | None:
-    return _rows(primitive, params, avals, out_avals, reached)
+    return _rows(
+        lambda operands: _jax.bind(primitive, operands, dict(params)), avals, out_avals, reached
+    )
 
 
 def _rows(
-    primitive: Any,
-    params: Params,
+    run: Callable[[Sequence[Any]], list[Any]],
     avals: tuple[Any, ...],
     out_avals: tuple[Any, ...],
     reached: tuple[bool, ...],
@@ -239,9 +241,6 @@ def _rows(
     flowing = [aval for aval in out_avals if _jax.has_gradient(aval)]
 
     def pullback(args: list[Any], cotangents: list[Any]) -> list[Any]:
-        def run(operands: list[Any]) -> list[Any]:
-            return _jax.bind(primitive, operands, dict(params))
-
         bound = _jax.of_some(run, args, active)
         _, vjp = jax.vjp(bound, *(args[i] for i in active))
         return list(vjp(_jax.align(out_avals, cotangents)))
