@@ -364,6 +364,7 @@ def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
         "test_identity",
         lambda name: ValueError(f"differentiated {name}"),
         lambda name: TypeError(f"exported {name}"),
+        lambda name: LookupError(f"mapped {name}") if name == "another" else None,
     )
 
     def f(x):
@@ -380,6 +381,8 @@ def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
     assert "test_identity" not in jax.jit(f).lower(one).as_text()
     with pytest.raises(TypeError, match="exported it"):
         jax.export.export(jax.jit(f))(one)
+    with pytest.raises(LookupError, match="mapped another"):
+        jax.vmap(lambda x: primitive.bind(x, name="another"))(one)
 
 
 def test_a_primitive_hands_on_one_operand_and_is_differentiated_as_the_other():

@@ -276,11 +276,15 @@ def type_key(value: Any) -> Any:
 
 
 def identity_primitive(
-    name: str, differentiated: Callable[..., Exception], exported: Callable[..., Exception]
+    name: str,
+    differentiated: Callable[..., Exception],
+    exported: Callable[..., Exception],
+    batched: Callable[..., Exception | None],
 ) -> Any:
     """A primitive that hands on its one operand, and may neither be differentiated nor exported.
 
-    `differentiated` and `exported` make, of its parameters, what is raised then. The tables of
+    `differentiated` and `exported` make, of its parameters, what is raised then; `batched` too,
+    under `jax.vmap`, or None. The tables of
     rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
     other contents JAX takes away release by release; what tells an export from other lowerings has
     no documentation.
@@ -288,6 +292,9 @@ def identity_primitive(
     primitive: Any = jex.Primitive(name)
 
     def batch(args: Any, axes: Any, **params: Any) -> Any:
+        error = batched(**params)
+        if error is not None:
+            raise error
         return primitive.bind(args[0], **params), axes[0]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -1,5 +1,6 @@
 """A NumPy function computes what NumPy does, and has the gradient that it is given, or none."""
 
+import contextlib
 import functools
 import re
 
@@ -25,8 +26,11 @@ def mod_gradient(op, dz):
     return dz, dz * -jnp.floor_divide(x, y)
 
 
-def mod(x, y):
-    return numpy_function(np_mod, [x, y], np.float32, grad=mod_gradient, name="mod")
+def mod(x, y, **options):
+    return numpy_function(np_mod, [x, y], np.float32, grad=mod_gradient, name="mod", **options)
+
+
+pure_mod = functools.partial(mod, stateful=False)
 
 
 def np_exp(x):
@@ -49,6 +53,10 @@ def cosh(x, **options):
     return numpy_function(
         np.cosh, [x], x.dtype, grad=lambda op, dy: dy * sinh(op.inputs[0], **options), **options
     )
+
+
+def negative(x):
+    return numpy_function(np.negative, [x], x.dtype)
 
 
 def counted(function=lambda x: np.sin(x)):
@@ -100,7 +108,7 @@ def mod_by_traced_function_under_a_tape():
     return z, *tape.gradient(z, [X, Y])
 
 
-def mod_by_grad(transform, differentiate):
+def mod_by_grad(transform, differentiate, mod=mod):
     f = transform(mod)
     return f(X, Y), *differentiate(lambda x, y: jnp.sum(f(x, y)), (0, 1))(X, Y)
 
@@ -114,8 +122,8 @@ def mod_by_grad(transform, differentiate):
         functools.partial(mod_by_grad, lambda f: f, jax.grad),
         functools.partial(mod_by_grad, jax.jit, jax.grad),
         functools.partial(mod_by_grad, tg.trace, tg.grad),
-        functools.partial(mod_by_grad, jax.vmap, jax.grad),
-        functools.partial(mod_by_grad, jax.checkpoint, jax.grad),
+        functools.partial(mod_by_grad, jax.vmap, jax.grad, pure_mod),
+        functools.partial(mod_by_grad, jax.checkpoint, jax.grad, pure_mod),
     ],
 )
 def test_the_mod_operation_has_its_known_values_and_gradients(way):
@@ -131,7 +139,7 @@ def test_the_mod_operation_has_its_known_values_and_gradients(way):
     [
         (sinh, lambda f: f),
         (sinh, tg.trace),
-        (functools.partial(sinh, stateful=True), jax.jit),
+        (functools.partial(sinh, stateful=False), jax.jit),
     ],
 )
 def test_derivatives_of_every_order_are_those_of_the_gradient_functions(f, wrap):
@@ -154,7 +162,7 @@ def test_a_gradient_function_may_call_its_own_function_twice():
             x, y = op.inputs
             return product(dz, y), product(dz, x)
 
-        return numpy_function(np.multiply, [x, y], "float32", gradient)
+        return numpy_function(np.multiply, [x, y], "float32", gradient, stateful=False)
 
     def cube(x):
         return product(product(x, x), x)
@@ -215,7 +223,7 @@ def test_several_results_and_inputs_without_gradient():
         assert d_int.dtype == jnp.int32
         assert op.name == "split"
         assert op.params["func"] is split
-        assert not op.params["stateful"]
+        assert op.params["stateful"]
         assert "split(f32[4], i32[]) -> (f32[4], i32[4], f32[4])" in repr(op)
         x, n = op.inputs
         return [d_product * n + d_sin * jnp.cos(x), "an integer has none"]
@@ -283,13 +291,20 @@ def test_a_gradient_function_may_read_a_variable():
 # ----------------------------------------------------------------------------- without a gradient
 
 
-def constant(x):
-    return numpy_function(np.sin, [x], x.dtype)
+def constant(x, **options):
+    return numpy_function(np.sin, [x], x.dtype, **options)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace, jax.vmap])
-def test_without_a_gradient_a_tape_finds_no_connection(wrap):
-    f = wrap(lambda x: (constant(x), constant(x) + 2 * x))
+@pytest.mark.parametrize(
+    ("wrap", "stateful"),
+    [(lambda f: f, True), (jax.jit, True), (tg.trace, True), (jax.jit, False), (jax.vmap, False)],
+)
+def test_without_a_gradient_a_tape_finds_no_connection(wrap, stateful):
+    def f(x):
+        found = constant(x, stateful=stateful)
+        return found, found + 2 * x
+
+    f = wrap(f)
     with tg.GradientTape(persistent=True) as tape:
         tape.watch(X)
         cut, both = f(X)
@@ -375,8 +390,127 @@ def test_a_tape_and_a_gradient_run_it_once(stateful):
         y = jitted(X)
     assert len(runs) == 3
     np.testing.assert_allclose(tape.gradient(y, X), np.cos(X), rtol=1e-6)
-    # A compiled function may be computed again for its gradient, if that has no side effect.
-    assert len(runs) <= (3 if stateful else 4)
+    assert len(runs) == 3
+
+
+def by_tape(f, x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return y, tape.gradient(y, x)
+
+
+def by_tape_in_a_traced_function(f, x):
+    return tg.trace(functools.partial(by_tape, f))(x)
+
+
+def by_gradients(f, x):
+    @tg.trace
+    def both(x):
+        y = f(x)
+        return y, *tg.gradients(y, x)
+
+    return both(x)
+
+
+WAYS = [by_tape, by_tape_in_a_traced_function, by_gradients]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_function_in_a_loop_is_called_once_for_each_step(way):
+    """Known from TensorFlow: called for the gradient a second time it would count on, to 38."""
+    host, runs = counted(lambda *_: np.float32(len(runs) - 1))
+
+    def f(x):
+        def step(total, i):
+            return total + x * i * numpy_function(host, [i], "float32"), None
+
+        return jax.lax.scan(step, 0.0, jnp.arange(4.0))[0]
+
+    for wrap in (lambda f: f, jax.jit):
+        runs.clear()
+        assert way(wrap(f), jnp.float32(2.0)) == (28.0, 14.0)
+        jax.effects_barrier()
+        np.testing.assert_array_equal(runs, np.arange(4.0)[:, None])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["scan", "branch", "call", "inner scan", "custom gradient"])
+def test_what_is_the_same_at_each_step_is_called_at_each_step(way, place):
+    host, runs = counted(lambda: np.float32(len(runs)))
+
+    def draw():
+        return numpy_function(host, [], "float32")
+
+    @tg.custom_gradient
+    def scaled(x):
+        scale = draw()
+        return scale * x, lambda dy: dy * scale
+
+    within = {
+        "scan": lambda x: x * draw(),
+        "branch": lambda x: jax.lax.cond(x > 0, lambda: x * draw(), lambda: x),
+        "call": lambda x: x * jax.jit(draw)(),
+        "inner scan": lambda x: jax.lax.scan(lambda c, _: (c + x * draw(), None), 0.0, None, 1)[0],
+        "custom gradient": scaled,
+    }[place]
+
+    def f(x):
+        return jax.lax.scan(lambda total, _: (total + within(x), None), 0.0, None, length=4)[0]
+
+    assert way(f, jnp.float32(2.0)) == (20.0, 10.0)
+    jax.effects_barrier()
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, tg.trace])
+def test_a_second_derivative_calls_what_the_first_has_called_not_again(wrap, persistent):
+    """y = (Σ n) x³ for n of 1, 2, 3, as the calls are counted."""
+    host, runs = counted(lambda *_: np.float32(len(runs)))
+
+    def f(x):
+        def step(total, _):
+            return total + x**3 * numpy_function(host, [total], "float32"), None
+
+        return jax.lax.scan(step, 0.0, None, length=3)[0]
+
+    @wrap
+    def derivatives(x):
+        with tg.GradientTape(persistent=persistent) as outer:
+            outer.watch(x)
+            inner = outer if persistent else tg.GradientTape()
+            with contextlib.nullcontext() if persistent else inner:
+                inner.watch(x)
+                y = f(x)
+            dy = inner.gradient(y, x)
+        return y, dy, outer.gradient(dy, x)
+
+    assert derivatives(jnp.float32(2.0)) == (48.0, 72.0, 72.0)
+    jax.effects_barrier()
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("way", [*WAYS, lambda f, x: jax.value_and_grad(f)(x)])
+def test_a_gradient_function_is_called_once_for_each_gradient(way):
+    host, runs = counted(lambda x: x * x)
+    backward, backward_runs = counted(lambda x: 2 * x)
+
+    def square(x):
+        def gradient(op, dy):
+            return dy * numpy_function(backward, op.inputs, "float32")
+
+        return numpy_function(host, [x], "float32", gradient)
+
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (square(c), None), x, None, length=2)[0]
+
+    for f, expected, count in ((square, (9.0, 6.0), 1), (loop, (81.0, 108.0), 2)):
+        runs.clear()
+        backward_runs.clear()
+        assert way(f, jnp.float32(3.0)) == expected
+        jax.effects_barrier()
+        assert (len(runs), len(backward_runs)) == (count, count)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
@@ -384,7 +518,7 @@ def test_a_stateful_function_keeps_order_and_count(wrap):
     host, runs = counted(lambda x: np.float32(len(runs)))
 
     def call(x):
-        return numpy_function(host, x, "float32", lambda op, dy: dy, stateful=True)
+        return numpy_function(host, x, "float32", lambda op, dy: dy)
 
     @wrap
     def f(x):
@@ -398,8 +532,8 @@ def test_a_stateful_function_keeps_order_and_count(wrap):
     assert len(runs) == 4
 
 
-@pytest.mark.parametrize(("wrap", "stateful"), [(jax.jit, False), (lambda f: f, True)])
-def test_vmap_gives_what_a_loop_gives(wrap, stateful):
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f])
+def test_vmap_gives_what_a_loop_gives(wrap):
     host, runs = counted(lambda x, y: np.cumsum(x) * y)  # wrong if it saw a batch
 
     def f(x, y):
@@ -408,7 +542,7 @@ def test_vmap_gives_what_a_loop_gives(wrap, stateful):
             return jnp.cumsum(dz[::-1])[::-1] * y, jnp.sum(dz * jnp.cumsum(x))
 
         return numpy_function(
-            host, (x, y), jax.ShapeDtypeStruct(x.shape, x.dtype), gradient, stateful=stateful
+            host, (x, y), jax.ShapeDtypeStruct(x.shape, x.dtype), gradient, stateful=False
         )
 
     xs, ys = jnp.arange(6.0).reshape(3, 2), jnp.arange(1.0, 4.0)
@@ -416,8 +550,6 @@ def test_vmap_gives_what_a_loop_gives(wrap, stateful):
     np.testing.assert_array_equal(wrap(jax.vmap(f))(xs, ys), loop)
     jax.effects_barrier()
     assert [tuple(map(np.shape, run)) for run in runs] == [((2,), ())] * 3
-    if stateful:
-        np.testing.assert_array_equal([x for x, _ in runs], xs)
     by_one = jax.vmap(f, in_axes=(None, 0))(xs[0], ys)
     np.testing.assert_array_equal(by_one, [np.cumsum(xs[0]) * y for y in ys])
 
@@ -429,6 +561,20 @@ def test_vmap_gives_what_a_loop_gives(wrap, stateful):
     np.testing.assert_allclose(wrap(jax.vmap(jax.grad(total)))(xs, ys), expected, rtol=1e-6)
     batched = jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs, ys) ** 2))
     np.testing.assert_allclose(wrap(batched)(xs), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_stateful_function_is_not_mapped(wrap):
+    with pytest.raises(NotImplementedError, match=r"'sinh'.*mapped by jax.vmap.*stateful=False"):
+        jax.vmap(wrap(sinh))(X)
+    # A Jacobian maps the backward pass over cotangents, and so what is computed of these.
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        y = wrap(sinh)(X)
+        z = wrap(lambda x: numpy_function(np.negative, x, x.dtype, lambda op, dy: negative(dy)))(X)
+    np.testing.assert_allclose(tape.jacobian(y, X), np.diag(np.cosh(X)), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"'negative'.*mapped by jax.vmap.*stateful="):
+        tape.jacobian(z, X)
 
 
 def test_arrays_on_several_devices():
@@ -445,10 +591,11 @@ def test_a_large_array_does_not_block():
 
 
 def test_a_stateful_one_may_not_be_in_a_recomputed_function():
-    f = tg.recompute_grad(lambda x: sinh(x, stateful=True))
+    f = tg.recompute_grad(sinh)
     with pytest.raises(NotImplementedError, match="ffects not supported"):
         jax.grad(f)(0.5)
-    np.testing.assert_allclose(jax.grad(tg.recompute_grad(sinh))(0.5), np.cosh(0.5), rtol=1e-6)
+    pure = tg.recompute_grad(functools.partial(sinh, stateful=False))
+    np.testing.assert_allclose(jax.grad(pure)(0.5), np.cosh(0.5), rtol=1e-6)
 
 
 # -------------------------------------------------------------------------------- what it takes

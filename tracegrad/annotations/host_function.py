@@ -45,14 +45,14 @@ def numpy_function(
     Tout: Any,
     grad: Callable[..., Any] | None = None,
     *,
-    stateful: bool = False,
+    stateful: bool = True,
     name: str | None = None,
 ) -> Any:
     """Calls a function of NumPy arrays, with a gradient if it is given one.
 
-    It runs on the host, once for each time that the program gets there, and never while a function
-    is traced: under jit, in loops and branches, on CPU, GPU and TPU, for each element under
-    `jax.vmap` (as a Python loop would).
+    It runs on the host, once for each time that the program gets there, in the order of the
+    program, and never while a function is traced: under jit, in loops and branches, differentiated
+    or not, on CPU, GPU and TPU.
 
     Arguments:
         func: called with one NumPy array per input, read-only and without an axis that is being
@@ -69,9 +69,12 @@ def numpy_function(
             written in `jax.numpy`, or calls `numpy_function` in its turn. It may itself be
             differentiated, so derivatives of any order are defined; ``op.outputs`` have this
             gradient there.
-        stateful: whether it must run exactly as often as it is called, and in that order (on one
-            device). Otherwise XLA may drop a call whose result is not used, and join two with
-            the same inputs.
+        stateful: whether the order and the number of its calls matter: it draws random numbers,
+            counts, reads a file. False is a promise that its results depend on its inputs alone.
+            Then a call whose result is not used may be dropped, two with the same inputs joined,
+            and one repeated for a derivative; and it may stand where a stateful one cannot: under
+            `jax.vmap` (called for each element), in a recomputed function, in a program for
+            several devices.
         name: what messages and graphs call it. Default: the function's name.
 
     Returns:
@@ -83,7 +86,9 @@ def numpy_function(
         ValueError: the inputs do not broadcast together and `Tout` is a bare dtype; or, without
             `grad`, the result is differentiated. (To a `GradientTape` or `gradients()` it is then
             not connected: None.)
-        NotImplementedError: it is exported.
+        NotImplementedError: it is exported; or, if it is `stateful`, mapped by `jax.vmap` over what
+            it is given (in the backward pass of a Jacobian too, if `grad` calls it there), or
+            differentiated in a recomputed function.
         jax.errors.JaxRuntimeError: while the program runs, if `func` raises, or returns anything
             but what `Tout` says. The message has its name, its line and what was wrong.
         ValueError, TypeError: under differentiation, if `grad` returns a wrong number of gradients,
@@ -107,10 +112,12 @@ def numpy_function(
     [1. 1. 1. 1.] [-1. -1. -1. -0.]
 
     As ``tf.numpy_function``, with the gradient of its own that ``py_func`` got from
-    ``tf.RegisterGradient``. It is a `jax.pure_callback`, or an ordered `io_callback`, and as such
-    may not be `stateful` inside a recomputed function. The gradient is that of a `jax.custom_vjp`,
-    which `jax.jvp` refuses, where tracegrad's `jvp`, `hessian` and `ForwardAccumulator`
-    transpose it.
+    ``tf.RegisterGradient``. It is an ordered `jax.experimental.io_callback`, or a
+    `jax.pure_callback` where it is not `stateful`; the gradient is that of a `jax.custom_vjp`,
+    which `jax.jvp` refuses, where tracegrad's `jvp`, `hessian` and `ForwardAccumulator` transpose
+    it. In one thing `jax.grad` (and with it `tracegrad.grad`) does not keep count: what is the
+    same at each step of a `jax.lax.scan` it computes once, host calls too. Tapes and `gradients`
+    do not.
     """
     require_callable(func, "numpy_function")
     if grad is not None:
@@ -287,19 +294,14 @@ def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bo
         if not _is_transformed():
             return _call(host, arrays, stateful)
         constants = map(jax.lax.stop_gradient, arrays) if has_gradient else arrays
-        results = _call(host, [_marked(host, value) for value in constants], stateful)
-        return results if arrays else [_marked(host, value) for value in results]
-
-
-def _marked(host: _Host, value: Any) -> Any:
-    return TO_HOST.bind(value, function=described(host.func))
+        mark = functools.partial(TO_HOST.bind, function=described(host.func), stateful=stateful)
+        results = _call(host, list(map(mark, constants)), stateful)
+        return results if arrays else list(map(mark, results))
 
 
 def _call(host: _Host, arrays: Sequence[Any], stateful: bool) -> list[Any]:
     if stateful:
-        # An ordered callback has no batching rule of its own.
-        one: Any = functools.partial(io_callback, host, host.types, ordered=True)
-        return list(jax.custom_batching.sequential_vmap(one)(*arrays))  # type: ignore[no-untyped-call]
+        return list(io_callback(host, host.types, *arrays, ordered=True))
     return list(jax.pure_callback(host, host.types, *arrays, vmap_method="sequential"))
 
 

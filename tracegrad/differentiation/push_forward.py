@@ -119,7 +119,8 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
                 raise NotImplementedError(
                     f"{Occurrence((), node)} gives results and stands in a compiled function, a "
                     "loop or a branch: to differentiate that, it would have to run once more. "
-                    "Call it outside, and pass the results in"
+                    "Call it outside, and pass the results in, or "
+                    "let a numpy_function that is pure say so (stateful=False)"
                 )
             result.erase(here, with_effects=True)
     return result

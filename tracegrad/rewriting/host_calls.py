@@ -15,7 +15,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 from tracegrad.tracing.importer import sub_programs
 
 
-def _has_no_gradient(function: str) -> Exception:
+def _has_no_gradient(function: str, stateful: bool) -> Exception:
     return ValueError(
         f"{function}, called by numpy_function, is differentiated and has no gradient: it runs on "
         "the host, where JAX does not see what it computes. Give numpy_function a gradient "
@@ -23,26 +23,40 @@ def _has_no_gradient(function: str) -> Exception:
     )
 
 
-def _cannot_be_exported(function: str) -> Exception:
+def _cannot_be_exported(function: str, stateful: bool) -> Exception:
     return NotImplementedError(
         f"{function}, called by numpy_function, cannot be exported or saved: it is Python code of "
         "this process. Write it in jax.numpy, or call it outside of what is exported"
     )
 
 
-# Its parameter `function` is the function's name and place.
-TO_HOST = _jax.identity_primitive("to_host", _has_no_gradient, _cannot_be_exported)
+def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
+    if not stateful:
+        return None
+    return NotImplementedError(
+        f"{function}, called by numpy_function, is mapped by jax.vmap, under which calls have no "
+        "order, and it counts as stateful. If its results depend on nothing but its inputs, say "
+        "so by stateful=False, and it is called for each element; otherwise map it by jax.lax.map"
+    )
+
+
+# Its parameter `function` is the function's name and place; `stateful`, whether the order and the
+# number of its calls matter.
+TO_HOST = _jax.identity_primitive(
+    "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
+)
 
 
 def calls_host(params: Mapping[str, Any]) -> bool:
     """Whether something is handed to the host anywhere in the programs of an operation."""
-    return any(_calls_host(program) for _, program in sub_programs(params))
+    return any(program_calls_host(program) for _, program in sub_programs(params))
 
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def _calls_host(program: Any) -> bool:
+def program_calls_host(program: Any) -> bool:
+    """Whether something is handed to the host anywhere in a program."""
     known = _known.get(program)
     if known is None:
         known = _known[program] = any(
@@ -60,10 +74,11 @@ def end_gradients_at_host(node: Node) -> None:
     """
     if isinstance(node, RegionNode) and not isinstance(node, CustomGradient):
         for region in node.regions.values():
-            _end_gradients(region)
+            end_gradients_in(region)
 
 
-def _end_gradients(graph: Graph) -> None:
+def end_gradients_in(graph: Graph) -> None:
+    """The same for a whole graph."""
     for node in graph.nodes:
         if node.primitive is TO_HOST:
             graph.set_params(node, {}, primitive=_jax.STOP_GRADIENT, everywhere=True)

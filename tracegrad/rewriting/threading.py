@@ -6,7 +6,7 @@ steps give, and hands each step its slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, Value
+from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, RegionNode, Value
+from tracegrad.ir.dependence import is_reference
 from tracegrad.ir.graph import Tap
 from tracegrad.ir.occurrence import Path
-from tracegrad.lowering import has_jit_settings
+from tracegrad.lowering import Lowering, evaluate_node, has_jit_settings
 from tracegrad.rewriting.edits import leaving, made_different, place_names
 
 
@@ -85,6 +86,52 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
     new.reorder_inputs([*given, *(value for value, _ in taps)])
     new.taps = (*graph.taps, *(tap for _, tap in taps))
     return new
+
+
+def with_steps(graph: Graph) -> tuple[Graph, list[Any]]:
+    """A copy of a graph in which whatever has an effect in a loop depends on the loop's step.
+
+    JAX takes out of a scan that it differentiates what is the same at each step, and takes along
+    what prints or calls the host there: it would happen once. It stays where it takes a branch on
+    an operand that is a slice for each step.
+
+    Returns the graph, and the types of the further inputs that it has for that; any values serve.
+    """
+
+    def open_(here: Graph, nodes: Sequence[Node], match: Occurrence) -> list[Port]:
+        (node,) = nodes
+        step = here.add_input(jax.core.ShapedArray((), jnp.dtype(bool)), "step")
+
+        def run(*operands: Any) -> list[Any]:
+            return evaluate_node(node, list(operands), Lowering())
+
+        def either(step: Any, *operands: Any) -> Any:
+            return jax.lax.cond(step, run, lambda *operands: run(*operands), *operands)
+
+        results = here.insert(either, [step, *node.inputs], before=node)
+        for old, new in zip(node.outputs, results, strict=True):
+            here.replace_uses(old, new)
+        node.effects = frozenset()  # the new node has them
+        here.erase(node)
+        return [Port(match, step)]
+
+    new = graph.copy()
+    places = [(found.path, found) for found in _effects_in_loops(graph, ())]
+    ports = _thread(graph, new, places, _Inward(open_))
+    return new, [port.value.aval for port in ports]
+
+
+def _effects_in_loops(graph: Graph, path: Path) -> Iterator[Occurrence]:
+    for node in graph.nodes:
+        if not node.effects:
+            continue
+        if isinstance(node, RegionNode) and _why_not_to_pass(node) is None:
+            for name, region in node.regions.items():
+                yield from _effects_in_loops(region, (*path, (node, name)))
+        elif any(holder.primitive is _jax.SCAN for holder, _ in path) and not any(
+            is_reference(v.aval) for v in (*node.inputs, *node.outputs)
+        ):
+            yield Occurrence(path, node)
 
 
 @jax.custom_jvp
@@ -206,14 +253,18 @@ def _outside(node: Node, aval: Any) -> Any:
 
 
 def _refuse_to_pass(node: Node, match: Occurrence) -> None:
+    why = _why_not_to_pass(node)
+    if why is not None:
+        raise GraphError(
+            f"{match} lies in {node.name} ({node.op}), which {why}, so that its values and "
+            "gradients cannot be led out; a tap with a callback can show them"
+        )
+
+
+def _why_not_to_pass(node: Node) -> str | None:
     known = (_jax.JIT, _jax.SCAN, _jax.COND)
-    if isinstance(node, Recompute) or node.primitive in known:
-        if node.primitive is not _jax.JIT or not has_jit_settings(node):
-            return
-        why = "has shardings, layouts or donated arguments of its own"
-    else:
-        why = "has no place for more inputs and outputs"
-    raise GraphError(
-        f"{match} lies in {node.name} ({node.op}), which {why}, so that its values and gradients "
-        "cannot be led out; a tap with a callback can show them"
-    )
+    if not isinstance(node, Recompute) and node.primitive not in known:
+        return "has no place for more inputs and outputs"
+    if node.primitive is _jax.JIT and has_jit_settings(node):
+        return "has shardings, layouts or donated arguments of its own"
+    return None

@@ -21,7 +21,7 @@ import jax.extend
 from tracegrad import _jax
 from tracegrad.differentiation.closing_over import has_closed_over
 from tracegrad.ir import CustomGradient
-from tracegrad.rewriting.host_calls import calls_host
+from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.effects import has_effects
 from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tape.lifting import constants_below, lift_anew, refused_to_lift
@@ -45,6 +45,11 @@ class Computation:
       rule: of a custom rule that was made for one call: it is known by what it traces to.
       run: the compiled operation, which returns what the primitive does; None if it is bound.
       has_effects: whether it prints or calls the host.
+      is_run_once: whether it holds what is not to run again for a derivative, whoever compiles it:
+        a loop, a branch, a call of the host, or a recomputed function, which says itself what is
+        run again.
+      saves: whether its forward pass is to save what its derivative needs even where the parts of
+        one compiled program are not in question (see `linearised`).
       programs: whether it has sub-programs.
       is_shared: whether another operation may have the same one.
       is_used: whether it has run since the last `_clean_up`.
@@ -54,6 +59,7 @@ class Computation:
         "_keys",
         "constants",
         "has_effects",
+        "is_run_once",
         "is_shared",
         "is_used",
         "params",
@@ -84,7 +90,7 @@ class Computation:
         self.has_effects = has_effects(params)
         self.is_used = True
         self.run: Callable[..., Any] | None = None
-        self.saves = False
+        self.is_run_once = self.saves = is_run_once(primitive, params)
         self.saved: dict[Any, Any] = {}  # by what is differentiated; see `linearised`
         if self.is_shared and not self.has_effects:
             self._prepare()
@@ -95,8 +101,7 @@ class Computation:
                 return
             count, heavy = _weight(self.params["jaxpr"])
             # What says something of their derivatives is asked in the backward pass.
-            is_plain = not calls_host(self.params) and not has_closed_over(self.params)
-            self.saves = ((heavy and count > 1) or count > 32) and is_plain
+            self.saves |= ((heavy and count > 1) or count > 32) and not has_closed_over(self.params)
             if not self.saves or count <= _SMALL:
                 self.run = _compiled_program(self.params)
         elif self.primitive is _jax.CUSTOM_JVP or (
@@ -129,6 +134,27 @@ def sole_equation(program: Any) -> Any:
     (equation,) = open_form.eqns
     same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
     return equation if same else None
+
+
+_RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST})
+
+
+def is_run_once(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """See `Computation`. (A `while` loop has no backward pass.)"""
+    return primitive in _RUN_ONCE or any(_runs_once(program) for _, program in sub_programs(params))
+
+
+_known_once: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _runs_once(program: Any) -> bool:
+    known = _known_once.get(program)
+    if known is None:
+        known = _known_once[program] = any(
+            is_run_once(equation.primitive, equation.params)
+            for equation in _jax.opened(program).eqns
+        )
+    return known
 
 
 # Their results are worth keeping for the backward pass.

@@ -68,7 +68,8 @@ def _silence_graph(graph: Graph, depth: int) -> None:
             raise NotImplementedError(
                 f"{Occurrence((), node)} gives results and stands in a loop or a branch: to "
                 "differentiate that, it would have to run once more. Call it outside, and pass "
-                "the results in"
+                "the results in, or "
+                "let a numpy_function that is pure say so (stateful=False)"
             )
         if node.effects:
             silence(node, depth)

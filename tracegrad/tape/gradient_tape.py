@@ -83,7 +83,7 @@ class GradientTape:
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
         self._persistent = persistent
         self._watch_accessed = watch_accessed_variables
-        self._record = Record()
+        self._record = Record(orders=2 if persistent else 1)
         self._recorder: Recorder | None = None
         self._recording = False
         self._used = False
@@ -195,7 +195,7 @@ class GradientTape:
     def graph(self) -> Graph:
         """What was recorded, as a `Graph`: print it to see what the tape saw."""
         record = self._record
-        graph, _, _ = graph_of(record.operations(), record.types(), as_called=True)
+        graph, _, _ = graph_of(record.operations(), record.types(), is_shown=True)
         return graph
 
     def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:

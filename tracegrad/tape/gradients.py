@@ -79,7 +79,7 @@ _recording = _Recording()
 
 @contextmanager
 def _recording_everything() -> Iterator[None]:
-    recorder, record = recorder_here(), _Everything()
+    recorder, record = recorder_here(), _Everything(orders=2)
     recorder.add(record)
     _recording.depths.append(tracing_depth())
     try:

@@ -23,7 +23,7 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.tracing.importer import lone_node, sub_programs
 
-_RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
+RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
 
 class Structure:
@@ -118,7 +118,7 @@ _jit_keys: weakref.WeakKeyDictionary[Any, tuple[list[Any], Structure]] = weakref
 def program_key(program: Any, within: Within | None = EXACT) -> Structure:
     """A key equal for programs of the same operations on the same constants (by identity)."""
     if within is not None and within.rules:
-        if _has_rules(program):
+        if has_rules(program):
             return Structure(_parts(program, within))
         within = EXACT
     known = _known[within is AS_RUN]
@@ -176,7 +176,7 @@ def _inner_rule_key(equation: Any, within: Within) -> Any:
         if who is None or params.get("symbolic_zeros"):
             return None
         if who in within.rules:
-            return _RULES, len(within.rules) - within.rules.index(who)
+            return RULES, len(within.rules) - within.rules.index(who)
         place = who, within.rules
         if place not in within.known:
             if len(within.known) >= _MOST_INNER:
@@ -206,13 +206,14 @@ def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
     return primitive, functions, around, program_key(params["call_jaxpr"]), params["num_consts"]
 
 
-def _has_rules(program: Any) -> bool:
+def has_rules(program: Any) -> bool:
+    """Whether a function with a derivative of its own is anywhere in a program."""
     known = _with_rules.get(program)
     if known is None:
         known = _with_rules[program] = any(
-            equation.primitive in _RULES
+            equation.primitive in RULES
             or "bwd" in equation.params
-            or any(_has_rules(inner) for _, inner in sub_programs(equation.params))
+            or any(has_rules(inner) for _, inner in sub_programs(equation.params))
             for equation in _jax.opened(program).eqns
         )
     return known
@@ -314,7 +315,7 @@ def _parts(program: Any, within: Within | None) -> Any:
     parts: list[Any] = [constants, define(open_form.constvars), define(open_form.invars)]
     for equation in open_form.eqns:
         params, key = equation.params, None
-        if equation.primitive in _RULES:
+        if equation.primitive in RULES:
             if within is None:
                 params = {"call_jaxpr": params["call_jaxpr"]}
             elif within.rules and _told(params) is None:

@@ -1,13 +1,16 @@
-"""A compiled function that saves, as it runs, what its derivative needs.
+"""An operation that saves, as it runs, what its derivative needs.
 
-Under a tape a jitted function runs its forward pass as JAX differentiates it: the values in the
-middle on which the derivative depends come out with its results. So the backward pass does not run
-it again.
+Under a tape a jitted function, a loop, a branch or a recomputed function runs its forward pass as
+JAX differentiates it: the values in the middle on which the derivative depends come out with its
+results. So the backward pass does not run it again, which would cost time, since no compiler makes
+one loop of two, and would call the host twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,36 +19,96 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
-from tracegrad.ir import Graph, Node, Value
+from tracegrad.ir import Graph, Node, Source, Value
 from tracegrad.ir.dependence import joined
+from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.rewriting.host_calls import (
+    end_gradients_at_host,
+    end_gradients_in,
+    program_calls_host,
+)
+from tracegrad.rewriting.threading import with_steps
 from tracegrad.tape.computations import Computation
+from tracegrad.tape.effects import silence
+from tracegrad.tape.keys import RULES, Remembered, has_rules
 from tracegrad.tracing.importer import import_program, make_node
+
+# As many derivatives as are taken of one another get what they need from the forward pass; a
+# further one runs it again.
+_MOST_ORDERS = 3
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The backward pass of one order: of the results and of what the orders before it save.
+
+    Attributes:
+      count: how many results it has cotangents of.
+      residuals: the places, among operands and results, of what it needs of the forward pass.
+      program: ``(*residuals, *cotangents of the float results) -> of the active operands``.
+      flows: for each active operand the mask of the float results that it gets a gradient from.
+    """
+
+    count: int
+    residuals: list[int]
+    program: Any
+    flows: list[int]
 
 
 class Linearised(Computation):
-    """The forward pass of a jitted function, with respect to some of its operands.
+    """The forward pass of an operation, with respect to some of its operands.
 
     Attributes:
-      forward: runs it: ``(*operands) -> (*results, *saved)``.
-      original: the parameters of the function itself.
-      count: how many results the function has; after them comes what it saves.
+      forward: the forward pass, ``(*operands) -> (*results, *saved)``, compiled.
+      original: the computation of which it is the forward pass.
+      count: how many results that has; after them comes what is saved.
     """
 
-    __slots__ = ("_active", "_backward", "_flows", "_residuals", "count", "forward", "original")
+    __slots__ = ("_active", "_graph", "_has_rules", "_passes", "count", "forward", "original")
 
-    def __init__(self, of: Computation, active: tuple[int, ...]):
+    def __init__(self, of: Computation, active: tuple[int, ...], types: Sequence[Any], orders: int):
         """Args:
-        of: a jitted function, without effects.
+        of: what it is the forward pass of.
         active: the positions of the operands of which derivatives may be wanted.
+        types: of all operands.
+        orders: as many derivatives of one another are given without running it again.
         """
-        self.original = of.params
+        self.original = of
         self._active = active
-        types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
-        forward, self._residuals, self.count, self._backward = _trace(of.params, types, active)
-        self._flows = _flows(import_program(of.params["jaxpr"]), active)
+        run, graph = _as_run(of, types)
+        self._has_rules = of.primitive in RULES or any(map(has_rules, of.programs))
+        self._passes: list[_Pass] = []
+        for order in range(orders):
+            try:
+                program, one = _trace(run, graph, types, active)
+            except Exception:
+                if order == 0:
+                    raise
+                break  # whoever asks for this derivative is told
+            self._passes.append(one)
+            graph = import_program(program)
+            if program_calls_host(program):
+                # That of a custom rule is differentiated from now on.
+                end_gradients_in(graph)
+
+            def run(operands: Sequence[Any], graph: Graph = graph) -> list[Any]:
+                return evaluate(graph, operands, Lowering())
+
+        self._graph = graph
+        self.count = self._passes[0].count
+
+        def forward(*args: Any) -> list[Any]:
+            return self.run_forward(args)
+
+        forward.__name__ = forward.__qualname__ = str(of.params.get("name", of.primitive.name))
         self.forward: Callable[..., list[Any]] = jax.jit(forward)
         (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
-        super().__init__(_jax.JIT, dict(equation.params), key=("linearised", of.keys[1], active))
+        key = "linearised", of.keys[1], active, tuple(types), orders
+        super().__init__(_jax.JIT, dict(equation.params), key=key, is_shared=of.is_shared)
+
+    def run_forward(self, operands: Sequence[Any]) -> list[Any]:
+        """The forward pass, operation by operation: ``(*results, *saved)``."""
+        return evaluate(self._graph, operands, Lowering())
 
     def pull_back(
         self,
@@ -55,51 +118,73 @@ class Linearised(Computation):
         active: Sequence[int],
     ) -> list[Any]:
         """The cotangents of operands of a node of this computation, as `node_vjp` gives them."""
-        of_results, of_saved = cotangents[: self.count], cotangents[self.count :]
-        terms: list[list[Any]] = []
-        if any(ct is not None for ct in of_results):
-            if set(active) <= set(self._active):
-                found = dict(zip(self._active, self._pull_back(node, values, of_results)))
-                terms.append([found[i] for i in active])
-            else:
-                plain, known = self._as_called(node, values)
-                terms.append(node_vjp(plain, known, of_results, active))
-        if any(ct is not None for ct in of_saved):
-            # Whoever differentiates a backward pass that used them goes through the forward pass.
-            terms.append(node_vjp(node, values, [None] * self.count + list(of_saved), active))
+        terms = [
+            self._of_part(first, node, values, part, active)
+            for first, part in self._parts(cotangents)
+            if any(ct is not None for ct in part)
+        ]
         return [_sum(each) for each in zip(*terms, strict=True)]
 
+    def _parts(self, cotangents: Sequence[Any]) -> list[tuple[int, list[Any]]]:
+        """Which order's backward pass takes which of the cotangents; None for the others.
+
+        What an order saves comes from the forward pass of the order before, in which a custom rule
+        is just what its forward function does: what was saved is differentiated through that, the
+        results through the rule. Without rules one pass takes all.
+        """
+        ends = [*(one.count for one in self._passes), len(cotangents)]
+        if not self._has_rules:
+            last = max(i for i, ct in enumerate(cotangents) if ct is not None)
+            return [(next(i for i, end in enumerate(ends) if last < end), list(cotangents))]
+        return [
+            (order, [ct if begin <= i < end else None for i, ct in enumerate(cotangents)])
+            for order, (begin, end) in enumerate(itertools.pairwise([0, *ends]))
+        ]
+
+    def _of_part(
+        self,
+        order: int,
+        node: Node,
+        values: Mapping[Value, Any],
+        cotangents: Sequence[Any],
+        active: Sequence[int],
+    ) -> list[Any]:
+        if order < len(self._passes) and set(active) <= set(self._active):
+            one = self._passes[order]
+            found = dict(zip(self._active, self._pull_back(one, node, values, cotangents)))
+            return [found[i] for i in active]
+        if order == 0:  # an operand that nobody watched when it ran
+            plain, known = self._as_called(node, values)
+            return node_vjp(_silent(plain), known, cotangents[: self.count], active)
+        return node_vjp(_silent(node), values, cotangents, active)
+
     def _pull_back(
-        self, node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any]
+        self, one: _Pass, node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
         every = [values[v] for v in (*node.inputs, *node.outputs) if isinstance(v, Value)]
-        residuals = [every[place] for place in self._residuals]
+        residuals = [every[place] for place in one.residuals]
         seeds: list[Any] = []
         given = 0
-        for value, ct in zip(node.outputs, cotangents):
+        for value, ct in zip(node.outputs[: one.count], cotangents):
             if _jax.has_gradient(value.aval):
                 given |= (ct is not None) << len(seeds)
                 seeds.append(jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct)
-        found = _jax.eval_program(self._backward, [*residuals, *seeds])
-        return [ct if flow & given else None for ct, flow in zip(found, self._flows, strict=True)]
+        found = _jax.eval_program(one.program, [*residuals, *seeds])
+        if self.original.primitive is _jax.REMAT:
+            return list(found)  # it counts as a whole: see `node_vjp`
+        return [ct if flow & given else None for ct, flow in zip(found, one.flows, strict=True)]
 
     def _as_called(self, node: Node, values: Mapping[Value, Any]) -> tuple[Node, dict[Value, Any]]:
-        """The node of the function itself in the place of its forward pass, with its values."""
+        """The node of the operation itself in the place of its forward pass, with its values."""
         assert node.source is not None
         graph = Graph(node.name)
         inputs = tuple(graph.add_input(value.aval) for value in node.inputs)
-        plain = make_node(_jax.JIT, self.original, inputs, node.source, (), {})
+        of = self.original
+        plain = make_node(of.primitive, of.params, inputs, node.source, (), {})
+        end_gradients_at_host(plain)
         graph.append(plain, [value.aval for value in node.outputs[: self.count]])
         given = [values[v] for v in node.inputs if isinstance(v, Value)]
         return plain, dict(zip(inputs, given, strict=True))
-
-
-def _flows(graph: Graph, active: Sequence[int]) -> list[int]:
-    """For each active input of a graph the mask of the float outputs that are connected to it."""
-    masks = [1 << i if i in active else 0 for i in range(len(graph.inputs))]
-    outs = zip(Walk().region(graph, masks), graph.outputs, strict=True)
-    flowing = [mask for mask, value in outs if _jax.has_gradient(value.aval)]
-    return [joined((mask >> i & 1) << k for k, mask in enumerate(flowing)) for i in active]
 
 
 def _sum(terms: Sequence[Any]) -> Any:
@@ -107,32 +192,92 @@ def _sum(terms: Sequence[Any]) -> Any:
     return sum(known[1:], known[0]) if known else None
 
 
-def linearised(of: Computation, active: tuple[int, ...]) -> Linearised | None:
-    """The forward pass of a jitted function with respect to some operands; traced at first.
+def _silent(node: Node) -> Node:
+    """A node that is run once more to differentiate it: its effects have happened."""
+    silence(node)
+    return node
+
+
+_known = Remembered(256)
+
+
+def linearised(
+    of: Computation,
+    active: tuple[int, ...],
+    types: Sequence[Any] | None = None,
+    orders: int = 1,
+    *,
+    is_kept: bool = True,
+) -> Linearised | None:
+    """The forward pass of an operation with respect to some operands; traced at first.
 
     None if it cannot be traced: then it cannot be differentiated, and whoever asks for that is told
     why. Perhaps nobody does.
+
+    Args:
+      of, active, orders: as of `Linearised`.
+      types: those of the operands; default: those of a jitted function.
+      is_kept: whether to remember it for another operation that does the same.
     """
-    known: Linearised | None = of.saved.get(active)
-    if known is None:
-        try:
-            known = of.saved.setdefault(active, Linearised(of, active))
-        except Exception:
-            of.saves = False
-    return known
+    key = active, None if types is None else tuple(types), orders
+    known: Linearised | None = of.saved.get(key)
+    if known is not None:
+        return known
+    everywhere = None
+    try:
+        if types is None:
+            types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
+        if is_kept and not of.is_shared:
+            everywhere = of.keys[1], key
+            known = _known.get(everywhere)
+        if known is None:
+            known = Linearised(of, active, types, min(orders, _MOST_ORDERS))
+    except Exception:
+        of.saves = of.is_run_once = False
+        return None
+    if everywhere is not None:
+        _known.put(everywhere, known)
+    return of.saved.setdefault(key, known)  # type: ignore[no-any-return]
+
+
+def _as_run(
+    of: Computation, types: Sequence[Any]
+) -> tuple[Callable[[Sequence[Any]], list[Any]], Graph]:
+    """An operation as a function of its operands, and as a graph. What it hands to the host is, to
+    differentiation, constant there."""
+    graph = Graph(of.primitive.name)
+    inputs = tuple(map(graph.add_input, types))
+    source = Source(_jax.current_source_info(), None)
+    node = make_node(of.primitive, of.params, inputs, source, (), {})
+    end_gradients_at_host(node)
+
+    def run(operands: Sequence[Any]) -> list[Any]:
+        return evaluate_node(node, list(operands), Lowering())
+
+    called = import_program(jax.make_jaxpr(lambda *operands: run(operands))(*types))
+    if not of.has_effects:
+        return run, called
+    in_loops, steps = with_steps(called)
+
+    def run_in_loops(operands: Sequence[Any]) -> list[Any]:
+        further = [jnp.zeros(step.shape, step.dtype) for step in steps]
+        return evaluate(in_loops, [*operands, *further], Lowering())
+
+    return run_in_loops, called
 
 
 def _trace(
-    params: Mapping[str, Any], types: Sequence[Any], active: Sequence[int]
-) -> tuple[Any, list[int], int, Any]:
-    """The forward function, where its residuals are among its operands and what it saves, how many
-    results the differentiated function has, and the backward program
-    ``(*residuals, *cotangents) -> cotangents of the active operands``."""
+    run: Callable[[Sequence[Any]], list[Any]],
+    graph: Graph,
+    types: Sequence[Any],
+    active: tuple[int, ...],
+) -> tuple[Any, _Pass]:
+    """The forward program ``(*operands) -> (*results, *saved)`` of a function, which is also given
+    as a graph, and its backward pass."""
     trees: list[Any] = []  # not returned: JAX remembers the trees of results
 
     def vjp(*args: Any) -> Any:
-        along = _jax.of_some(lambda operands: _jax.bind(_jax.JIT, operands, params), args, active)
-        outs, pullback = jax.vjp(along, *(args[i] for i in active))
+        outs, pullback = jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
@@ -157,12 +302,20 @@ def _trace(
         results = _jax.eval_program(program, args)
         return [results[i] for i in kept]
 
-    forward.__name__ = forward.__qualname__ = str(params["name"])
-
     def backward(*residuals_and_cotangents: Any) -> Any:
         pullback = jax.tree.unflatten(trees[-1], residuals_and_cotangents[: len(saved)])
         return pullback(_jax.align(outs, residuals_and_cotangents[len(saved) :]))
 
     given = [var.aval for var in open_form.outvars[:count] if _jax.has_gradient(var.aval)]
     saved_types = [var.aval for var in open_form.outvars[count:]]
-    return forward, residuals, count, jax.make_jaxpr(backward)(*saved_types, *given)
+    backward_program = jax.make_jaxpr(backward)(*saved_types, *given)
+    one = _Pass(count, residuals, backward_program, _flows(graph, active))
+    return jax.make_jaxpr(forward)(*types), one
+
+
+def _flows(graph: Graph, active: Sequence[int]) -> list[int]:
+    """For each active input of a graph the mask of the float outputs that are connected to it."""
+    masks = [1 << i if i in active else 0 for i in range(len(graph.inputs))]
+    outs = zip(Walk().region(graph, masks), graph.outputs, strict=True)
+    flowing = [mask for mask, value in outs if _jax.has_gradient(value.aval)]
+    return [joined((mask >> i & 1) << k for k, mask in enumerate(flowing)) for i in active]

@@ -36,11 +36,18 @@ class Record:
     """The operations of one tape, and the arrays to which data flows from a watched one.
 
     Arrays are held, so that an identity stays good.
+
+    Attributes:
+      keeps_operations: whether gradients are taken of it when it is over.
+      orders: as many derivatives of one another it may see; more are slower.
     """
+
+    keeps_operations = True
 
     __slots__ = (
         "__weakref__",
         "arrays",
+        "orders",
         "reads",
         "shown",
         "slots",
@@ -50,7 +57,8 @@ class Record:
         "tracked",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, orders: int = 1) -> None:
+        self.orders = orders
         self.arrays: list[Any] = []  # by slot
         self.slots: dict[int, int] = {}  # by identity
         self.tracked: Any = set()  # identities
@@ -257,13 +265,18 @@ def block_between(record: Record, sources: Sequence[int], targets: Sequence[int]
 
 
 def graph_of(
-    operations: Sequence[Operation], types: Sequence[Any], *, as_called: bool = False
+    operations: Sequence[Operation],
+    types: Sequence[Any],
+    *,
+    as_called: bool = False,
+    is_shown: bool = False,
 ) -> tuple[Graph, dict[int, Value], Mapping[Node, Linearised]]:
     """The graph of recorded operations, its value for every slot, and which of its nodes save what
     their derivatives need.
 
-    Arrays that no operation made are the graph's inputs. `as_called`: show functions as they were
-    called, without what they save.
+    Arrays that no operation made are the graph's inputs. `as_called`: functions as they were
+    called, without what they save; `is_shown`: also with their effects, which do not happen again
+    when the graph is differentiated.
     """
     graph = Graph("tape")
     made = {slot for operation in operations for slot in operation.results}
@@ -275,8 +288,9 @@ def graph_of(
     for operation in operations:
         computation, results = operation.computation, operation.results
         params = computation.params
-        if as_called and isinstance(computation, Linearised):
-            params, results = computation.original, results[: computation.count]
+        if (as_called or is_shown) and isinstance(computation, Linearised):
+            results, computation = results[: computation.count], computation.original
+            params = computation.params
         inputs = []
         for slot in operation.args:
             if slot not in values:  # saved by a function, and used by a recorded backward pass
@@ -284,12 +298,13 @@ def graph_of(
             inputs.append(values[slot])
         source = Source(operation.source_info, None)
         node = make_node(computation.primitive, params, tuple(inputs), source, (), seen)
-        if computation.has_effects:
-            silence(node)
-        if calls_host(params):
-            end_gradients_at_host(node)
-        if isinstance(computation, Linearised) and not as_called:
+        if isinstance(computation, Linearised):
             saving[node] = computation
+        elif not is_shown:
+            if computation.has_effects:
+                silence(node)
+            if calls_host(params):
+                end_gradients_at_host(node)
         graph.append(node, [types[slot] for slot in results])
         values.update(zip(results, node.outputs, strict=True))
     return graph, values, saving

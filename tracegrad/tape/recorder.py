@@ -215,12 +215,12 @@ class Recorder(ForwardingTrace):
                 args = self._own_operands(primitive, args)
                 operands = [*captured, *args]
                 break
-        if computation.saves and self.is_top and len(watching) == 1 and not rules_in_force():
-            results = self._run_and_save(computation, operands, watching[0])
-            if results is not None:
-                return results
         if computation.has_effects and primitive is _JIT and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
+        if computation.saves:
+            results = self._run_and_save(computation, operands, watching)
+            if results is not None:
+                return results if primitive.multiple_results else results[0]
         out = self._run(computation, operands, primitive, args, params)
         results = out if primitive.multiple_results else [out]
         _refuse_references(primitive, results)
@@ -242,19 +242,49 @@ class Recorder(ForwardingTrace):
             return primitive.bind(*args, **without_donation(params))
 
     def _run_and_save(
-        self, computation: Computation, operands: Sequence[Any], record: Record
+        self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> list[Any] | None:
-        """Runs a compiled function that saves what its derivative needs; None if that cannot be."""
-        if type(record) is not Record:
+        """Runs an operation that saves what its derivative needs; None if that cannot be.
+
+        In a function that is being traced only what XLA would run twice: of the rest it makes one.
+        """
+        if not (computation.saves if self.is_top else computation.is_run_once):
             return None
-        tracked = record.tracked
-        active = tuple([i for i, operand in enumerate(operands) if id(operand) in tracked])
+        if rules_in_force() or not all(record.keeps_operations for record in watching):
+            return None
+        active = tuple(
+            [
+                i
+                for i, operand in enumerate(operands)
+                if any(r.tracks((operand,)) for r in watching) and _jax.has_gradient(operand)
+            ]
+        )
+        if not active:
+            return None
+        # What a further derivative needs is dropped by XLA if nobody takes it; here it would be
+        # computed, so that it is only for those where a second run would be wrong.
+        may_be_dropped = computation.has_effects or not self.is_top
+        orders = sum(record.orders for record in watching) if may_be_dropped else len(watching)
+        is_jit = computation.primitive is _JIT
         with set_current_trace(self.parent_trace):
-            forward = computation.saved.get(active) or linearised(computation, active)
+            forward = linearised(
+                computation,
+                active,
+                None if is_jit else list(map(jax.typeof, operands)),
+                orders,
+                is_kept=self.is_top,
+            )
             if forward is None:
                 return None
-            results = forward.forward(*operands)
-        record.add(forward, operands, results, current_source_info())
+            if self.is_top:
+                results = forward.forward(*operands)
+            else:
+                results = forward.run_forward(operands)
+        if not (self.is_top and is_jit):
+            results = self._own_results(operands, results)
+        info = current_source_info()
+        for record in watching:
+            record.add(forward, operands, results, info)
         return results[: forward.count]
 
     def _new_jitted_call(self, params: dict[str, Any]) -> JittedCall:
@@ -278,9 +308,8 @@ class Recorder(ForwardingTrace):
                 return self._run_program(params["jaxpr"], args)
         params = dict(without_donation(params))
         with set_current_trace(self.parent_trace):
-            out = primitive.bind(*args, **params)
             if not watching:
-                return out
+                return primitive.bind(*args, **params)
             computed = primitive, params
             if captured:
                 computed = _JIT, lift(primitive, params, captured, args)
@@ -291,6 +320,12 @@ class Recorder(ForwardingTrace):
                 computation = Computation(*computed, is_shared=False)
             else:
                 computation = computation_of(*computed)
+        if computation.saves:
+            found = self._run_and_save(computation, operands, watching)
+            if found is not None:
+                return found if primitive.multiple_results else found[0]
+        with set_current_trace(self.parent_trace):
+            out = primitive.bind(*args, **params)
         results = list(out) if primitive.multiple_results else [out]
         _refuse_references(primitive, results)
         results = self._record(computation, operands, results, watching)
@@ -445,12 +480,16 @@ class Recorder(ForwardingTrace):
                 "it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
-        with set_current_trace(self.parent_trace):
-            results = _jax.bind(primitive, args, params)
         if is_new:
             computation = Computation(primitive, dict(params), constants, _node_of(equation))
         else:
             computation = rule_computation(primitive, params, constants)
+        if computation.saves:
+            found = self._run_and_save(computation, args, watching)
+            if found is not None:
+                return found
+        with set_current_trace(self.parent_trace):
+            results = _jax.bind(primitive, args, params)
         return self._record(computation, args, results, watching)
 
 

@@ -37,6 +37,8 @@ class Tangents(Record):
     the derivative.
     """
 
+    keeps_operations = False
+
     def __init__(self) -> None:
         super().__init__()
         self.tracked: dict[int, weakref.ref[Any]] = {}

@@ -1,0 +1,177 @@
+"""What a backward pass needs of a loop comes from its forward pass, which runs once."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+W = jnp.linspace(-0.5, 0.5, 64).reshape(8, 8)
+H = jnp.linspace(0.0, 1.0, 8)
+XS = jnp.linspace(-1.0, 1.0, 40).reshape(5, 8)
+
+
+def rnn(w, h):
+    h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, XS)
+    return jnp.sum(h * h)
+
+
+@jax.custom_vjp
+def ruled(w, h):
+    return rnn(w, h)
+
+
+ruled.defvjp(lambda w, h: jax.vjp(rnn, w, h), lambda pullback, dy: pullback(dy))
+
+
+def branched(w, h):
+    return jax.lax.cond(h[0] > -1, rnn, lambda w, h: jnp.sum(w), w, h)
+
+
+FUNCTIONS = {
+    "scan": rnn,
+    "call": jax.jit(rnn),
+    "branch": branched,
+    "custom rule": ruled,
+    "call of a custom rule": jax.jit(ruled),
+    "recomputed": jax.checkpoint(rnn),
+    "recomputed in part": jax.checkpoint(rnn, policy=jax.checkpoint_policies.dots_saveable),
+}
+
+
+def by_jax(f):
+    return jax.value_and_grad(f)
+
+
+def by_tape(f):
+    def both(w, h):
+        with tg.GradientTape() as tape:
+            tape.watch(w)
+            y = f(w, h)
+        return y, tape.gradient(y, w)
+
+    return both
+
+
+def by_gradients(f):
+    @tg.trace
+    def both(w, h):
+        y = f(w, h)
+        return y, *tg.gradients(y, w)
+
+    return both
+
+
+def twice_by_jax(f):
+    def norm(w, h):
+        dw = jax.grad(f)(w, h)
+        return jnp.sum(dw**2), dw
+
+    def both(w, h):
+        (_, dw), second = jax.value_and_grad(norm, has_aux=True)(w, h)
+        return dw, second
+
+    return both
+
+
+def twice_by_tapes(f):
+    def both(w, h):
+        with tg.GradientTape() as outer:
+            outer.watch(w)
+            _, dw = by_tape(f)(w, h)
+            norm = jnp.sum(dw**2)
+        return dw, outer.gradient(norm, w)
+
+    return both
+
+
+def twice_by_one_tape(f):
+    def both(w, h):
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(w)
+            dw = tape.gradient(f(w, h), w)
+            norm = jnp.sum(dw**2)
+        return dw, tape.gradient(norm, w)
+
+    return both
+
+
+def twice_by_gradients(f):
+    @tg.trace
+    def both(w, h):
+        (dw,) = tg.gradients(f(w, h), w)
+        return dw, *tg.gradients(jnp.sum(dw**2), w)
+
+    return both
+
+
+@functools.cache
+def loops_and_products(differentiated, name):
+    f = differentiated(FUNCTIONS[name])
+    text = jax.jit(f).lower(W, H).compile().as_text()
+    return len(re.findall(r" while\(", text)), len(re.findall(r" dot\(", text))
+
+
+def assert_close(found, expected):
+    for one, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [by_tape, by_gradients])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_compiled_gradient_has_the_loops_and_products_that_jaxs_has(way, name):
+    assert loops_and_products(way, name) == loops_and_products(by_jax, name)
+
+
+@pytest.mark.parametrize("way", [twice_by_tapes, twice_by_one_tape, twice_by_gradients])
+def test_a_compiled_second_derivative_has_the_loops_and_products_that_jaxs_has(way):
+    assert loops_and_products(way, "scan") == loops_and_products(twice_by_jax, "scan")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_eager_gradient_is_that_of_jax_to_second_order(name):
+    f = FUNCTIONS[name]
+    assert_close(by_tape(f)(W, H), by_jax(f)(W, H))
+    expected = twice_by_jax(f)(W, H)
+    assert_close(twice_by_tapes(f)(W, H), expected)
+    assert_close(twice_by_one_tape(f)(W, H), expected)
+
+
+@pytest.mark.parametrize("way", [twice_by_tapes, twice_by_gradients])
+def test_a_compiled_second_derivative_is_that_of_jax(way):
+    for name in ("branch", "call of a custom rule"):
+        f = FUNCTIONS[name]
+        assert_close(jax.jit(way(f))(W, H), twice_by_jax(f)(W, H))
+
+
+@pytest.mark.parametrize("name", ["scan", "branch", "custom rule"])
+def test_an_eager_gradient_runs_no_forward_pass_again(name):
+    """What the backward program takes of the loop is what it saved: it has one loop, backwards."""
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        y = FUNCTIONS[name](W, H)
+    text = jax.jit(lambda: tape.gradient(y, W)).lower().compile().as_text()
+    assert len(re.findall(r" while\(", text)) == 1
+
+
+def test_each_tape_that_watches_a_loop_has_its_gradient_of_it():
+    a, b = jnp.float32(2.0), jnp.float32(3.0)
+    with tg.GradientTape() as of_a, tg.GradientTape() as of_b:
+        of_a.watch(a)
+        of_b.watch(b)
+        y, _ = jax.lax.scan(lambda c, _: (c * a + b, None), a * b, None, length=2)
+        assert of_b.gradient(y, [a, b]) == [None, 8 + 2 + 1]
+    da, db = of_a.gradient(y, [a, b])
+    assert (da, db) == (3 * 3 * 4 + 3, None)
+
+
+def test_a_loop_that_closes_over_what_is_watched_has_its_gradient():
+    w = jnp.float32(2.0)
+    with tg.GradientTape() as tape:
+        tape.watch(w)
+        y = jax.jit(lambda x: jax.lax.scan(lambda c, _: (c * w, None), x, None, length=3)[0])(1.0)
+    assert tape.gradient(y, w) == 12.0
