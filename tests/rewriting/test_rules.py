@@ -489,6 +489,16 @@ def test_intermediates_of_branches_loops_and_calls():
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 
 
+def test_branches_stay_in_order_when_values_are_led_out_of_the_later_one():
+    def f(x):
+        return jax.lax.cond(x > 0, jnp.sin, lambda x: 2 * x, x)
+
+    value, found = tg.intermediates(f, tg.match.op("sin"))(1.0)
+    np.testing.assert_allclose([value, found["sin"]], [np.sin(1.0)] * 2, rtol=1e-6)
+    assert tg.intermediates(f, tg.match.op("sin"))(-1.0)[0] == -2.0
+    assert tg.intermediate_gradients(f, tg.match.op("sin"))(1.0) == {"sin": 1.0}
+
+
 def marked_in_two_branches_of_three(which, x, y):
     def floats(x, y):
         with jax.named_scope("marked"):

@@ -670,7 +670,8 @@ class Graph:
         for value in inputs:
             self._check_mine(value)
         self._edited()
-        wide = _copy_node(node, (*node.inputs, *inputs), is_new=True, _regions=dict(regions))
+        in_order = {name: regions[name] for name in node.regions}  # that of branches has a meaning
+        wide = _copy_node(node, (*node.inputs, *inputs), is_new=True, _regions=in_order)
         self._adopt(wide, [*(value.aval for value in node.outputs), *avals])
         for old, new in zip(node.outputs, wide.outputs, strict=False):
             new.hint = old.hint

@@ -111,8 +111,7 @@ def with_steps(graph: Graph) -> tuple[Graph, list[Any]]:
         results = here.insert(either, [step, *node.inputs], before=node)
         for old, new in zip(node.outputs, results, strict=True):
             here.replace_uses(old, new)
-        node.effects = frozenset()  # the new node has them
-        here.erase(node)
+        here.erase(node, with_effects=True)  # the new node has them
         return [Port(match, step)]
 
     new = graph.copy()
