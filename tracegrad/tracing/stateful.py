@@ -246,7 +246,8 @@ class Program:
         written_over = () if self.roles.calls_host else range(len(updated))
         donated = (*written_over, *options.pop("donate_argnums"))
         self.outermost = jax.jit(self.body, **options, donate_argnums=donated)
-        self._top_level = _jax.top_level_trace_type()
+        # Where it writes over the old values: at top level, and nowhere if it calls the host.
+        self._writes_over_in = None if self.roles.calls_host else _jax.top_level_trace_type()
 
     def _with_shardings(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with shardings for the values too, where the user gave some."""
@@ -275,16 +276,10 @@ class Program:
         updated: Any = [ref() for ref in roles.updated] if roles.updated else ()
         read: Any = [ref() for ref in roles.read] if roles.read else ()
         written: Any = [ref() for ref in roles.written] if roles.written else ()
-        if type(_jax.current_trace(None)) is not self._top_level or listened():
-            new, result = self._watched([*updated, *read], args, kwargs)
-            if roles.calls_host:
-                _jax.wait_for(new)
-            for variable, value in zip((*updated, *written), new, strict=True):
-                variable.assign(value)
-            self.pipeline.warn_of_merging()
-            return result
-        if roles.calls_host:
-            return self._held(updated, read, written, args, kwargs)
+        if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
+            is_alone = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
+            call = self._held if is_alone and not listened() else self._watched
+            return call(updated, read, written, args, kwargs)
         constants = peek(read) if read else ()
         values = lend(updated)
         try:
@@ -303,30 +298,44 @@ class Program:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a function that calls the host."""
+        """Calls a function that calls the host, with nobody around."""
         constants = [variable.value for variable in read]  # the host may run what writes over them
         values = hold(updated)
         try:
             new, result = self.outermost(*values, *constants, *args, **kwargs)
-            _jax.wait_for(new)
-            for variable, value in zip((*updated, *written), new, strict=True):
-                variable.assign(value)
+            self._assign((*updated, *written), new)
         finally:
             take_back(updated)
         return result
 
     def _watched(
-        self, variables: Sequence[Variable], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        updated: Sequence[Variable],
+        read: Sequence[Variable],
+        written: Sequence[Variable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Calls the function where others look on."""
         trace = _jax.current_trace(None)
+        variables = (*updated, *read)
+        outcome = None
         if isinstance(trace, ForwardingTrace) and not self._has_options:
             values = show(variables)
             outcome = trace.call_directly(self.nested, self._forms, (*values, *args), kwargs)
-            if outcome is not None:
-                return outcome
-        values = [variable.value for variable in variables]
-        return self.nested(*values, *args, **kwargs)
+        if outcome is None:
+            values = [variable.value for variable in variables]
+            outcome = self.nested(*values, *args, **kwargs)
+        new, result = outcome
+        self._assign((*updated, *written), new)
+        self.pipeline.warn_of_merging()
+        return result
+
+    def _assign(self, variables: Sequence[Variable], new: Sequence[Any]) -> None:
+        if self.roles.calls_host:
+            _jax.wait_for(new)
+        for variable, value in zip(variables, new, strict=True):
+            variable.assign(value)
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
