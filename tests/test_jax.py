@@ -8,6 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify, io_callback
 
 from tracegrad import _jax
 
@@ -457,3 +458,18 @@ def test_primitives_that_jax_compiles_alone_are_told_from_others():
     assert _jax.runs_compiled(equation(lambda x: jax.lax.add(x, x), 1.0).primitive)
     assert not _jax.runs_compiled(_jax.JIT)
     assert not _jax.runs_compiled(equation(jax.device_put, 1.0).primitive)
+
+
+def test_calls_of_the_host_are_told_by_their_names():
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    ways = [
+        lambda x: jax.pure_callback(np.sin, like, x),
+        lambda x: io_callback(np.sin, like, x),
+        lambda x: jax.debug.callback(print, x),
+        lambda x: jax.debug.print("{}", x),
+        lambda x: jax.ffi.ffi_call("target", like)(x),
+        lambda x: checkify.check(x > 0, "positive"),
+    ]
+    for way in ways:
+        assert _jax.calls_host(equation(way, 1.0).primitive.name)
+    assert not _jax.calls_host(equation(jnp.sin, 1.0).primitive.name)

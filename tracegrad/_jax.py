@@ -56,9 +56,10 @@ OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 def calls_host(primitive: str) -> bool:
     """Whether the primitive of this name runs code that XLA did not compile.
 
-    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none.
+    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is that of
+    checkify, which raises from the host where JAX was told to lower it.
     """
-    return "callback" in primitive or primitive in ("debug_print", "ffi_call")
+    return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
 
 
 # ------------------------------------------------------------------------------------- programs

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
+from jax.experimental import checkify, io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
@@ -897,6 +897,25 @@ def test_a_step_that_fails_on_the_host_leaves_the_old_value(kind):
     fails = False
     step(2.0)
     np.testing.assert_array_equal(w.value, [8.0, 8.0, 8.0])
+
+
+def test_a_step_whose_check_fails_leaves_the_old_value():
+    w = Variable(np.ones(3, np.float32))
+
+    @tg.trace
+    def step(x):
+        checkify.check(x > 0, "x is not positive")
+        w.assign(w * x)
+
+    setting = "jax_experimental_unsafe_xla_runtime_errors"
+    jax.config.update(setting, True)
+    try:
+        step(2.0), step(2.0)
+        with pytest.raises(Exception, match="x is not positive"):
+            step(-1.0)
+    finally:
+        jax.config.update(setting, False)
+    np.testing.assert_array_equal(w.value, [4.0, 4.0, 4.0])
 
 
 @pytest.mark.parametrize("kind", HOST_CALLS)
