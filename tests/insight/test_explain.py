@@ -468,6 +468,7 @@ def test_html_is_escaped_and_folds(broken):
     assert page.count("<details") == 3
     assert "params/&lt;b&gt;" in page
     assert "<b>rounding" not in page
+    assert "<code>tracegrad.grad_pass_through(jnp.round)(x)</code>" in page
 
 
 def test_rich_prints_it(broken):

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import importlib.util
 import math
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -193,9 +194,12 @@ class Explanation:
         ordered = sorted(self.sources, key=lambda r: r.rank)
         rows = [_row("th", _COLUMNS), *(_row("td", _cells(report)) for report in ordered)]
         return (
-            f"<div><b>{html.escape(self._headline())}</b>{''.join(sections)}"
-            f'<details><summary style="cursor:pointer">{len(self.sources)} sources</summary>'
-            f"<table>{''.join(rows)}</table></details></div>"
+            f'<div style="line-height:1.5"><b>{html.escape(self._headline())}</b>'
+            f"{''.join(sections)}"
+            f'<details><summary style="cursor:pointer">{_counted(self.sources)}</summary>'
+            '<div style="overflow-x:auto;margin-left:1.5em">'
+            f'<table style="border-collapse:collapse;margin:0">{"".join(rows)}</table>'
+            "</div></details></div>"
         )
 
     # ------------------------------------------------------------------------------------ plot
@@ -240,14 +244,17 @@ def _cells(report: SourceReport) -> tuple[str, ...]:
 
 
 def _row(tag: str, cells: tuple[str, ...]) -> str:
-    style = 'style="text-align:left"'
+    style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
     inner = "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in cells)
     return f"<tr>{inner}</tr>"
 
 
 def _section(finding: Finding, is_open: bool) -> str:
-    """A finding that folds."""
-    hue = "#c0392b" if finding.problem else "#b7791f"
+    """A finding that folds.
+
+    Its text has the colour of the text around it, which is right on light and on dark pages.
+    """
+    hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
     body = [html.escape(finding.what + _in_step(finding))]
     if finding.origin:
         place = f"{finding.origin.file}:{finding.origin.line}"
@@ -255,16 +262,22 @@ def _section(finding: Finding, is_open: bool) -> str:
     if finding.sources:
         body.append(f"concerns {html.escape(_some(finding.sources))}")
     if finding.cure:
-        body.append(f"<b>cure:</b> {html.escape(finding.cure)}")
+        cure = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(finding.cure))
+        body.append(f"<b>cure:</b> {cure}")
     return (
-        f"<details{' open' if is_open else ''}><summary "
-        f'style="color:{hue};cursor:pointer">{html.escape(finding.short)}</summary>'
-        f'<div style="margin-left:1.5em">{"<br>".join(body)}</div></details>'
+        f"<details{' open' if is_open else ''}>"
+        f'<summary style="cursor:pointer"><b style="color:{hue}">{sign}</b> '
+        f"{html.escape(finding.short)}</summary>"
+        f'<div style="margin:0 0 .4em 1.5em">{"<br>".join(body)}</div></details>'
     )
 
 
 def _in_step(finding: Finding) -> str:
     return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+
+
+def _counted(sources: tuple[SourceReport, ...]) -> str:
+    return f"{len(sources)} source{'s' * (len(sources) != 1)}"
 
 
 def _some(names: tuple[str, ...]) -> str:

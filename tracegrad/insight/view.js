@@ -504,7 +504,9 @@ class Item {
       parts.push(this.badges(view.countRegions(row)));
     }
     const type = make("span", "type", row[TYPES]);
-    const place = make("span", "place", this.place < 0 ? "" : view.data.places[this.place][0]);
+    // Of a long name the end is cut off, of the line number nothing.
+    const [, file, number] = this.place < 0 ? ["", "", ""] : view.data.places[this.place][0].match(/^(.*?)(:\d+)?$/);
+    const place = make("span", "place", make("span", "file", file), number || "");
     return this.line(`is-${KINDS[row[KIND]]}`, ...parts, type, place);
   }
 
