@@ -1,6 +1,7 @@
 """`trace`: takes what `jax.jit` takes, rejects what it rejects, and shares its programs."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import inspect
@@ -231,6 +232,20 @@ def test_functions_that_are_equal_have_programs_of_their_own():
     assert float(second(jnp.float16(1.0))) == 3.0
     third = tg.trace(Equal(4.0))
     assert (second(1.0), third(1.0)) == (3.0, 4.0)
+
+
+def test_a_callable_that_has_no_hash_is_traced_as_it_is_now():
+    @dataclasses.dataclass
+    class Times:
+        factor: float
+
+        def __call__(self, x):
+            return self.factor * x
+
+    times = Times(2.0)
+    assert tg.trace(times)(1.0) == 2.0
+    times.factor = 3.0
+    assert tg.trace(times)(1.0) == 3.0
 
 
 def test_rules_that_are_equal_are_two_rules():

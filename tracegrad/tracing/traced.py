@@ -487,9 +487,10 @@ def _shared_pipeline(
     """One pipeline for all wrappers of a function with the same rules: they share its programs."""
     identity = id(fun)
     try:
+        hash(fun)  # what has none may change, and be traced again for that
         # Its entry goes with it; by one step, for this can run at any time, with the lock held.
         ref = weakref.ref(fun, lambda _: _pipelines.pop(identity, None) and None)
-    except TypeError:  # cannot be held weakly
+    except TypeError:  # or cannot be held weakly
         return Pipeline(fun, rules, static)
     if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
         return Pipeline(fun, rules, static)
