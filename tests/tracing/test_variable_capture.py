@@ -165,18 +165,158 @@ def test_a_traced_method_has_the_variables_of_its_instance():
         one.double(), two.double()
 
 
-def test_a_variable_given_as_an_argument_is_an_array_inside():
+def stepping(w, x=1.0):
+    """A step as with TensorFlow: of an argument that is watched and assigned."""
+    with tg.GradientTape() as tape:
+        loss = jnp.sum(w * w) * x
+    gradient = tape.gradient(loss, w)
+    w.assign_sub(gradient / 4)
+    return gradient
+
+
+def in_a_tree(w, x):
+    return tg.trace(lambda tree: stepping(tree["w"][0], tree["x"]))({"w": [w], "x": x})
+
+
+def nested(w, x):
+    return tg.trace(lambda w, x: tg.trace(stepping)(w, x))(w, x)
+
+
+def by_keyword(w, x):
+    return tg.trace(stepping)(x=x, w=w)
+
+
+def of_a_partial(w, x):
+    return tg.trace(functools.partial(stepping, x=x))(w)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        tg.trace(stepping),
+        tg.trace(stepping, static_argnums=0),
+        tg.trace(stepping, static_argnames="w"),
+        tg.trace(stepping, donate_argnums=0),
+        tg.trace(stepping, memory_budget="1GiB"),
+        in_a_tree,
+        nested,
+        by_keyword,
+        of_a_partial,
+    ],
+    ids=[
+        "plain",
+        "static",
+        "static_name",
+        "donated",
+        "budget",
+        "tree",
+        "nested",
+        "keyword",
+        "partial",
+    ],
+)
+def test_a_variable_given_as_an_argument_is_that_variable_inside(call):
+    a, b = Variable([4.0, 2.0], name="a"), Variable([8.0, 0.0], name="b")
+    for w, expected in ((a, [8.0, 4.0]), (b, [16.0, 0.0]), (a, [4.0, 2.0]), (b, [8.0, 0.0])):
+        assert call(w, 1.0).tolist() == expected
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([1.0, 0.5], [2.0, 0.0])
+
+
+@pytest.mark.parametrize("rules", [[], [lambda graph: graph]])
+def test_a_variable_given_as_an_argument_is_that_variable_without_jit_too(rules):
+    v = Variable([4.0], name="v")
+    call = tg.trace(stepping, rules=rules)
+    with jax.disable_jit():
+        assert call(v).tolist() == [8.0]
+    assert call(v).tolist() == [4.0]
+    with jax.disable_jit():
+        assert call(v).tolist() == [2.0]
+    assert float(v[0]) == 0.5
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_function_may_be_given_variables_after_arrays_and_arrays_after_variables(has_others):
+    count = Variable(0.0)
+
+    @tg.trace
+    def f(w):
+        if has_others:
+            count.assign_add(1.0)
+        return stepping(w) if isinstance(w, Variable) else 3 * w
+
+    a, b, array = Variable([4.0]), Variable([8.0]), jnp.ones(1)
+    given = (array, array, a, b, a, array, b)
+    got = [f(w).tolist() for w in given]
+    assert got == [[3.0], [3.0], [8.0], [16.0], [4.0], [3.0], [8.0]]
+    assert (float(a[0]), float(b[0])) == (1.0, 2.0)
+    assert float(count) == (len(given) if has_others else 0)
+
+
+def test_variables_that_are_the_same_or_are_read_besides_are_told_apart_by_each_call():
+    a, b = Variable(1.0, name="a"), Variable(10.0, name="b")
+
+    @tg.trace
+    def f(u, w):
+        u.assign_add(1.0)
+        return w + a
+
+    given = [(a, a), (a, b), (b, a), (b, b), (a, a)]
+    eager, traced = [], []
+    for call, results in ((f.__wrapped__, eager), (f, traced)):
+        a.assign(1.0), b.assign(10.0)
+        results += [(float(call(*pair)), float(a), float(b)) for pair in given]
+    assert traced == eager
+
+
+def test_a_tape_around_a_function_that_is_given_a_variable_watches_that_one():
+    a, b = Variable(3.0), Variable(4.0)
+    f = tg.trace(lambda w: w * w)
+    f(jnp.float32(1.0)), f(jnp.float32(1.0))
+    for w in (a, b, a, b):
+        with tg.GradientTape() as tape:
+            y = f(w)
+        assert tape.watched_variables() == (w,)
+        assert float(tape.gradient(y, w)) == 2 * float(w)
+
+
+def test_functions_of_jax_and_gradients_take_the_value_of_a_variable_that_they_are_given():
+    v = Variable(3.0)
     seen = []
 
     @tg.trace
-    def f(w, x):
+    def f(w):
         seen.append(isinstance(w, Variable))
-        return w * x
+        return w * w
 
-    assert f(v, 2.0) == 6.0
-    v.assign(4.0)
-    assert f(v, 2.0) == 8.0
-    assert seen == [False]
+    assert [transform(f)(v) for transform in (jax.grad, tg.grad)] == [6.0, 6.0]
+    assert jax.jit(f)(v) == 9.0
+    assert not any(seen)
+    assert f(v) == 9.0
+    assert seen[-1]
+    assert jax.jit(f)(v) == 9.0
+    assert jax.grad(f)(v) == 6.0
+
+
+def test_graphs_and_programs_of_a_function_have_its_variables_behind_the_arguments():
+    a, b = Variable(3.0, name="a"), Variable(4.0, name="b")
+    f = tg.trace(lambda w, x: w * x)
+    for graph in (f.graph(a, 2.0), tg.graph(f.__wrapped__)(a, 2.0)):
+        assert [value.hint for value in graph.inputs] == ["x", "a"]
+        assert graph.variables == (a,)
+        assert graph.to_callable()(a, 5.0) == 15.0
+        with pytest.raises(TypeError, match=r"(?s)structure.*Variable a.*called with.*Variable b"):
+            graph.to_callable()(b, 5.0)
+    assert len(jax.tree.leaves(f.lower(a, 2.0).in_avals)) == 2
+    assert f.eval_shape(a, 2.0).shape == ()
+
+
+def test_many_variables_for_one_argument_are_warned_of():
+    f = tg.trace(lambda w: w + 1.0)
+    many = [Variable(float(i), name=f"w{i}") for i in range(9)]
+    with pytest.warns(tg.RetraceWarning, match=r"the Variable of `w` changed.*pass its `.value`"):
+        results = [float(f(w)) for w in many]
+    assert results == [i + 1.0 for i in range(9)]
+    assert "w: <Variable w8>" in str(f.cache_info())
 
 
 def test_variables_have_names_in_the_text_of_a_graph():
@@ -763,10 +903,10 @@ def test_two_variables_never_share_a_buffer_that_is_written_over():
     assert (float(a), float(b)) == (4.0, 4.0)
 
 
-def test_a_variable_that_is_also_an_argument_is_given_as_it_was():
+def test_a_value_that_is_also_an_argument_is_given_as_it_was():
     w, _ = counter()
     add = tg.trace(lambda x: (w.assign_add(1.0), x[0])[1])
-    assert [float(add(w)) for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert [float(add(w.value)) for _ in range(3)] == [0.0, 1.0, 2.0]
     assert float(w[0]) == 3.0
 
 

@@ -34,7 +34,7 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
         if graph.in_tree is None:
             flat = list(args)
         else:
-            flat, tree = jax.tree.flatten((args, kwargs))
+            flat, tree = jax.tree.flatten(engine.given((args, kwargs)))
             if tree != graph.in_tree:
                 raise TypeError(
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "

@@ -16,6 +16,7 @@ from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.capture import Capture, ReadAgain
+from tracegrad.tracing.given import given, taken
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
@@ -63,7 +64,7 @@ def graph(
     @functools.wraps(fun, updated=())
     def make_graph(*args: Any, **kwargs: Any) -> Graph:
         try:
-            return trace_to_graph(fun, args, kwargs, static)
+            return trace_to_graph(fun, *given((args, kwargs)), static)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -110,7 +111,7 @@ def trace_to_graph(
     static: StaticArguments,
 ) -> Graph:
     """Traces `fun` on these arguments; `in_tree` of the result is that of the dynamic ones."""
-    args = tuple(args)
+    args = tuple(args)  # Variables among them are `Given`
     static_kwargs = static.named(kwargs)
     for name, value in static_kwargs.items():
         try:
@@ -236,7 +237,8 @@ def _fresh(
     def fresh(*args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             with within():
-                return fun(*args, **kwargs, **static_kwargs)
+                positional, named, fixed = taken((args, kwargs, dict(static_kwargs)))
+                return fun(*positional, **named, **fixed)
 
         return capture.run(run)
 

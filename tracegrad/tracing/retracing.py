@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.tracing.given import Given, is_given
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8
@@ -26,6 +27,7 @@ _CURES = {
     "dtype": "convert it before the call",
     "weak type": "pass an array of a fixed dtype, not a Python number at some calls",
     "static value": "pass it as an array, if the program need not be compiled for its value",
+    "Variable": "pass its `.value`, unless the function is to watch or to assign it",
     "tree": "pass the same structure every time",
 }
 
@@ -39,18 +41,21 @@ class Signature:
     """What a program was compiled for."""
 
     tree: Any
-    types: tuple[tuple[str, str, str, bool], ...]  # path, dtype, shape, weak
+    types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
     static: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args))
-        types = []
+        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_given)
+        types: list[tuple[str, str | Given, str, bool]] = []
         for path, leaf in leaves:
+            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+            if isinstance(leaf, Given):
+                types.append((name, leaf, "", False))
+                continue
             aval = jax.typeof(leaf)
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
-            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
         return cls(tree, tuple(types), tuple(sorted(static.items())))
 
@@ -192,7 +197,8 @@ def _is_due(count: int) -> bool:
 def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
     """What changed: (argument, what of it, before, after), e.g. ``("x", "shape", "[8]", "[9]")``.
 
-    What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"`` or ``"tree"``.
+    What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"Variable"`` or
+    ``"tree"``.
     """
     changes = []
     for name, before, after in _paired(old.static, new.static):
@@ -203,6 +209,10 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
     for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
         old.types, new.types, strict=True
     ):
+        if isinstance(dtype, Given) or isinstance(dtype2, Given):
+            if dtype is not dtype2:
+                changes.append((f"`{name}`", "Variable", f"{dtype}{shape}", f"{dtype2}{shape2}"))
+            continue
         if shape != shape2:
             changes.append((f"`{name}`", "shape", shape, shape2))
         if dtype != dtype2:

@@ -189,7 +189,7 @@ class Body:
         pipeline, roles = self.pipeline, self.roles
         places = [id(ref()) for ref in (*roles.updated, *roles.read)]
         values = dict(zip(places, args))
-        args = args[len(places) :]
+        args, kwargs = pipeline.given_before(args[len(places) :], kwargs)
         flat, tree = pipeline.flatten(args, kwargs)
         graph = _claimed(pipeline, tree, flat) or pipeline.traced(args, kwargs)
         if identity_of(graph) != roles.identity:

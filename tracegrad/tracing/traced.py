@@ -23,6 +23,14 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
+from tracegrad.tracing.given import (
+    Given,
+    given,
+    given_before,
+    taken,
+    those_given,
+    with_those_given,
+)
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
@@ -61,6 +69,7 @@ class Pipeline:
         self.history = TraceHistory(function_name(fun))
         self.recomputes = False  # whether any program of it held a Recompute
         self.has_variables = False  # whether any program of it used some
+        self.takes_variables = False  # whether any call had some among its arguments
         self.functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
         self._warned = False
         self.__name__ = self.__qualname__ = function_name(fun)
@@ -78,6 +87,7 @@ class Pipeline:
         if jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
         known = self.recomputes
+        args, kwargs = self.given_before(args, kwargs)
         graph = self.traced(args, kwargs)
         flat, _ = self.flatten(args, kwargs)
         if not graph.variables and not graph.assigned:
@@ -95,7 +105,9 @@ class Pipeline:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
         rules are to change that, it runs the graph, one operation after the other."""
         if not self.rules:
+            args, kwargs = taken((args, kwargs))
             return self.__wrapped__(*args, **kwargs)
+        args, kwargs = given((args, kwargs))
         return run_eagerly(self.traced(args, kwargs), self.flatten(args, kwargs)[0])
 
     def __repr__(self) -> str:
@@ -136,6 +148,22 @@ class Pipeline:
         self.has_variables = True
         for function in list(self.functions):
             function.use_variables()
+
+    def take_variables(self) -> None:
+        """Has every wrapper of the function look for Variables among its arguments."""
+        self.takes_variables = True
+        for function in list(self.functions):
+            function.take_variables()
+
+    def given_before(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call as JAX hands them on, with the Variables that were among them."""
+        arguments = args, kwargs
+        found = given_before(arguments)
+        if found is not arguments:
+            self.take_variables()
+        return found
 
     def warn_of_merging(self) -> None:
         """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
@@ -201,23 +229,59 @@ class TracedFunction:
         self._options = options
         self._jit: Any = jax.jit(self._pipeline, **options)
         self._stateful = StatefulCalls(self._pipeline, options)
+        # The same for each combination of Variables that it was given.
+        self._by_given: dict[tuple[Given, ...], StatefulCalls] = {}
         self._pipeline.functions.add(self)
         self.__call__ = self._first_call
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
             return self._pipeline.eagerly(args, kwargs)
-        # Not in `__init__`: asking for the backend starts it.
         if not self._pipeline.has_variables:
-            needed = _jax.keep_recompute_options(jax.default_backend()) is not None
-            self.__call__ = self._keeping_recompute() if needed else self._jit
-        call = self.__call__
+            self.__call__ = self._plain
+        arguments = args, kwargs
+        found = given(arguments)
+        if self._pipeline.takes_variables or found is not arguments:
+            self._pipeline.take_variables()
         try:
-            return self._either(
-                lambda: call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
-            )
+            return self._any_call(*found)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
+
+    @functools.cached_property
+    def _plain(self) -> Callable[..., Any]:
+        """The call of a function without Variables."""
+        # Not in `__init__`: asking for the backend starts it.
+        needed = _jax.keep_recompute_options(jax.default_backend()) is not None
+        return self._keeping_recompute() if needed else self._jit
+
+    def _with_given(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of a function that is given Variables."""
+        if jax.config.jax_disable_jit:
+            return self._pipeline.eagerly(args, kwargs)
+        (args, kwargs), variables = with_those_given((args, kwargs))
+        try:
+            if self._pipeline.has_variables:
+                return self._calls_of(variables)(*args, **kwargs)
+            return self._any_call(args, kwargs)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
+
+    def _calls_of(self, variables: tuple[Given, ...]) -> StatefulCalls:
+        """The calls that are given these Variables."""
+        if not variables:
+            return self._stateful
+        calls = self._by_given.get(variables)
+        if calls is None:
+            for old in [key for key in self._by_given if any(each.is_gone for each in key)]:
+                self._by_given.pop(old, None)
+            calls = self._by_given[variables] = StatefulCalls(self._pipeline, self._options)
+        return calls
+
+    def _any_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._either(
+            lambda: self._plain(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
+        )
 
     def _either(
         self,
@@ -235,11 +299,16 @@ class TracedFunction:
             found = expecting.found
             self._pipeline.meet_variables()
         self.use_variables()
-        return self._stateful.search(args, kwargs, stateful, found)
+        calls = self._calls_of(those_given((args, kwargs)))
+        return calls.search(args, kwargs, stateful, found)
 
     def use_variables(self) -> None:
         """From now on calls pass the values of Variables."""
-        self.__call__ = self._stateful
+        self.__call__ = self._with_given if self._pipeline.takes_variables else self._stateful
+
+    def take_variables(self) -> None:
+        """From now on calls look for Variables among their arguments."""
+        self.__call__ = self._with_given
 
     @functools.cached_property
     def _outermost(self) -> Any:
@@ -283,7 +352,7 @@ class TracedFunction:
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         try:
-            return self._pipeline.graph(args, kwargs)
+            return self._pipeline.graph(*given((args, kwargs)))
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -292,7 +361,8 @@ class TracedFunction:
 
         The program of a function with Variables takes their values in front of the arguments:
         of those that it reads and assigns, which it writes over, then of those that it only reads.
-        It returns a pair: a list of the assigned values, and the result.
+        It returns a pair: a list of the assigned values, and the result. A Variable among the
+        arguments is one of these; for a compiled program that is to be called, pass its `.value`.
         """
         lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
         return lowered
@@ -303,6 +373,8 @@ class TracedFunction:
         return traced
 
     def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = given((args, kwargs))
+
         def plain() -> Any:
             if not self._pipeline.recomputes:
                 with suppress(RecomputeFound):
@@ -316,6 +388,7 @@ class TracedFunction:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
+        args, kwargs = given((args, kwargs))
 
         def plain() -> Any:
             with suppress(RecomputeFound):
@@ -358,6 +431,7 @@ class TracedFunction:
         self._jit.clear_cache()
         self._outermost.clear_cache()
         self._stateful.clear_cache()
+        self._by_given.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
         return self  # as of any function: a model that holds one can be copied
@@ -424,8 +498,10 @@ def trace(
     Takes whatever `jax.jit` takes, compiles to the same optimised program and costs the same per
     call; only what was annotated or rewritten differs. The `Variable`s that it reads, itself or in
     functions that it calls, are inputs of the program, and those that it assigns outputs: each
-    call uses the values of that moment. A Variable among its results is handed out as an array,
-    its value at the end of the call. Usable bare (``@trace``), with arguments
+    call uses the values of that moment. A Variable among its arguments, static ones and those in
+    trees too, is that Variable inside, and may be watched and assigned there; for each there is a
+    program. One among its results is handed out as an array, its value at the end of the call.
+    Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -115,8 +116,9 @@ class Variable:
     state of an optimiser holds no Variables.
 
     Inside a function traced by `tracegrad.trace` a Variable that is read is an input of the
-    program, and one that is assigned an output: each call uses the value of that moment. A tape
-    watches trainable Variables at their first read.
+    program, and one that is assigned an output: each call uses the value of that moment. Given to
+    such a function as an argument it stays a Variable; to `jax.jit`, `jax.grad` and other functions
+    of JAX it is its value. A tape watches trainable Variables at their first read.
 
     Compared with ``==`` it is its values, elementwise; it is hashed by identity.
 
@@ -146,6 +148,7 @@ class Variable:
         "__weakref__",
         "_aval",
         "_borrower",
+        "_given",
         "_is_ours",
         "_keepers",
         "_name",
@@ -186,6 +189,7 @@ class Variable:
         # leaves the array as it is, see `hold`.
         self._borrower: int | None = None
         self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
+        self._given: Any = None  # what it is among arguments; see `given`
 
     # ---------------------------------------------------------------------- reading and assigning
 
@@ -732,22 +736,68 @@ def _own_array(value: Any, dtype: Any) -> Any:
     return _jax.fresh_alias(value)
 
 
+class _Whose:
+    """Whose value a leaf is, as a tree knows it. All are equal: trees with Variables in the same
+    places have the same structure."""
+
+    __slots__ = ("variable",)
+
+    def __init__(self, variable: Variable):
+        self.variable = weakref.ref(variable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Whose)
+
+    def __hash__(self) -> int:
+        return hash(_Whose)
+
+    def __repr__(self) -> str:
+        return "value"
+
+
+class _Unflattened(threading.local):
+    """The traced values that were put in the places of Variables, in the trace begun last."""
+
+    trace: Any = None  # weakly
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[Any, _Whose]] = {}  # by identity, weakly
+
+
+_unflattened = _Unflattened()
+
+
 # The leaf is handed out, so the next program that assigns copies it, once. That nobody holds it any
 # more would not show that the buffer is free: `jax.device_put` gives it to arrays that do not hold
 # the leaf, and would die with it, whether the leaf is the array itself or an alias of it.
+def _flatten(variable: Variable) -> tuple[tuple[Any], _Whose]:
+    return (variable.value,), _Whose(variable)
 
 
-def _flatten(variable: Variable) -> tuple[tuple[Any], None]:
-    return (variable.value,), None
+def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any]], _Whose]:
+    return ((jax.tree_util.GetAttrKey("value"), variable.value),), _Whose(variable)
 
 
-def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any]], None]:
-    return ((jax.tree_util.GetAttrKey("value"), variable.value),), None
+def _unflatten(origin: _Whose, children: Iterable[Any]) -> Any:
+    (value,) = children
+    if _jax.is_tracer(value):
+        trace = _jax.trace_of(value)
+        if isinstance(trace, _jax.staging_trace_type()):
+            known = _unflattened.trace
+            if known is None or known() is not trace:
+                _unflattened.trace, _unflattened.values = weakref.ref(trace), {}
+            _unflattened.values[id(value)] = weakref.ref(value), origin
+    return value
 
 
-jax.tree_util.register_pytree_with_keys(
-    Variable, _flatten_with_keys, lambda _, children: next(iter(children)), _flatten
-)
+def whose(value: object) -> Variable | None:
+    """The Variable that was in the place of a value, among the arguments of the function that JAX
+    has begun to trace; None if there was none."""
+    ref, origin = _unflattened.values.get(id(value), (None, None))
+    return origin.variable() if ref is not None and origin is not None and ref() is value else None
+
+
+jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten, _flatten)
 
 
 # ------------------------------------------------------------------------------ trees of Variables
