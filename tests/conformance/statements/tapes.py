@@ -316,6 +316,23 @@ def a_variable_that_is_assigned_and_then_read_has_a_gradient_in_functions_too(li
 
 
 @states
+def a_variable_given_to_a_function_is_that_variable_inside(lib):
+    v, w = lib.Variable(3.0), lib.Variable(4.0)
+
+    @lib.function
+    def step(tree, x):
+        with lib.GradientTape() as tape:
+            y = tree["variable"] * tree["variable"] * x
+        slope = tape.gradient(y, tree["variable"])
+        tree["variable"].assign_sub(slope / 4)
+        return slope
+
+    x = lib.constant(1.0)
+    slopes = [step({"variable": each}, x) for each in (v, w, v)]
+    return [*slopes, v.numpy(), w.numpy()]
+
+
+@states
 def gradients_of_a_variable_are_of_all_its_reads(lib):
     v = lib.Variable(1.0)
 
