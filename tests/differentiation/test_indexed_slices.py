@@ -82,6 +82,63 @@ def test_ids_of_a_small_dtype_reach_every_row(dtype):
     np.testing.assert_array_equal(slices.indices, [0, 100])
 
 
+WAYS_TO_LOOK_UP = {
+    "brackets": lambda t, i: t[i],
+    "fill": lambda t, i: jnp.take(t, i, axis=0, mode="fill", fill_value=0.0),
+    "clip": lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+    "wrap": lambda t, i: jnp.take(t, i, axis=0, mode="wrap"),
+    "at clip": lambda t, i: t.at[i].get(mode="clip"),
+    "promised": lambda t, i: t.at[i].get(mode="promise_in_bounds"),
+    "one": lambda t, i: t[i[0]],
+}
+
+
+def ids_of(dtype, length, *, in_bounds=False):
+    """Rows at the edges of a table and of the types, from the end too, and what is no row."""
+    ids = [0, 1, 99, 100, 127, 128, 199, 200, 255, 256, 65_535, length - 1, -1, -3, -length]
+    if not in_bounds:
+        ids += [length, length + 5, -length - 1, 2**31 - 1, 2**31 + 1, 2**32 - 1, -(2**31), 2**40]
+    limits = jnp.iinfo(dtype)
+    ids = [i for i in ids if limits.min <= i <= limits.max]
+    return np.array([i for i in ids if -length <= i < length] if in_bounds else ids, dtype)
+
+
+def check_every_way(dtypes, length):
+    """The sparse gradient is the dense one, for types of ids and all ways to look up."""
+    pairs = [
+        (dtype, way)
+        for dtype in dtypes
+        for way in WAYS_TO_LOOK_UP
+        if way != "wrap" or length <= jnp.iinfo(dtype).max  # else JAX refuses
+    ]
+    tables = {pair: jnp.linspace(1.0, 2.0, length) for pair in pairs}
+    ids = {(d, w): jnp.asarray(ids_of(d, length, in_bounds=w == "promised")) for d, w in pairs}
+
+    def loss(tables, ids):
+        looked_up = [WAYS_TO_LOOK_UP[pair[1]](t, ids[pair]) for pair, t in tables.items()]
+        return sum(jnp.sum(rows**2) for rows in looked_up)
+
+    @jax.jit
+    def both(tables, ids):
+        slices = grad(loss, sparse=True)(tables, ids)
+        assert all(isinstance(each, IndexedSlices) for each in slices.values())
+        return {pair: each.to_dense() for pair, each in slices.items()}, jax.grad(loss)(tables, ids)
+
+    found, expected = both(tables, ids)
+    for pair in pairs:
+        np.testing.assert_allclose(found[pair], expected[pair], rtol=1e-6, err_msg=str(pair))
+
+
+@pytest.mark.parametrize("length", [200, 70_000])
+def test_unsigned_ids_give_the_dense_gradient_however_they_are_looked_up(length):
+    check_every_way(["uint8", "uint32"], length)
+
+
+def test_ids_of_64_bits_too():
+    with jax.enable_x64(True):
+        check_every_way(["int64", "uint64"], 200)
+
+
 def test_matrices_of_ids_are_flattened():
     ids = jnp.array([[1, 2], [1, 3]])
     slices = sparse_gradient(lambda t, i: t[i], TABLE, ids)
@@ -202,6 +259,41 @@ def test_a_custom_gradient_may_return_slices():
     )
     slices = sparse_gradient(doubled_lookup, TABLE)
     np.testing.assert_array_equal(slices.indices, IDS)
+
+
+@pytest.mark.parametrize("shape", [lambda t: t.shape, lambda t: jnp.array(t.shape), lambda t: None])
+def test_slices_that_a_rule_returned_have_the_shape_of_its_input(shape):
+    @tg.custom_gradient
+    def custom(t):
+        return t[IDS], lambda dy: IndexedSlices(2 * dy, IDS, shape(t))
+
+    def grad_of(op, dy):
+        return IndexedSlices(2 * dy, IDS, shape(op.inputs[0]))
+
+    def host(t):
+        rows = jax.ShapeDtypeStruct((3, 4), t.dtype)
+        return tg.numpy_function(lambda t: t[np.asarray(IDS)], [t], rows, grad_of, stateful=False)
+
+    @jax.jit
+    def called(t):
+        return t[IDS]
+
+    overridden = tg.rewrite(called, tg.rules.override_gradient(tg.match.call("called"), grad_of))
+    for lookup in (custom, host, overridden):
+        slices = grad(squares(lookup), sparse=True)(TABLE)
+        assert isinstance(slices, IndexedSlices)
+        np.testing.assert_array_equal(slices.indices, IDS)
+        expected = 2 * jax.grad(squares(lambda t: t[IDS]))(TABLE)
+        np.testing.assert_allclose(slices.to_dense(), expected, rtol=1e-6)
+
+
+def test_slices_that_do_not_fit_the_input_of_a_rule_say_so():
+    @tg.custom_gradient
+    def lookup(t):
+        return t[IDS], lambda dy: IndexedSlices(dy, IDS, (11, 4))
+
+    with pytest.raises(ValueError, match=r"gradient f32\[11,4\] for the input t, which is f32\[10"):
+        jax.grad(squares(lookup))(TABLE)
 
 
 # ------------------------------------------------------------------------------ what gives arrays
@@ -421,6 +513,41 @@ def test_deduplicated_has_each_row_once_in_order():
         np.testing.assert_array_equal(found.values[:, 0], [2, 8, 0, 0, 0, 0, 0])
     empty = IndexedSlices(jnp.ones((0, 2)), jnp.zeros(0, int), (4, 2))
     assert empty.deduplicated().values.shape == (0, 2)
+
+
+@pytest.mark.parametrize("length", [127, 128, 200, 256, 70_000])
+def test_indices_of_small_and_unsigned_types_are_rows_of_long_tables(length):
+    all_ids = {dtype: ids_of(dtype, length) for dtype in ("int8", "uint8", "uint32")}
+
+    @jax.jit
+    def uses(all_ids):
+        slices = [IndexedSlices(jnp.arange(1.0, len(i) + 1), i, (length,)) for i in all_ids]
+        zeros = jnp.zeros(length)
+        dense = [(s.to_dense(), zeros + s, apply_rows(zeros, s, jnp.add)) for s in slices]
+        return dense, [s.deduplicated() for s in slices]
+
+    for dense, unique, (dtype, ids) in zip(*uses(list(all_ids.values())), all_ids.items()):
+        expected = np.zeros(length, np.float32)
+        is_row = [-length <= i < length for i in map(int, ids)]
+        np.add.at(expected, ids[is_row].astype(int), np.arange(1.0, len(ids) + 1)[is_row])
+        for found in dense:
+            np.testing.assert_array_equal(found, expected, err_msg=dtype)
+        rows = np.unique(ids[is_row].astype(int) % length)
+        np.testing.assert_array_equal(unique.indices[: len(rows)], rows)
+        np.testing.assert_array_equal(unique.values[: len(rows)], expected[rows])
+        assert np.all(np.asarray(unique.indices[len(rows) :]) == length)
+
+
+def test_a_dense_shape_may_be_an_array():
+    def dense(values):
+        slices = IndexedSlices(values, IDS, jnp.array([4, 2]))
+        return slices if slices.dense_shape is None else slices.to_dense()
+
+    np.testing.assert_array_equal(dense(SLICES.values), SLICES.to_dense())
+    traced = jax.jit(dense)(SLICES.values)  # in what is traced it is not known
+    assert traced.dense_shape is None
+    expected = jax.ShapeDtypeStruct((4, 2), "float32")
+    np.testing.assert_array_equal(traced.dense_as(expected), SLICES.to_dense())
 
 
 def test_it_is_a_tree_of_values_and_indices():

@@ -116,6 +116,14 @@ def test_slices_are_accepted_as_seeds():
     )
     f = tg.trace(lambda t: gradients(t * 3, t, grad_ys=[seed])[0])
     np.testing.assert_array_equal(f(TABLE), 3 * seed.to_dense())
+    for shape in (None, jnp.array([10, 4])):  # those of its target, known or not
+
+        def of_traced(t, shape=shape):
+            traced = None if shape is None else shape + 0 * t[0, 0].astype(int)
+            seed_of_shape = IndexedSlices(seed.values, seed.indices, traced)
+            return gradients(t * 3, t, grad_ys=[seed_of_shape])[0]
+
+        np.testing.assert_array_equal(tg.trace(of_traced)(TABLE), 3 * seed.to_dense())
     half = IndexedSlices(seed.values.astype("float16"), seed.indices, seed.dense_shape)
     with GradientTape() as tape:
         tape.watch(TABLE)

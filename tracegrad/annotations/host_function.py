@@ -29,7 +29,6 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.annotations.pullback import Program
-from tracegrad.differentiation.indexed_slices import dense_leaves
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -333,7 +332,7 @@ def _with_gradient(
         op = GradientOperation(tuple(inputs), tuple(outputs), params, name)
         note = f"in the gradient function {described(grad)} of {name} at {where}"
         with noted(lambda: note), reads.around():
-            answer = dense_leaves(grad(op, *dys))
+            answer = grad(op, *dys)
         checked = checked_cotangents(answer, op, where, grad)
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]

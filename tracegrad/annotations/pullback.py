@@ -23,7 +23,7 @@ from tracegrad.annotations.calls import (
     is_traced,
     noted,
 )
-from tracegrad.differentiation.indexed_slices import dense_leaves
+from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import described
 from tracegrad.rewriting.operation import checked_cotangent
 
@@ -121,7 +121,7 @@ def trace_pullback(
         ]
         with noted(lambda: f"in the gradient function {described(grad_fn)}"):
             returned = grad_fn(*dys)
-        checked = _one_per_input(fun, args, grad_fn, arrays, dense_leaves(returned))
+        checked = _one_per_input(fun, args, grad_fn, arrays, returned)
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
@@ -153,7 +153,7 @@ def _one_per_input(
     names = tuple(names[i] for i in Arguments.of(args).positions)
     found = _by_argument(args, returned)
     if found is None:
-        flat = jax.tree.leaves(returned, is_leaf=_is_none)
+        flat = jax.tree.leaves(returned, is_leaf=_is_gradient)
         slots = _slots(args)
         if len(flat) == len(arrays):
             found = flat
@@ -183,16 +183,25 @@ def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
         if gradient is None:
             found += [None] * sum(slots)
             continue
-        leaves = jax.tree.leaves(gradient, is_leaf=_is_none)
-        if not _same_tree(gradient, argument):
+        # Slices are the gradient of an array, and a tree like slices that are an argument.
+        is_leaf = _is_none if _same_tree(gradient, argument, _is_none) else _is_gradient
+        leaves = jax.tree.leaves(gradient, is_leaf=is_leaf)
+        if not _same_tree(gradient, argument, is_leaf):
             return None
         found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
     return found
 
 
-def _same_tree(one: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(t, is_leaf=_is_none) for t in (one, other)]
+def _same_tree(one: Any, other: Any, is_leaf: Callable[[Any], bool]) -> bool:
+    structures: list[Any] = [
+        jax.tree.structure(one, is_leaf=is_leaf),
+        jax.tree.structure(other, is_leaf=_is_none),
+    ]
     return bool(structures[0] == structures[1])
+
+
+def _is_gradient(tree: object) -> bool:
+    return tree is None or is_slices(tree)
 
 
 def _is_none(tree: object) -> bool:

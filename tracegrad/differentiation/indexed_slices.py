@@ -31,8 +31,10 @@ class IndexedSlices:
 
     Args:
       values: ``[n, ...]``, of any dtype.
-      indices: ``int[n]``.
-      dense_shape: of the array that it stands for: ``[rows, ...]``; None if it is not known.
+      indices: ``int[n]``; of a type that counts to less than 2³¹ they become ``int32``.
+      dense_shape: of the array that it stands for: ``[rows, ...]``; None if it is not known, and so
+        an array that is being traced. What is returned as the gradient of an input, or given as
+        that of a target, has the shape of this.
 
     Raises:
       ValueError: the shapes do not fit each other.
@@ -62,10 +64,11 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
         self.values = jnp.asarray(values)
-        self.indices = jnp.asarray(indices)
-        self.dense_shape = None if dense_shape is None else tuple(dense_shape)
-        if not jnp.issubdtype(self.indices.dtype, jnp.integer):
-            raise TypeError(f"indices are integers; these are {self.indices.dtype}")
+        indices = jnp.asarray(indices)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise TypeError(f"indices are integers; these are {indices.dtype}")
+        self.dense_shape = _static_shape(dense_shape)
+        self.indices = row_indices(indices, (self.dense_shape or (0,))[0])
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
             raise ValueError(
                 f"there is one index for each slice: values of shape [n, ...] and indices [n]; got "
@@ -124,6 +127,12 @@ class IndexedSlices:
                 "their values"
             )
         return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
+
+    def dense_as(self, aval: Any) -> Any:
+        """The array that it stands for where it is the gradient of an array of this type, the shape
+        of which it takes if it knows none; does not warn of a large one."""
+        known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
+        return (self if known else _make(self.values, self.indices, tuple(aval.shape)))._dense()
 
     def _added_to(self, array: Any) -> Any:
         return jnp.asarray(array).at[self.indices].add(self.values, mode="drop")
@@ -246,9 +255,31 @@ def is_slices(value: object) -> bool:
     return isinstance(value, IndexedSlices)
 
 
-def dense_leaves(tree: Any) -> Any:
-    """The tree with an array in place of each `IndexedSlices`; does not warn of a large one."""
-    return jax.tree.map(lambda x: x._dense() if is_slices(x) else x, tree, is_leaf=is_slices)
+def row_indices(indices: Any, rows: Any) -> Any:
+    """The same rows of a table in a type in which the number of its rows is one as well.
+
+    That number stands for an index that is no row. What the new type cannot count to becomes the
+    last number that it has, which is none either.
+
+    Args:
+      indices: integers of any type and shape.
+      rows: how many rows the table has.
+    """
+    limits: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know JAX's integers of 4 bits
+    kind = limits(indices.dtype)
+    is_long = kind.bits == 64 or (isinstance(rows, int) and rows > limits(np.int32).max)
+    wide = limits(jax.dtypes.canonicalize_dtype(np.int64 if is_long else np.int32))
+    if kind.max > wide.max:
+        indices = jnp.minimum(indices, np.array(wide.max, kind.dtype))
+    return indices.astype(wide.dtype)
+
+
+def _static_shape(shape: Any) -> tuple[int, ...] | None:
+    """A shape as a tuple; None if it is not known."""
+    if shape is None or _jax.is_tracer(shape) or any(map(_jax.is_tracer, shape)):
+        return None
+    # A dimension may be symbolic, which is no integer.
+    return tuple(int(d) if isinstance(d, np.generic | jax.Array) else d for d in shape)
 
 
 def _type_text(value: Any) -> str:

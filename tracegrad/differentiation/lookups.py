@@ -18,7 +18,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from tracegrad import _jax
-from tracegrad.differentiation.indexed_slices import IndexedSlices
+from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
 from tracegrad.ir import Graph, Literal, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
@@ -319,7 +319,7 @@ def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> 
     What is out of range moves in if `clips`; else it is zeros for the row `count`, which is none.
     """
     size = windows.shape[1]
-    starts = starts.astype(jnp.promote_types(starts.dtype, jnp.int32))
+    starts = row_indices(starts, count)
     if clips:
         starts = jnp.clip(starts, 0, count - size)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,14 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.wording import brief, described
+
+
+@runtime_checkable
+class StandsForArray(Protocol):
+    """What a gradient function may return in the place of an array: `tracegrad.IndexedSlices`."""
+
+    def dense_as(self, aval: Any) -> Any:
+        """The array, as a gradient of an array of this type."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,7 +110,8 @@ def checked_cotangent(gradient: Any, expected: Any, function: str, name: str) ->
         )
 
     try:
-        array = jnp.asarray(gradient)
+        is_array = not isinstance(gradient, StandsForArray)
+        array = jnp.asarray(gradient) if is_array else gradient.dense_as(expected)
     except (TypeError, ValueError):
         message = problem(brief(gradient), "Return an array of that type, or None.")
         raise TypeError(message) from None

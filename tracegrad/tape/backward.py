@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.differentiation.indexed_slices import dense_leaves, is_slices
+from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
 from tracegrad.ir import Graph, Literal, Node, Value
 from tracegrad.ir.scopes import UNDER_RULES
@@ -172,7 +172,9 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
     """
     given: list[Any] = [None] * len(targets)
     if output_gradients is not None:
-        given = jax.tree.leaves(dense_leaves(output_gradients), is_leaf=lambda leaf: leaf is None)
+        given = jax.tree.leaves(
+            output_gradients, is_leaf=lambda leaf: leaf is None or is_slices(leaf)
+        )
     if len(given) != len(targets):
         raise ValueError(
             f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
@@ -189,7 +191,7 @@ def _seed(target: Any, seed: Any) -> Any:
                 "real and imaginary part to differentiate"
             )
         return None
-    seed = jnp.asarray(seed)
+    seed = seed.dense_as(jax.typeof(target)) if is_slices(seed) else jnp.asarray(seed)
     if seed.shape != jnp.shape(target):
         raise ValueError(
             f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"
