@@ -143,6 +143,24 @@ def test_lines_say_what_the_graph_says():
     assert view.texts(".head") == ["f(w: f32[3,2], x: f32[4,3]) → f32[2], bool[3]"]
 
 
+def test_what_a_library_function_holds_has_the_line_of_each_call_of_it():
+    def f(x):
+        y = jnp.round(x)
+        return y + jnp.round(2 * x)
+
+    view = view_of(f, 1.0)
+    line = f.__code__.co_firstlineno
+    by_call = [f"test_show_view.py:{line + 1}", f"test_show_view.py:{line + 2}"]
+    rounding = [
+        place
+        for line, place in zip(view.lines, view.texts(".place"), strict=True)
+        if line.startswith(". round")
+    ]
+    assert rounding == by_call
+    view.search("rounding_method")
+    assert [text for text in view.texts(".hit .faint") if text] == by_call
+
+
 def test_many_inputs_and_results_are_shown_when_asked_for():
     view = view_of(lambda *xs: [x + 1 for x in xs], *range(20))
     assert "… 12 more" in view.texts(".head")[0]
