@@ -1,5 +1,6 @@
 """A recomputed function computes the same, and runs again in the backward pass."""
 
+import functools
 import inspect
 from collections import Counter
 
@@ -200,6 +201,45 @@ def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():
     info = eqn.params["jaxpr"].debug_info
     assert info.func_name == "block"
     assert info.func_src_info == f"block at {__file__}:{block.__code__.co_firstlineno}"
+
+
+def by_tape(f, x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        by_tape,
+        lambda f, x: tg.trace(functools.partial(by_tape, f))(x),
+        lambda f, x: tg.trace(lambda x: tg.gradients(f(x), x)[0])(x),
+        lambda f, x: jax.grad(f)(x),
+    ],
+    ids=["tape", "traced tape", "gradients", "jax.grad"],
+)
+def test_what_it_prints_is_printed_when_it_runs_and_when_it_runs_again(gradient):
+    """As known from TensorFlow: four calls run four times forward and four times more backward."""
+    printed = []
+
+    @recompute_grad
+    def square(x):
+        jax.debug.callback(lambda x: printed.append(float(x)), x)
+        return x * x
+
+    def four(x):
+        return square(square(square(square(x))))
+
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (square(c), None), x, None, length=4)[0]
+
+    for f in (four, loop, jax.jit(four)):
+        printed.clear()
+        assert gradient(f, jnp.float32(2.0)) == 16 * 2.0**15
+        jax.effects_barrier()
+        assert sorted(printed) == [2, 2, 4, 4, 16, 16, 256, 256]
 
 
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))])

@@ -47,9 +47,8 @@ def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -
         A function that computes the same as ``f``, derivatives of every order in reverse and
         forward mode included; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on
         methods. What ``f`` closes over gets its gradient too, and is kept.
-        A side effect that may happen twice (`jax.debug.print`) happens again when `jax.grad` or
-        `tracegrad.grad` computes ``f`` again. Under a `GradientTape` it happens once, where ``f``
-        is called, like all effects of what a tape has recorded.
+        A side effect that may happen twice (`jax.debug.print`) happens again when ``f`` is computed
+        again, under a `GradientTape` too.
 
     Raises:
         TypeError: ``f`` or ``policy`` is not callable.
