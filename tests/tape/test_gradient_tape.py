@@ -569,3 +569,74 @@ def test_what_is_zero_by_structure_does_not_become_nan_on_its_way():
             tape.watch(x)
             y = cut(jnp.sqrt(x)) + x
         assert tape.gradient(y, x) == jax.grad(lambda x, cut=cut: cut(jnp.sqrt(x)) + x)(x) == 1
+
+
+# ------------------------------------------------------------------------ what is no array
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (object(), "it is a object"),
+        ("loss", "it is a str: 'loss'"),
+        (None, "it is None"),
+        (1.5, "it is a float: 1.5"),
+        ({"a": [jnp.ones(()), "b"]}, r"\['a'\]\[1\] is a str: 'b'"),
+    ],
+)
+def test_a_target_or_source_that_is_no_array_raises_and_leaves_the_tape_as_it_was(wrong, says):
+    x = jnp.float32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    for method in (tape.gradient, tape.jacobian):
+        with pytest.raises(TypeError, match=f"a target is .*{says}"):
+            method(wrong, x)
+        with pytest.raises(TypeError, match=f"a source is .*{says}"):
+            method(y, wrong)
+    with pytest.raises(TypeError, match=f"a target is .*{says}"):
+        tape.batch_jacobian(wrong, x)
+    with pytest.raises(TypeError, match=f"a source is .*{says}"):
+        tape.batch_jacobian(y, wrong)
+    assert tape.gradient(y, x) == 6.0
+    with tg.ForwardAccumulator(x, x) as accumulator:
+        pass
+    with pytest.raises(TypeError, match=f"a target is .*{says}"):
+        accumulator.jvp(wrong)
+    if not isinstance(wrong, dict):
+        with pytest.raises(TypeError, match=f"a y is .*{says}"):
+            tg.trace(lambda x: tg.gradients(wrong, x))(x)
+        with pytest.raises(TypeError, match=f"an? x is .*{says}"):
+            tg.trace(lambda x: tg.gradients(x * x, wrong))(x)
+
+
+def test_a_none_among_targets_raises_and_among_sources_is_a_part_of_the_tree():
+    x = jnp.float32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    with pytest.raises(TypeError, match=r"target\[1\] is None"):
+        tape.gradient([y, None], x)
+    assert tape.gradient(y, {"kernel": x, "bias": None}) == {"kernel": 6.0, "bias": None}
+
+
+def test_a_numpy_array_is_an_array_that_nothing_connects():
+    x = jnp.float32(3.0)
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = x * x
+    assert tape.gradient(np.asarray(y), x) is None
+    assert tape.gradient(y, np.asarray(x)) is None
+
+
+def test_a_variable_as_a_target_has_the_gradient_one_by_itself():
+    v, untrained = tg.Variable(3.0), tg.Variable(1.0, trainable=False)
+    with GradientTape(persistent=True) as tape:
+        y = v * v
+    assert tape.gradient(v, v) == 1.0
+    assert tape.gradient([v, y], [v, untrained]) == [7.0, None]
+    assert tape.gradient(untrained, untrained) == 1.0
+    assert tape.jacobian(v, v) == 1.0
+    v.assign(5.0)
+    assert tape.gradient([v, y], v) == 1.0 + 6.0
+    assert tg.trace(lambda: tg.gradients(v, v))() == [1.0]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.tape.gradient_tape import UnconnectedGradients
+from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tape.tangents import Tangents
 from tracegrad.tracing.variable import Variable, is_variable, start_listening, stop_listening
@@ -116,12 +116,14 @@ class ForwardAccumulator:
           block connects.
 
         Raises:
+          TypeError: a target that is no array and no Variable.
           ValueError: an unknown `unconnected_gradients`, or a custom gradient on the way is not
             linear in its cotangent, and so has no transpose.
           Exception: whatever JAX raises for an operation on the way that has no forward mode.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_thread()
+        require_arrays("target", target, jax.tree.leaves(target, is_leaf=is_variable))
 
         def tangent(leaf: Any) -> Any:
             if isinstance(leaf, Variable):

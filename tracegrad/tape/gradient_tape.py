@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.wording import brief
 from tracegrad.tape.backward import Traced, seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered, Structure
 from tracegrad.tape.record import Block, Record, block_between, graph_of
@@ -246,14 +247,15 @@ class GradientTape:
           RuntimeError: a tape that is not persistent was used before.
           ValueError: an unknown `unconnected_gradients`, or `output_gradients` of another
             structure or shape.
-          TypeError: `output_gradients` of another dtype, or a complex target without any.
+          TypeError: a target or source that is no array and no Variable; `output_gradients` of
+            another dtype, or a complex target without any. The tape is not used up then.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        targets = _arrays(target)
+        targets, variables = _arrays(target)
         seeds = seeds_for(targets, output_gradients)
         kind = SPARSE_GRADIENT if sparse else GRADIENT
-        return self._differentiate(targets, sources, unconnected, kind, seeds)
+        return self._differentiate(targets, variables, sources, unconnected, kind, seeds)
 
     def jacobian(
         self,
@@ -274,7 +276,7 @@ class GradientTape:
         Raises:
           RuntimeError: a tape that is not persistent was used before.
           ValueError: an unknown `unconnected_gradients`, or a target that is not one array.
-          TypeError: a complex target.
+          TypeError: a complex target; a target or source that is no array and no Variable.
 
         As ``tf.GradientTape.jacobian``; one vectorised backward pass for all of the target.
 
@@ -290,7 +292,8 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        return self._differentiate([_real(_one(target))], sources, unconnected, JACOBIAN)
+        one, variables = _one(target)
+        return self._differentiate([_real(one)], variables, sources, unconnected, JACOBIAN)
 
     def batch_jacobian(
         self,
@@ -315,7 +318,7 @@ class GradientTape:
         Raises:
           RuntimeError: a tape that is not persistent was used before.
           ValueError: fewer than two axes, batches of different sizes, or not one array.
-          TypeError: a complex target.
+          TypeError: a complex target; a target or source that is no array and no Variable.
 
         As ``tf.GradientTape.batch_jacobian``.
 
@@ -331,7 +334,8 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        shapes = jnp.shape(_one(target)), jnp.shape(_one(source))
+        one, variables = _one(target)
+        shapes = jnp.shape(one), jnp.shape(_one(source, "source")[0])
         if min(map(len, shapes)) < 2:
             raise ValueError(
                 f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
@@ -342,8 +346,7 @@ class GradientTape:
                 f"the batch of the target has the size {shapes[0][0]}, that of the source "
                 f"{shapes[1][0]}"
             )
-        targets = [_real(_one(target))]
-        return self._differentiate(targets, source, unconnected, _BATCH_JACOBIAN)
+        return self._differentiate([_real(one)], variables, source, unconnected, _BATCH_JACOBIAN)
 
     def _check_usable(self) -> None:
         self._check_thread()
@@ -353,12 +356,14 @@ class GradientTape:
     def _differentiate(
         self,
         targets: Sequence[Any],
+        variables: Mapping[Variable, Any],
         sources: Any,
         unconnected: UnconnectedGradients,
         kind: Kind,
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
+        require_arrays("source", sources, leaves)
         if not self._persistent:
             self._used = True
             self._stop()
@@ -368,7 +373,12 @@ class GradientTape:
         if any(isinstance(leaf, Variable) for leaf in leaves):
             # A Variable is all its reads: each is a value of its own, the more so after an
             # assignment.
-            reads = [record.reads_of(leaf) for leaf in leaves]
+            reads = [
+                _with(record.reads_of(leaf), variables.get(leaf))
+                if isinstance(leaf, Variable)
+                else [leaf]
+                for leaf in leaves
+            ]
             each = iter(self._pull_back(targets, [a for of in reads for a in of], kind, seeds))
             found = [
                 next(each) if len(of) == 1 else sum_of_known([next(each) for _ in of])
@@ -426,25 +436,52 @@ class GradientTape:
         return [by_source.get(id(source)) for source in sources]
 
 
-def _value_read(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Variable) else leaf
-
-
 _USED = (
     "this tape has been used up: a tape gives one gradient or jacobian, unless it is made with "
     "GradientTape(persistent=True)"
 )
 
 
-def _arrays(target: Any) -> list[Any]:
-    return [_value_read(leaf) for leaf in jax.tree.leaves(target, is_leaf=is_variable)]
+def _arrays(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
+    """The arrays of a target, and the values that those of its Variables have."""
+    leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
+    require_arrays(role, target, leaves)
+    variables = {leaf: leaf.value for leaf in leaves if isinstance(leaf, Variable)}
+    return [variables[v] if isinstance(v, Variable) else v for v in leaves], variables
 
 
-def _one(target: Any) -> Any:
-    arrays = _arrays(target)
+def _is_variable_or_none(leaf: Any) -> bool:
+    return leaf is None or is_variable(leaf)
+
+
+def require_arrays(role: str, tree: Any, leaves: Sequence[Any]) -> None:
+    """Raises TypeError, with the place in the tree, for a leaf that is no array and no Variable."""
+    if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable_or_none)[0]:
+        if not isinstance(leaf, _ARRAYS):
+            place = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"a {role} is an array or a Variable; {role}{place} is {brief(leaf)}"
+                if place
+                else f"a {role} is an array or a Variable, or a tree of them; it is {brief(leaf)}"
+            )
+
+
+_ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
+
+
+def _with(reads: list[Any], value: Any) -> list[Any]:
+    """What was read of a Variable, and the value that it has as a target."""
+    is_new = value is not None and all(value is not read for read in reads)
+    return [*reads, value] if is_new else reads
+
+
+def _one(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
+    arrays, variables = _arrays(target, role)
     if len(arrays) != 1:
         raise ValueError(f"a Jacobian is of one array; there are {len(arrays)}")
-    return arrays[0]
+    return arrays[0], variables
 
 
 def _real(target: Any) -> Any:

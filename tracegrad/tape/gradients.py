@@ -27,6 +27,7 @@ from tracegrad.tape.gradient_tape import (
     CompiledBackward,
     UnconnectedGradients,
     compiled_backward,
+    require_arrays,
 )
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
@@ -133,7 +134,8 @@ def gradients(
       RuntimeError: outside of a traced function and of a tape.
       ValueError: ``grad_ys`` of another length or shape, an unknown aggregation method or
         `unconnected_gradients`.
-      TypeError: ``grad_ys`` of another dtype, or a complex y without one.
+      TypeError: a y or an x that is no array and no Variable; ``grad_ys`` of another dtype, or a
+        complex y without one.
 
     As ``tf.gradients``.
 
@@ -147,6 +149,8 @@ def gradients(
     [3.0, 1.0, 1.0, 1.0]
     """
     unconnected = UnconnectedGradients(unconnected_gradients)
+    require_arrays("y", ys, _list(ys))
+    require_arrays("x", xs, _list(xs))
     targets, sources = _values(ys), _list(xs)
     sums = _SUMS.get(aggregation_method or AggregationMethod.DEFAULT)
     if sums is None:
