@@ -191,6 +191,18 @@ def test_a_rule_connects_all_results_to_what_it_returns():
         assert [float(g) for g in found] == list(jax.grad(second, (0, 1))(2.0, 1.0)) == [1.0, 3.0]
 
 
+def test_in_a_trace_a_rule_on_the_way_to_another_result_alone_is_not_asked():
+    @jax.custom_vjp
+    def penalised(x):
+        return x * 1.0
+
+    penalised.defvjp(lambda x: (x, None), lambda _, dy: (dy + 1.0,))
+    f = jax.jit(lambda x: (jnp.sin(x), penalised(jnp.cos(x)) * 2.0))
+    for way in (WAYS["traced tape"], WAYS["gradients"]):
+        found = way(lambda x: f(x)[0], jnp.float32(0.5))
+        assert float(found[0]) == pytest.approx(np.cos(0.5))  # as `jax.grad` has it
+
+
 # --------------------------------------------------------------------- rules of forward mode
 
 
