@@ -609,6 +609,41 @@ def test_a_host_call_with_results_in_a_loop_happens_once():
     assert len(calls) == 2
 
 
+# ------------------------------------------------------------------------ arrays that change
+
+
+def looked_through(x, scale):
+    return jnp.sum(jnp.sin(x) * scale)
+
+
+@pytest.mark.parametrize(
+    "of_array",
+    [
+        lambda x, a: looked_through(x, a),
+        lambda x, a: jax.jit(looked_through)(x, a),
+        lambda x, a: jax.jit(looked_through)(x, scale=a),
+        lambda x, a: jax.jit(lambda x: looked_through(x, a))(x),
+        lambda x, a: jax.jit(lambda x: jax.jit(lambda x: looked_through(x, a))(x))(x),
+        lambda x, a: jax.jit(lambda x: jnp.sum(jax.vmap(lambda x, s: jnp.sin(x) * s)(x, a)))(x),
+        lambda x, a: tg.trace(lambda x: looked_through(x, a))(x),
+        lambda x, a: jax.checkpoint(lambda x: looked_through(x, a))(x),
+        lambda x, a: lax.scan(lambda c, _: (c + looked_through(x, a), None), 0.0, None, 1)[0],
+        lambda x, a: lax.cond(x[0] > 0, lambda x: looked_through(x, a), jnp.sum, x),
+        lambda x, a: tg.custom_gradient(lambda x, a: (x * a, lambda dy: (jnp.cos(x) * a, None)))(
+            x, a
+        ).sum(),
+    ],
+)
+def test_a_numpy_array_counts_with_the_values_that_it_had_when_it_was_used(of_array):
+    array, x = np.array([3.0, 4.0], np.float32), jnp.array([1.0, 2.0])
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = of_array(x, array)
+    array[:] = 100.0
+    expected = np.array([3.0, 4.0]) * np.cos([1.0, 2.0])
+    np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-6)
+
+
 # ---------------------------------------------------------------------------------- compiled once
 
 

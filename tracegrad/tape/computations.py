@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.closing_over import has_closed_over
@@ -24,7 +25,12 @@ from tracegrad.ir import CustomGradient
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.effects import has_effects
 from tracegrad.tape.keys import params_key, rule_keys
-from tracegrad.tape.lifting import constants_below, lift_anew, refused_to_lift
+from tracegrad.tape.lifting import (
+    constants_below,
+    lift_anew,
+    numpy_constants_below,
+    refused_to_lift,
+)
 from tracegrad.tracing.importer import sub_programs
 
 _JIT = _jax.JIT
@@ -294,14 +300,18 @@ class JittedCall:
         self.settings = settings
         self.captured: Sequence[Any] = ()
         self.refused: Mapping[int, Exception] = {}
-        self.constants = constants = constants_below(params["jaxpr"])
+        constants = constants_below(params["jaxpr"])
+        # The owner of a NumPy array may change it before a gradient is asked for.
+        changeable = numpy_constants_below(params["jaxpr"])
         self.has_tracers = any(map(_jax.is_tracer, constants))
-        if constants and not self.has_tracers:
+        if (constants or changeable) and not self.has_tracers:
             types = [variable.aval for variable in _jax.opened(params["jaxpr"]).invars]
-            self.refused = refused_to_lift(params, constants, types)
-            self.captured = [c for c in constants if id(c) not in self.refused]
-            if self.captured:
-                params = lift_anew(_JIT, params, self.captured, types)
+            self.refused = refused_to_lift(params, (*constants, *changeable), types)
+            lifted = [c for c in (*constants, *changeable) if id(c) not in self.refused]
+            if lifted:
+                params = lift_anew(_JIT, params, lifted, types)
+            self.captured = [np.array(c) if isinstance(c, np.ndarray) else c for c in lifted]
+        self.constants = (*constants, *self.captured) if changeable else constants
         # One that holds values of a transformation is not kept.
         self.computation = (
             Computation(_JIT, params, is_shared=False)

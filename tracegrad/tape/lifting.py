@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
@@ -42,6 +43,21 @@ def constants_below(program: Any) -> tuple[Any, ...]:
             found += captured_arrays(equation.params)
         known = _known_constants[program] = tuple({id(array): array for array in found}.values())
     return known
+
+
+def numpy_constants_below(program: Any) -> tuple[Any, ...]:
+    """The NumPy arrays among the constants of a program and of those in it, each once."""
+    known = _known_numpy.get(program)
+    if known is None:
+        found = [c for c in _jax.constants_of(program) if isinstance(c, np.ndarray)]
+        for equation in _jax.opened(program).eqns:
+            for _, inner in sub_programs(equation.params):
+                found += numpy_constants_below(inner)
+        known = _known_numpy[program] = tuple({id(array): array for array in found}.values())
+    return known
+
+
+_known_numpy: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def lift(
