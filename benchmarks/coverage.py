@@ -2,7 +2,7 @@
 
 Each program of `jax._src.internal_test_util.test_harnesses` that JAX runs on the CPU, and its VJP
 where JAX has one, compared bit by bit with every region rebuilt (see `tests/harnesses.py`).
-All of them take half an hour on two cores; ``--sample 5`` takes what the tests take.
+``--sample 5`` takes what the tests take.
 """
 
 from __future__ import annotations
