@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import nbformat
@@ -13,29 +12,30 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-# These take most of a minute, and most of that to compile.
-LONG = {"gradient_surgery", "recompute"}
-
-# Its numbers, bytes and FLOPs, are the same whatever XLA optimises, and it compiles a good deal.
-COMPILED_PLAINLY = {"recompute"}
+LONG = {"gradient_surgery", "recompute"}  # most of a minute, and most of that to compile
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.any_jax] * (path.stem in LONG), id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if path.stem in LONG and sys.version_info < (3, 12):
-        pytest.skip("long: it runs on the newest JAX, which has no Python 3.11")
     # This checkout, not an installed one; and the examples, which are beside the notebooks.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "examples"))))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # nobody's own settings
-    if path.stem in COMPILED_PLAINLY:
-        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # They compile a good deal, and what they say, bytes and FLOPs too, does not depend on it.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     notebook = nbformat.read(path, as_version=4)
     # Raises CellExecutionError, with the cell and its traceback.
     NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
 
 
+@pytest.mark.any_jax
 @each_notebook
 def test_a_notebook_is_stored_with_its_outputs_and_small(path: Path):
     notebook = nbformat.read(path, as_version=4)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import jax
@@ -23,15 +22,13 @@ SIZES = {
     "resnet": {"width": 4, "blocks": 1, "size": 16},
     "unet": {"width": 8, "depth": 1, "size": 16},
 }
-OLDEST = {"transformer"}  # they take long to compile: each runs on one JAX
+MARKS = {"mixer": pytest.mark.any_jax, "resnet": pytest.mark.any_jax, "unet": pytest.mark.slow}
 
 
-@pytest.mark.parametrize("name", [*list(SIZES)[:-1], pytest.param("unet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in SIZES])
 def test_a_planned_model_has_the_same_gradient_in_less_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    if (name in OLDEST) != (sys.version_info < (3, 12)):
-        pytest.skip("long: it runs on one JAX, this model on the other")
     monkeypatch.syspath_prepend(EXAMPLES)  # they are modules of no package
     build = importlib.import_module("recompute_models").MODELS[name]
     loss, params, batch, has_aux = build(**SIZES[name])

@@ -24,44 +24,13 @@ from tracegrad.ir.authors import whose
 X = jnp.array([0.3, -1.2, 2.0])
 
 
-LONG = [
-    "linen_network",
-    "residual_layers",
-    "equinox_network",
-    "eigenvalues",
-    "layer_norm",
-    "classification",
-    "safe_norm",
-    "log_determinant",
-    "loop_of_fixed_length",
-    "batched",
-    "half_precision",
-    "entropy_of_the_library",
-    "attention_with_a_mask_of_infinities",
-    "complex_numbers",
-    "maximum_over_time",
-    "jitted_inside",
-    "logsumexp",
-    "nnx_network",
-    "dropout",
-    "recurrence",
-]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG), id=n) for n in healthy.PROGRAMS],
-)
+@pytest.mark.parametrize("name", healthy.PROGRAMS)
 def test_a_healthy_program_has_no_problem(name):
     fun, arguments, wrt = healthy.PROGRAMS[name]
     explanation = explain(fun, *arguments, wrt=wrt)
     assert explanation.problems == ()
     assert bool(explanation.notes) == (name == "straight_through")  # deliberate, and told
     assert all(source.connected for source in explanation.sources)
-
-
-def test_thirty_programs_are_healthy():
-    assert len(healthy.PROGRAMS) >= 30
 
 
 # ------------------------------------------------------------------------------------ numbers
