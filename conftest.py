@@ -9,6 +9,7 @@ optax mix dtypes and ranks: tests that ran under stricter rules would not see su
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from hypothesis import settings
 
 DEVICES = 4  # enough for a 2 × 2 mesh
 MOST_WORKERS = 8  # each holds a JAX of its own: about a gigabyte at its peak
+MOST_KEPT = 2**29  # bytes of compiled programs that stay from one run to the next
 
 
 def usable_cores() -> int:
@@ -51,6 +53,23 @@ settings.register_profile("thorough", deadline=None, derandomize=False, max_exam
 # Every night, for the random programs, of which each profile takes four times its number and more.
 settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=500)
 settings.load_profile("steady")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what XLA compiles, for all processes of this run and for the next run.
+
+    JAX's own cache, by the program, its options and the version: what was kept is what would be
+    compiled. It is beside what pytest keeps, so that ``--cache-clear`` starts anew.
+    """
+    cache = getattr(config, "cache", None)  # none with `-p no:cacheprovider`
+    if cache is None or "PYTEST_XDIST_WORKER" in os.environ:  # a worker inherits the environment
+        return
+    folder = cache.mkdir("jax")
+    if sum(file.stat().st_size for file in folder.iterdir()) > MOST_KEPT:
+        shutil.rmtree(folder)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_xdist_auto_num_workers() -> int:
