@@ -308,11 +308,7 @@ def the_wrapped_form_defines_the_second_derivative(lib):
 section("recompute_grad and grad_pass_through")
 
 
-@states(
-    ours=[0.6293345, 4, 4],
-    because="the values are computed again; effects, which are counted here, happen on a tape "
-    "once, whether the backward pass computes a function again or not",
-)
+@states
 def recomputed_functions_run_once_more_in_the_backward_pass(lib):
     runs: list[int] = []
 
