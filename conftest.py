@@ -51,7 +51,7 @@ set_environment()
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
 # Every night, for the random programs, of which each profile takes four times its number and more.
-settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=500)
+settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=200)
 settings.load_profile("steady")
 
 
