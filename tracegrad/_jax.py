@@ -22,7 +22,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
-from jax.extend.mlir import deserialize_portable_artifact, ir
+from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
@@ -224,19 +224,23 @@ def outside_calls(exported: Any) -> list[str]:
     whatever XLA raises; of bytes that no JAX wrote it may end the process.
     """
     found: set[str] = set()
-
-    def look(operation: Any) -> Any:
-        name: str = operation.name
-        if name == "stablehlo.custom_call":
-            target = operation.attributes["call_target_name"]
-            found.add(target.value_bytes.decode("utf-8", "backslashreplace"))
-        elif name.partition(".")[0] not in _DIALECTS:
-            found.add(name)
-        return ir.WalkResult.ADVANCE
-
     with mlir.make_ir_context():
         module = deserialize_portable_artifact(exported.mlir_module_serialized)
-        module.operation.walk(look)
+        waiting: list[Any] = [module.operation]
+        while waiting:
+            operation = waiting.pop()
+            name: str = operation.name
+            if name == "stablehlo.custom_call":
+                target = operation.attributes["call_target_name"]
+                found.add(target.value_bytes.decode("utf-8", "backslashreplace"))
+            elif name.partition(".")[0] not in _DIALECTS:
+                found.add(name)
+            waiting += [
+                inner.operation
+                for region in operation.regions
+                for block in region
+                for inner in block
+            ]
     return sorted(found)
 
 

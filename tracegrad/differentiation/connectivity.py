@@ -23,6 +23,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Apply, CustomGradient, Graph, Node, StopGradient
 from tracegrad.ir.dependence import (
+    ARRAY,
     Masks,
     dependence,
     enter,
@@ -63,6 +64,7 @@ def _sources(graph: Graph) -> Masks:
     return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
 def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
     return is_reference(aval) or _jax.has_gradient(aval)
@@ -83,20 +85,22 @@ class Walk:
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
         outs = self._outs(node, ins)
-        return [m if is_connectable(v.aval) else 0 for m, v in zip(outs, node.outputs, strict=True)]
+        pairs = zip(outs, node.outputs, strict=True)
+        return [m if m and is_connectable(v.aval) else 0 for m, v in pairs]
 
     def _outs(self, node: Node, ins: Masks) -> Masks:
-        if any(is_reference(v.aval) for v in (*node.inputs, *node.outputs)):
+        if not all(isinstance(v.aval, ARRAY) for v in (*node.inputs, *node.outputs)):
             # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
             return [joined(ins)] * len(node.outputs)
         # The operations inside a shard_map can be differentiated only inside their mesh.
-        if not isinstance(node, CustomGradient) and node.op != "shard_map":
+        if node.regions and not isinstance(node, CustomGradient) and node.op != "shard_map":
             entered = enter(node, ins, self.region)
             if entered is not None:
                 return entered[0]
         reached = tuple(mask != 0 for mask in ins)
         rows = self.vjp_rows(node, reached)
-        return [joined(m for i, m in enumerate(ins) if row >> i & 1) for row in rows]
+        carried = ([m for i, m in enumerate(ins) if row >> i & 1] for row in rows)
+        return [functools.reduce(operator.or_, masks, 0) for masks in carried]
 
     def region(self, graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
@@ -108,7 +112,7 @@ class Walk:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
-            types = _types(node.inputs), _types(node.outputs)
+            types = tuple([v.aval for v in node.inputs]), tuple([v.aval for v in node.outputs])
             try:
                 rows = _remembered_rows(node.primitive, params, *types, reached)
             except TypeError:  # a parameter that cannot be hashed
@@ -238,11 +242,10 @@ def _rows(
     gradient itself raises JAX's own error.
     """
     active = [i for i, is_reached in enumerate(reached) if is_reached]
-    flowing = [aval for aval in out_avals if _jax.has_gradient(aval)]
+    flowing = [aval for aval in out_avals if is_connectable(aval)]
 
     def pullback(args: list[Any], cotangents: list[Any]) -> list[Any]:
-        bound = _jax.of_some(run, args, active)
-        _, vjp = jax.vjp(bound, *(args[i] for i in active))
+        _, vjp = jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
         return list(vjp(_jax.align(out_avals, cotangents)))
 
     try:
@@ -253,10 +256,8 @@ def _rows(
     rows, position = [], len(avals)
     for aval in out_avals:
         row = 0
-        if _jax.has_gradient(aval):
-            row = joined(
-                1 << i for i, mask in zip(active, results, strict=True) if mask >> position & 1
-            )
+        if is_connectable(aval):
+            row = sum(1 << i for i, m in zip(active, results, strict=True) if m >> position & 1)
             position += 1
         rows.append(row)
     return tuple(rows)

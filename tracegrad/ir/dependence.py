@@ -17,6 +17,9 @@ from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import CustomGradient, Literal, Node, Recompute, Value
 
+ARRAY = jax.core.ShapedArray
+"""The type of what is an array, and no reference."""
+
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
@@ -40,9 +43,7 @@ def dependence(graph: Graph) -> Masks:
 
 def data_flow(node: Node, ins: Masks) -> Masks:
     """The rule of plain data flow."""
-    if node.regions:
-        return _data_flow()(node, ins)
-    return ins if node.op in _ELEMENTWISE_TUPLES else [joined(ins)] * len(node.outputs)
+    return _data_flow()(node, ins)
 
 
 def _data_flow() -> Rule:
@@ -57,10 +58,11 @@ def _data_flow() -> Rule:
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
-        if not node.regions or not any(ins):
-            return data_flow(node, ins) if any(ins) else [0] * len(node.outputs)
-        entered = enter(node, ins, run)
-        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+        if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
+            return entered[0]
+        if node.primitive.name in _ELEMENTWISE_TUPLES:
+            return ins
+        return [functools.reduce(operator.or_, ins, 0)] * len(node.outputs)
 
     return rule
 
@@ -80,11 +82,12 @@ def spread(
     masks: MutableMapping[Value, int] = {} if record is None else record
     masks.update(zip(graph.inputs, inputs, strict=True))
     for node in graph.nodes:
-        ins = [mask_of(value, masks) for value in node.inputs]
+        # Without calls of functions for each operand: this is done for every node of a program.
+        ins = [masks.get(v, 0) if isinstance(v, Value) else 0 for v in node.inputs]
         outs = rule(node, ins)
         masks.update(zip(node.outputs, outs, strict=True))
         for value in node.inputs:
-            if isinstance(value, Value) and is_reference(value.aval):
+            if not isinstance(value.aval, ARRAY) and isinstance(value, Value):
                 # It may have been written to.
                 masks[value] = joined(ins)
     return [mask_of(value, masks) for value in graph.outputs]
@@ -102,7 +105,7 @@ def mask_of(value: Value | Literal, masks: Mapping[Value, int]) -> int:
 
 def is_reference(aval: object) -> bool:
     """Whether a type is not that of an array, but of a place that arrays are written to."""
-    return not isinstance(aval, jax.core.ShapedArray)
+    return not isinstance(aval, ARRAY)
 
 
 def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | None:

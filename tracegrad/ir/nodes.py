@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tracegrad import _jax
 
@@ -111,6 +111,9 @@ class Node:
     is_new: bool = False
     graph: Graph | None = None
 
+    regions: ClassVar[Mapping[str, Graph]] = MappingProxyType({})
+    """Its sub-programs by name; empty for most nodes."""
+
     def __post_init__(self) -> None:
         set_field(self, "params", MappingProxyType(dict(self.params)))
 
@@ -123,11 +126,6 @@ class Node:
     def name(self) -> str:
         """What a reader calls it: the function's name for calls and rules, else the operation's."""
         return self.op
-
-    @property
-    def regions(self) -> Mapping[str, Graph]:
-        """Its sub-programs by name; empty for most nodes."""
-        return {}
 
     def region(self, name: str) -> Graph:
         """One sub-program; for a `CustomGradient` also a face of its rule."""
@@ -165,7 +163,7 @@ class RegionNode(Node):
     replaced: frozenset[str] = frozenset()
 
     @property
-    def regions(self) -> Mapping[str, Graph]:
+    def regions(self) -> Mapping[str, Graph]:  # type: ignore[override]  # nobody sets it
         return MappingProxyType(self._regions)
 
     def let_go(self) -> None:
@@ -231,7 +229,7 @@ class CustomGradient(RegionNode):
         return self.primal if name == "call_jaxpr" else self.face(name)
 
     @property
-    def regions(self) -> Mapping[str, Graph]:
+    def regions(self) -> Mapping[str, Graph]:  # type: ignore[override]  # nobody sets it
         """The primal region alone: the faces of the rule are other programs (see `face`)."""
         return MappingProxyType({"call_jaxpr": self.primal})
 

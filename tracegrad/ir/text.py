@@ -196,14 +196,14 @@ def _parameter(value: Any) -> str:
         return str(value)
     if isinstance(value, tuple):
         return _tuple(value)
-    if callable(value) or _jax.is_program(value):
+    if callable(value) or isinstance(value, _jax.PROGRAM_TYPES):
         return ""
     text = str(value)
     return text if " at 0x" not in text and "\n" not in text and len(text) <= 40 else ""
 
 
 def _tuple(value: tuple[Any, ...]) -> str:
-    if not value or any(_jax.is_program(v) for v in value):
+    if not value or any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
         return ""
     fields = getattr(value, "_fields", None)  # a named tuple, as gather's dimension numbers are
     parts = [_parameter(v) or ("()" if v == () else "") for v in value]

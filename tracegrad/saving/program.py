@@ -298,6 +298,9 @@ def _culprit(graph: Graph, platforms: Sequence[str] | None) -> tuple[Occurrence,
 
 def refuse_host(graph: Graph, described: str) -> None:
     """Raises for what needs the Python process: callbacks, prints, effects."""
+    nodes = (node for region in graph.regions_below for node in region.nodes)
+    if not any("callback" in node.primitive.name or node.effects for node in nodes):
+        return
     for occurrence in graph.walk():
         node = occurrence.node
         references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
@@ -316,7 +319,7 @@ def refuse_host(graph: Graph, described: str) -> None:
 
 def _warn_of_constants(graph: Graph, programs: int) -> None:
     arrays: dict[int, Any] = {}
-    for region in (graph, *{o.graph: None for o in graph.walk()}):
+    for region in graph.regions_below:
         arrays.update((id(array), array) for array in region.constants.values())
     size = sum(map(_bytes, arrays.values()))
     if size >= _LARGE_CONSTANTS:

@@ -6,7 +6,7 @@ interpreted and nothing is lost: each node keeps its primitive, parameters, sour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,36 +51,37 @@ def _import(
     if id(program) in seen:  # alive as long as the root program, which holds it
         return seen[id(program)]
     source = _jax.function_source(program)
+    open_form, constants = _jax.opened(program), _jax.constants_of(program)
+    names = _jax.argument_names(program)
     graph = Graph(name or _jax.function_name(program), function_source=source)
     seen[id(program)] = graph
-    open_form = _jax.opened(program)
     values: dict[Any, Value] = {}
-    for var, constant in zip(open_form.constvars, _jax.constants_of(program), strict=True):
+    for var, constant in zip(open_form.constvars, constants, strict=True):
         values[var] = graph.add_constant(constant, var.aval)
     count = len(open_form.invars)
-    names = _jax.argument_names(program)
     if len(names) != count:  # JAX does not know them: then as the caller calls its operands
         names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
     names = names if len(names) == count else ("",) * count
     for var, hint in zip(open_form.invars, names, strict=True):
         values[var] = graph.add_input(var.aval, hint)
 
-    def read(atom: Any) -> Value | Literal:
-        return Literal(atom.val, atom.aval) if hasattr(atom, "val") else values[atom]
-
     for equation in open_form.eqns:
-        node = make_node(
-            equation.primitive,
-            equation.params,
-            tuple(map(read, equation.invars)),
-            Source(equation.source_info, equation.ctx),
-            equation.effects,
-            seen,
+        primitive, params = equation.primitive, equation.params
+        inputs = tuple(
+            [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in equation.invars]
         )
+        origin, effects = Source(equation.source_info, equation.ctx), equation.effects
+        held = (v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
+        if primitive is _jax.STOP_GRADIENT or any(
+            isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items
+        ):
+            node = make_node(primitive, params, inputs, origin, effects, seen)
+        else:  # nearly all: without another call
+            node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
         graph.append(node, [var.aval for var in equation.outvars])
         values.update(zip(equation.outvars, node.outputs, strict=True))
     for atom in open_form.outvars:
-        graph.add_output(read(atom))
+        graph.add_output(Literal(atom.val, atom.aval) if hasattr(atom, "val") else values[atom])
     graph.seal(program)
     return graph
 
@@ -128,20 +129,22 @@ def lone_node(
     return make_node(primitive, params, inputs, source, (), {})
 
 
-def sub_programs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The sub-programs among a primitive's parameters, by the names of their regions.
 
     ``jaxpr`` for one that is a parameter, ``branches[0]`` for one in a sequence,
     ``jaxprs.solve`` for one in a named tuple.
     """
+    found = []
     for key, value in params.items():
-        if _jax.is_program(value):
-            yield key, value
+        if isinstance(value, _jax.PROGRAM_TYPES):
+            found.append((key, value))
         elif isinstance(value, (tuple, list)):
             fields = getattr(value, "_fields", None)
             for i, item in enumerate(value):
-                if _jax.is_program(item):
-                    yield (f"{key}.{fields[i]}" if fields else f"{key}[{i}]"), item
+                if isinstance(item, _jax.PROGRAM_TYPES):
+                    found.append((f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item))
+    return found
 
 
 # ---------------------------------------------------------------------- rules of custom gradients
