@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tracegrad.saving.errors import ArtefactError, printable
-from tracegrad.saving.inspection import inspect, type_text
+from tracegrad.saving.inspection import inspect
+from tracegrad.saving.structure import type_text
 from tracegrad.saving.verification import verify
 
 try:  # for tables in a terminal, where it is installed

@@ -134,6 +134,17 @@ def test_without_a_check_at_first_each_array_is_checked_when_it_is_asked_for(wri
     assert str(written) in str(caught.value)
 
 
+def test_of_a_large_file_each_array_is_checked_too(path: Path):
+    """Several at a time, which one sees of nothing but the time."""
+    write_container(path, {name: np.zeros(5 << 20, np.uint8) for name in "abcdef"}, {})
+    with open(path, "r+b") as file:
+        file.seek(26 << 20)
+        file.write(b"x")
+    with pytest.raises(ArtefactError) as caught:
+        open_container(path).__enter__()
+    assert (caught.value.member, caught.value.path) == ("f", str(path))
+
+
 def test_an_array_that_does_not_exist_is_named(written: Path):
     with open_container(written) as container, pytest.raises(ArtefactError, match="no such array"):
         container.array("missing")

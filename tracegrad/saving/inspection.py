@@ -5,16 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from tracegrad import _jax
-from tracegrad.saving import dimensions, structure
 from tracegrad.saving.container import FORMAT_VERSION, open_container
 from tracegrad.saving.load import graph_text
-from tracegrad.saving.loaded import tree_text
-from tracegrad.saving.manifest import FunctionRecord, from_json
-from tracegrad.saving.structure import Structure
+from tracegrad.saving.manifest import from_json
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "functions": [
                 {
                     "name": record.name,
-                    "signature": _signature(record),
+                    "signature": str(record),
                     "constraints": record.constraints,
                     "reads": [keys[i] for i in record.reads],
                     "assigns": [keys[i] for i in record.assigns],
@@ -69,31 +62,3 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
                 for name, size in sizes.items()
             ],
         }
-
-
-def _signature(record: FunctionRecord) -> str:
-    """As `LoadedFunction.signature` has it, but without its programs."""
-    given = (
-        f"{name}: {_types(tree)}"
-        for (name, _), tree in zip(record.parameters, record.arguments, strict=True)
-    )
-    return f"{record.name}({', '.join(given)}) -> {_types(record.result)}"
-
-
-def _types(tree: Structure) -> str:
-    leaves = (type_text(leaf["dtype"], tuple(leaf["shape"])) for leaf in structure.leaf_types(tree))
-    return tree_text(structure.rebuild(tree, leaves))
-
-
-def type_text(dtype: str, shape: tuple[int | str, ...]) -> str:
-    """``f32[b,3]``; names that NumPy does not know, such as those of random keys, stay.
-
-    Example:
-        >>> type_text("float32", ("b", 3)), type_text("key<fry>", ())
-        ('f32[b,3]', 'key<fry>[]')
-    """
-    try:
-        short = _jax.type_text(jax.core.ShapedArray((), jnp.dtype(dtype))).removesuffix("[]")
-    except TypeError:
-        short = dtype
-    return f"{short}{dimensions.shown(shape)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -40,28 +40,10 @@ class Signature:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
+    _text: str = field(repr=False)
 
     def __str__(self) -> str:
-        given = (*self.args, *self.kwargs.values())
-        shown = (f"{n}: {tree_text(t)}" for n, t in zip(self.parameters, given, strict=True))
-        return f"{self.name}({', '.join(shown)}) -> {tree_text(self.result)}"
-
-
-def tree_text(tree: Any) -> str:
-    """A tree of types as it is printed, ``(f32[b,2], {'w': f32[2]})``."""
-    if isinstance(tree, jax.ShapeDtypeStruct):
-        return _jax.type_text(jax.core.ShapedArray(tree.shape, tree.dtype))
-    if isinstance(tree, dict):
-        return "{" + ", ".join(f"{k!r}: {tree_text(v)}" for k, v in tree.items()) + "}"
-    if structure.is_namedtuple(type(tree)):
-        fields = ", ".join(f"{n}={tree_text(getattr(tree, n))}" for n in tree._fields)
-        return f"{type(tree).__name__}({fields})"
-    if isinstance(tree, (list, tuple)):
-        inner = ", ".join(map(tree_text, tree))
-        if isinstance(tree, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(tree) == 1 else f"({inner})"
-    return str(tree)
+        return self._text
 
 
 @dataclass(frozen=True)
@@ -221,18 +203,14 @@ class LoadedFunction:
     def _checked(self, *flat: Any) -> list[Any]:
         """The program, after checking the types of its operands: once for each of them."""
         record = self._record
-        places: list[str] = []
-        types: list[Mapping[str, Any]] = []
-        for name, tree in zip(self._places, record.arguments, strict=True):
-            marks = structure.rebuild(tree, iter(range(len(structure.leaf_types(tree)))))
-            places += [place for place, _ in structure.flatten_as(tree, marks, name)]
-            types += structure.leaf_types(tree)
+        trees = zip(self._places, record.arguments, strict=True)
+        leaves = [leaf for name, tree in trees for leaf in structure.placed(tree, name)]
         operands = list(flat)
-        for i, (place, wanted) in enumerate(zip(places, types, strict=True)):
+        for i, (place, wanted) in enumerate(leaves):
             operands[i] = _of_dtype(self.signature, place, wanted["dtype"], flat[i])
         shapes = [
             (place, wanted["shape"], jnp.shape(value))
-            for place, wanted, value in zip(places, types, operands, strict=False)
+            for (place, wanted), value in zip(leaves, operands, strict=False)
         ]
         dimensions.bind(shapes, record.constraints, record.name)
         return self._flat(*operands)
@@ -267,8 +245,8 @@ def _signature(record: FunctionRecord, exported: Any) -> Signature:
     (result,) = types([record.result], iter(exported.out_avals))
     names = tuple(name for name, _ in record.parameters)
     split = sum(kind != "keyword" for _, kind in record.parameters)
-    kwargs = dict(zip(names[split:], given[split:], strict=True))
-    return Signature(record.name, names, tuple(given[:split]), MappingProxyType(kwargs), result)
+    kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
+    return Signature(record.name, names, tuple(given[:split]), kwargs, result, str(record))
 
 
 def _of_dtype(signature: Signature, place: str, wanted: str, value: Any) -> Any:

@@ -79,6 +79,12 @@ class FunctionRecord:
         """The arrays that its programs are, its own first."""
         return tuple(f"{OWN}{self.name}/program_{k}" for k in range(len(self.calls)))
 
+    def __str__(self) -> str:
+        """What it takes and returns, as one line."""
+        pairs = zip(self.parameters, self.arguments, strict=True)
+        given = ", ".join(f"{name}: {structure.text(tree)}" for (name, _), tree in pairs)
+        return f"{self.name}({given}) -> {structure.text(self.result)}"
+
     def signature(self) -> inspect.Signature:
         """What it is called with; without default values."""
         return inspect.Signature(

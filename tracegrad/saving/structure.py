@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
 from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
 
@@ -85,6 +89,18 @@ def is_namedtuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
+def _parts(structure: Structure) -> list[tuple[str, Structure]]:
+    """What is directly in a container, each with its place; nothing in a leaf or in None."""
+    if structure is None or "dtype" in structure:
+        return []
+    if "dict" in structure:
+        return [(f"[{key!r}]", item) for key, item in structure["dict"]]
+    if "fields" in structure:
+        return [(f".{name}", item) for name, item in structure["fields"]]
+    (items,) = structure.values()
+    return [(f"[{i}]", item) for i, item in enumerate(items)]
+
+
 def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
     """The tree that a structure describes, with these leaves, in the order of `leaf_types`.
 
@@ -92,17 +108,15 @@ def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
     """
     if structure is None:
         return None
-    if "tuple" in structure:
-        return tuple(rebuild(item, leaves) for item in structure["tuple"])
-    if "list" in structure:
-        return [rebuild(item, leaves) for item in structure["list"]]
+    if "dtype" in structure:
+        return next(leaves)
+    items = [rebuild(item, leaves) for _, item in _parts(structure)]
     if "dict" in structure:
-        return {key: rebuild(item, leaves) for key, item in structure["dict"]}
-    if "namedtuple" in structure:
+        return dict(zip((key for key, _ in structure["dict"]), items, strict=True))
+    if "fields" in structure:
         names = tuple(name for name, _ in structure["fields"])
-        kind = _namedtuple(structure["namedtuple"], names)
-        return kind(*(rebuild(item, leaves) for _, item in structure["fields"]))
-    return next(leaves)
+        return _namedtuple(structure["namedtuple"], names)(*items)
+    return tuple(items) if "tuple" in structure else items
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,17 +124,49 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> type:
     return namedtuple(name, fields, rename=True)
 
 
+def placed(structure: Structure, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """The leaves of a structure, each with its place, in order."""
+    if structure is not None and "dtype" in structure:
+        return [(where, structure)]
+    return [leaf for place, item in _parts(structure) for leaf in placed(item, where + place)]
+
+
 def leaf_types(structure: Structure) -> list[dict[str, Any]]:
     """The leaves of a structure, in order."""
+    return [leaf for _, leaf in placed(structure, "")]
+
+
+def text(structure: Structure) -> str:
+    """A structure as it is printed, ``(f32[b,2], {'w': f32[2]})``."""
     if structure is None:
-        return []
+        return "None"
     if "dtype" in structure:
-        return [structure]
-    if "tuple" in structure or "list" in structure:
-        items = structure.get("tuple", structure.get("list"))
-    else:
-        items = [item for _, item in structure.get("dict", structure.get("fields"))]
-    return [leaf for item in items for leaf in leaf_types(item)]
+        return type_text(structure["dtype"], structure["shape"])
+    items = [text(item) for _, item in _parts(structure)]
+    if "dict" in structure:
+        pairs = zip((key for key, _ in structure["dict"]), items, strict=True)
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
+    if "fields" in structure:
+        names = (name for name, _ in structure["fields"])
+        fields = (f"{name}={item}" for name, item in zip(names, items, strict=True))
+        return f"{structure['namedtuple']}({', '.join(fields)})"
+    if "list" in structure:
+        return f"[{', '.join(items)}]"
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def type_text(dtype: str, shape: Sequence[int | str]) -> str:
+    """``f32[b,3]``; names that NumPy does not know, such as those of random keys, stay.
+
+    Example:
+        >>> type_text("float32", ("b", 3)), type_text("key<fry>", ())
+        ('f32[b,3]', 'key<fry>[]')
+    """
+    try:
+        short = _jax.type_text(jax.core.ShapedArray((), jnp.dtype(dtype))).removesuffix("[]")
+    except TypeError:
+        short = dtype
+    return f"{short}{dimensions.shown(shape)}"
 
 
 def flatten_as(structure: Structure, tree: Any, where: str) -> list[tuple[str, Any]]:
@@ -139,29 +185,24 @@ def flatten_as(structure: Structure, tree: Any, where: str) -> list[tuple[str, A
         if tree is None or isinstance(tree, (dict, list, tuple)):
             raise TypeError(f"{where} should be an array and is {_named(tree)}")
         return [(where, tree)]
-    pairs: list[tuple[str, Structure, Any]]
     if "dict" in structure:
         keys = [key for key, _ in structure["dict"]]
-        if not isinstance(tree, Mapping) or set(tree) != set(keys):
-            raise TypeError(
-                f"{where} should be a dictionary with the keys {keys} and is {_named(tree)}"
-            )
-        pairs = [(f"{where}[{key!r}]", item, tree[key]) for key, item in structure["dict"]]
-    elif "namedtuple" in structure:
+        fits = isinstance(tree, Mapping) and set(tree) == set(keys)
+        wanted = f"a dictionary with the keys {keys}"
+    elif "fields" in structure:
         names = [name for name, _ in structure["fields"]]
-        if not is_namedtuple(type(tree)) or list(tree._fields) != names:
-            raise TypeError(
-                f"{where} should be a named tuple with the fields {names} and is {_named(tree)}"
-            )
-        fields = structure["fields"]
-        pairs = [(f"{where}.{name}", item, getattr(tree, name)) for name, item in fields]
+        fits = is_namedtuple(type(tree)) and list(tree._fields) == names
+        wanted = f"a named tuple with the fields {names}"
     else:
         ((kind, items),) = structure.items()
         same: object = type(tree)
-        if same is not _SEQUENCES[kind] or len(tree) != len(items):
-            raise TypeError(f"{where} should be a {kind} of {len(items)} and is {_named(tree)}")
-        pairs = [(f"{where}[{i}]", *both) for i, both in enumerate(zip(items, tree, strict=True))]
-    return [leaf for place, item, part in pairs for leaf in flatten_as(item, part, place)]
+        fits = same is _SEQUENCES[kind] and len(tree) == len(items)
+        wanted = f"a {kind} of {len(items)}"
+    if not fits:
+        raise TypeError(f"{where} should be {wanted} and is {_named(tree)}")
+    given = [tree[key] for key in keys] if "dict" in structure else tree
+    pairs = zip(_parts(structure), given, strict=True)
+    return [leaf for (at, item), part in pairs for leaf in flatten_as(item, part, where + at)]
 
 
 def _named(value: Any) -> str:
@@ -187,30 +228,26 @@ def check(structure: Any, member: str, where: str, depth: int = 0) -> None:
         raise ArtefactError(member, _too_deep(where))
     if type(structure) is not dict:
         raise ArtefactError(member, f"{where} should describe a tree")
-    inside: list[tuple[str, Any]] = []
     if "dtype" in structure:
         documents.parse(_Leaf, structure, member, where)
     elif len(structure) == 1 and ("tuple" in structure or "list" in structure):
         (key,) = structure
-        items = documents.parse(tuple[Any, ...], structure[key], member, f"{where}.{key}")
-        inside = [(f"{where}.{key}[{i}]", item) for i, item in enumerate(items)]
+        documents.parse(tuple[Any, ...], structure[key], member, f"{where}.{key}")
     elif set(structure) == {"dict"}:
         pairs = documents.parse(_Keyed, structure["dict"], member, f"{where}.dict")
         keys = [key for key, _ in pairs]
         if len({type(key) for key in keys}) > 1 or keys != sorted(set(keys)):
             raise ArtefactError(member, f"{where} has keys out of order, or one twice")
-        inside = [(f"{where}[{key!r}]", item) for key, item in pairs]
     elif set(structure) == {"namedtuple", "fields"}:
         name = documents.parse(str, structure["namedtuple"], member, f"{where}.namedtuple")
         fields = documents.parse(_Named, structure["fields"], member, f"{where}.fields")
         why = why_no_name(name) or _why_no_fields([field for field, _ in fields])
         if why is not None:
             raise ArtefactError(member, f"{where} is no named tuple: {why}")
-        inside = [(f"{where}.{field}", item) for field, item in fields]
     else:
         raise ArtefactError(member, f"{where} has the keys of no tree: {sorted(structure)[:5]}")
-    for place, item in inside:
-        check(item, member, place, depth + 1)
+    for place, item in _parts(structure):
+        check(item, member, where + place, depth + 1)
 
 
 def _key(value: Any) -> str | None:

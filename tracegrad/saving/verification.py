@@ -13,7 +13,6 @@ from tracegrad.saving import program
 from tracegrad.saving.container import open_container, open_file
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.load import load_container, read_program
-from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import Manifest, from_json
 
 _LONGEST = 600  # seconds that parsing may take
@@ -118,11 +117,7 @@ def parse() -> None:
                     tell(name)
                     read_program(record, k, bytes(container.bytes(name)), manifest)
             tell("file")
-            functions = load_container(container)
-        for function in (
-            [functions] if isinstance(functions, LoadedFunction) else functions.values()
-        ):
-            str(function.signature)
+            load_container(container)
     except ArtefactError as error:
         tell(error.member, reason=error.reason)
     else:
