@@ -88,17 +88,27 @@ def compiled_programs_are_dropped() -> Iterator[None]:
 # What these hold does not depend on what XLA optimises, and compiling is most of their time.
 COMPILED_PLAINLY = {
     "test_check_grads",
+    "test_conformance",
     "test_connectivity",
     "test_control_flow",
     "test_custom_gradient",
+    "test_explain",
+    "test_explain_gallery",
     "test_forward",
+    "test_forward_accumulator",
     "test_forward_programs",
+    "test_gradient_tape",
     "test_numpy_function",
     "test_primitive_coverage",
     "test_random_programs",
     "test_recompute_models",
+    "test_recording",
+    "test_rules_in_force",
+    "test_rules_on_nested_tapes",
     "test_second_order",
     "test_surgery_on_models",
+    "test_symbolic_gradients",
+    "test_traced_calls",
 }
 
 

@@ -360,20 +360,21 @@ def check_by_differences(program, inputs, expected, scale):
 
 
 OPERATIONS = [*NESTED, "lax_stop", "tg_stop", "gather", "where", "matmul", "identity", "integers"]
-EXAMPLES = max(1, 4 * settings().max_examples // len(OPERATIONS))  # of each operation
+# Of each operation; most of them in float64, where ten digits have to agree and not three.
+EXAMPLES = max(3, 4 * settings().max_examples // len(OPERATIONS))
 
 each_operation = pytest.mark.parametrize("op", OPERATIONS)
 
 
 @each_operation
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 3)
 @given(st.data(), st.integers(0, 100))
 def test_every_way_gives_the_gradient_that_jax_gives(op, data, seed):
     check(data.draw(programs_with(op)), seed, jnp.float32)
 
 
 @each_operation
-@settings(max_examples=max(1, EXAMPLES // 2))
+@settings(max_examples=2 * EXAMPLES // 3)
 @given(st.data(), st.integers(0, 100))
 def test_in_float64_it_is_also_that_of_finite_differences(op, data, seed):
     with jax.enable_x64(True):

@@ -20,7 +20,7 @@ from tracegrad.saving import load, save
 sys.path.append(str(Path(__file__).parents[1]))
 from test_random_programs import OPERATIONS, inputs_of, programs_with, run
 
-EXAMPLES = max(1, (settings().max_examples - 50) // 10)  # seconds each
+EXAMPLES = max(4, (settings().max_examples - 50) // 10)  # seconds each
 
 
 def asked_of(fun, inputs):
