@@ -28,7 +28,7 @@ def first_only(x, y):
 
 @tg.custom_gradient
 def nothing(x):
-    return x * 1.0, lambda dy: jnp.zeros_like(dy)
+    return x * 1.0, lambda dy: None
 
 
 def annotated(w, x):
