@@ -577,7 +577,7 @@ def test_what_is_zero_by_structure_does_not_become_nan_on_its_way():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (object(), "it is a object"),
+        (object(), "it is an object"),
         ("loss", "it is a str: 'loss'"),
         (None, "it is None"),
         (1.5, "it is a float: 1.5"),

@@ -57,6 +57,22 @@ def test_variables_are_read_and_assigned_where_that_is_written(is_warm):
     assert step(jnp.ones(()), n=2) == 32.0
 
 
+def test_a_variable_among_the_results_is_handed_out_as_its_value():
+    v, w = Variable(1.0), Variable(2.0)
+    f = tg.trace(lambda x: {"v": v.assign_add(x), "w": [w]})
+    with jax.disable_jit():
+        result = f(1.0)
+        v.assign(100.0), w.assign(100.0)
+    assert not any(isinstance(leaf, Variable) for leaf in (result["v"], *result["w"]))
+    assert (result["v"], result["w"]) == (2.0, [2.0])
+
+
+def test_gradients_says_what_keeps_it_from_reading_a_traced_function():
+    f = tg.trace(lambda x: tg.gradients(x * x, x))
+    with jax.disable_jit(), pytest.raises(RuntimeError, match=r"Under `jax\.disable_jit`"):
+        f(jnp.ones(()))
+
+
 def test_a_method_is_one_of_its_instance():
     class Model:
         factor = 2.0

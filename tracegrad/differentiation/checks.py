@@ -16,6 +16,7 @@ from tracegrad.differentiation.selection import (
     is_numeric,
     type_of,
 )
+from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.reading import without_variables
 
@@ -90,7 +91,7 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"has_aux=True: {function_name(fun)} is to return a pair (value, aux); it returns "
-            f"a {type(result).__name__}"
+            + with_article(type(result).__name__)
             + (f" of length {len(result)}" if isinstance(result, tuple) else "")
         )
     return result

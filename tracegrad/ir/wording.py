@@ -35,6 +35,11 @@ def code_of(fun: Any) -> CodeType | None:
     return getattr(getattr(fun, "__func__", fun), "__code__", None)
 
 
+def with_article(noun: str) -> str:
+    """A noun with its article: ``an object``, ``an x``, ``a target``."""
+    return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
+
+
 def brief(value: object) -> str:
     """A value for a message: its type, and its shape if it is an array."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -42,4 +47,4 @@ def brief(value: object) -> str:
     if value is None:
         return "None"
     text = repr(value)
-    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{with_article(type(value).__name__)}: {text if len(text) <= 60 else text[:57] + '...'}"

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.ir.wording import with_article
 from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
 
@@ -76,7 +77,8 @@ def describe(tree: Any, leaf: Callable[[Any], Structure], where: str, depth: int
         return {"namedtuple": kind.__name__, "fields": pairs}
     if kind in (OrderedDict, defaultdict):
         raise TypeError(
-            f"{where} is a {kind.__name__}, which is not saved: convert it with `dict(...)`"
+            f"{where} is {with_article(kind.__name__)}, which is not saved: convert it with "
+            "`dict(...)`"
         )
     try:
         return leaf(tree)
@@ -213,7 +215,7 @@ def _named(value: Any) -> str:
     if is_namedtuple(type(value)):
         return f"a named tuple with the fields {list(value._fields)}"
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
+        return f"{with_article(type(value).__name__)} of {len(value)}"
     return f"of type {type(value).__name__}"
 
 

@@ -23,7 +23,7 @@ from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.wording import brief
+from tracegrad.ir.wording import brief, with_article
 from tracegrad.tape.backward import Traced, seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.keys import Remembered, Structure
 from tracegrad.tape.record import Block, Record, block_between, graph_of
@@ -462,9 +462,9 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any]) -> None:
         if not isinstance(leaf, _ARRAYS):
             place = jax.tree_util.keystr(path)
             raise TypeError(
-                f"a {role} is an array or a Variable; {role}{place} is {brief(leaf)}"
-                if place
-                else f"a {role} is an array or a Variable, or a tree of them; it is {brief(leaf)}"
+                f"{with_article(role)} is an array or a Variable"
+                + (f"; {role}{place}" if place else ", or a tree of them; it")
+                + f" is {brief(leaf)}"
             )
 
 

@@ -281,10 +281,15 @@ def _record_here(sources: Sequence[Any]) -> Record:
     depth = tracing_depth()
     if depth and depth not in _recording.depths:
         raise TraceAgain(_recording_everything)
+    disabled = (
+        " Under `jax.disable_jit` tracegrad.trace compiles nothing."
+        if jax.config.jax_disable_jit
+        else ""
+    )
     raise RuntimeError(
         "gradients() reads what a function has computed so far: call it inside a function that "
         "tracegrad.trace compiles (not in the body of a scan, cond or jit in it), or inside a "
-        "GradientTape. For the gradient of a function use tracegrad.grad"
+        "GradientTape. For the gradient of a function use tracegrad.grad." + disabled
     )
 
 

@@ -33,6 +33,7 @@ from tracegrad.tracing.given import (
 )
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.reading import without_variables
 from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
 from tracegrad.tracing.stateful import (
     Expecting,
@@ -106,7 +107,7 @@ class Pipeline:
         rules are to change that, it runs the graph, one operation after the other."""
         if not self.rules:
             args, kwargs = taken((args, kwargs))
-            return self.__wrapped__(*args, **kwargs)
+            return without_variables(self.__wrapped__(*args, **kwargs))
         args, kwargs = given((args, kwargs))
         return run_eagerly(self.traced(args, kwargs), self.flatten(args, kwargs)[0])
 
