@@ -28,6 +28,9 @@ from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_p
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
+config: Any = jax.config  # whose settings have types on newer JAX alone
+
+
 def versions() -> dict[str, str]:
     """What is running, to be written down."""
     return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}

@@ -361,5 +361,7 @@ def test_arrays_beyond_4_gib_are_written_and_read_by_others_too(path: Path):
         np.testing.assert_array_equal(container.array("after"), np.arange(3))
     with safetensors.safe_open(path, "np") as file:
         np.testing.assert_array_equal(file.get_tensor("after"), np.arange(3))
-        np.testing.assert_array_equal(file.get_slice("big")[(257 << 24) - 100 :], np.zeros(100, np.uint8))
+        np.testing.assert_array_equal(
+            file.get_slice("big")[(257 << 24) - 100 :], np.zeros(100, np.uint8)
+        )
     path.unlink()

@@ -283,7 +283,7 @@ def _record_here(sources: Sequence[Any]) -> Record:
         raise TraceAgain(_recording_everything)
     disabled = (
         " Under `jax.disable_jit` tracegrad.trace compiles nothing."
-        if jax.config.jax_disable_jit
+        if _jax.config.jax_disable_jit
         else ""
     )
     raise RuntimeError(

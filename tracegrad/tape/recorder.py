@@ -46,7 +46,7 @@ from tracegrad.tracing.overriding import ForwardingTrace, OverridingTrace
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
-_config: Any = jax.config  # whose settings have no types
+_config = _jax.config
 
 
 class Recorder(ForwardingTrace):

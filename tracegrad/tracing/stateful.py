@@ -184,7 +184,7 @@ class Body:
         return self.pipeline.__wrapped__
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        if jax.config.jax_disable_jit:
+        if _jax.config.jax_disable_jit:
             raise JitDisabled
         pipeline, roles = self.pipeline, self.roles
         places = [id(ref()) for ref in (*roles.updated, *roles.read)]
@@ -385,7 +385,7 @@ class StatefulCalls:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program = self._only
         if program is None or program.roles.is_over:
-            if jax.config.jax_disable_jit:
+            if _jax.config.jax_disable_jit:
                 return self._pipeline.eagerly(args, kwargs)
             return self.search(args, kwargs, lambda p: p(args, kwargs))
         try:

@@ -85,7 +85,7 @@ class Pipeline:
         return fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:
+        if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
         known = self.recomputes
         args, kwargs = self.given_before(args, kwargs)
@@ -236,7 +236,7 @@ class TracedFunction:
         self.__call__ = self._first_call
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:
+        if _jax.config.jax_disable_jit:
             return self._pipeline.eagerly(args, kwargs)
         if not self._pipeline.has_variables:
             self.__call__ = self._plain
@@ -258,7 +258,7 @@ class TracedFunction:
 
     def _with_given(self, *args: Any, **kwargs: Any) -> Any:
         """The call of a function that is given Variables."""
-        if jax.config.jax_disable_jit:
+        if _jax.config.jax_disable_jit:
             return self._pipeline.eagerly(args, kwargs)
         (args, kwargs), variables = with_those_given((args, kwargs))
         try:
@@ -581,7 +581,7 @@ def _shared_pipeline(
 
 def _with_jit() -> AbstractContextManager[None]:
     """Undoes `jax.disable_jit`, for what is traced."""
-    disabled = jax.config.jax_disable_jit
+    disabled = _jax.config.jax_disable_jit
     return jax.disable_jit(False) if disabled else nullcontext()
 
 
