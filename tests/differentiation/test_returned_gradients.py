@@ -191,16 +191,88 @@ def test_a_rule_connects_all_results_to_what_it_returns():
         assert [float(g) for g in found] == list(jax.grad(second, (0, 1))(2.0, 1.0)) == [1.0, 3.0]
 
 
-def test_in_a_trace_a_rule_on_the_way_to_another_result_alone_is_not_asked():
-    @jax.custom_vjp
-    def penalised(x):
-        return x * 1.0
+@jax.custom_vjp
+def offset(x):
+    return x * 1.0
 
-    penalised.defvjp(lambda x: (x, None), lambda _, dy: (dy + 1.0,))
-    f = jax.jit(lambda x: (jnp.sin(x), penalised(jnp.cos(x)) * 2.0))
-    for way in (WAYS["traced tape"], WAYS["gradients"]):
-        found = way(lambda x: f(x)[0], jnp.float32(0.5))
-        assert float(found[0]) == pytest.approx(np.cos(0.5))  # as `jax.grad` has it
+
+offset.defvjp(lambda x: (x, x), lambda x, dy: (dy + 1.0 + x,))
+
+
+def both(x):
+    return jnp.sin(x), offset(jnp.cos(x)) * 2.0
+
+
+def scan_of_both(x):
+    step = lambda carry, _: ((jnp.sin(carry[0]), offset(carry[1])), offset(jnp.cos(x)))  # noqa: E731
+    (first, second), third = lax.scan(step, (x, 2 * x), None, length=2)
+    return first, second, third
+
+
+def loop_of_both(x):
+    return lax.fori_loop(0, 2, lambda _, c: (jnp.sin(c[0]), offset(c[1])), (x, 2 * x))
+
+
+def printing_both(x):
+    jax.debug.print("ran with {}", x)
+    return both(x)
+
+
+PARTED = {
+    "jit": jax.jit(both),
+    "jit in jit": jax.jit(lambda x: jax.jit(both)(2 * x)),
+    "trace": tg.trace(both),
+    "checkpoint": jax.checkpoint(both),
+    "scan": scan_of_both,
+    "while": loop_of_both,
+    "cond": lambda x: lax.cond(x < 5, both, lambda x: (x, x), x),
+    "effects": jax.jit(printing_both),
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_a_rule_on_the_way_to_another_result_alone_is_not_asked(name, capfd):
+    f, x = PARTED[name], jnp.float32(0.5)
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        results = f(x)
+    parts = [*range(len(results)), slice(0, 2)]  # each alone, and two together
+    for part in parts:
+        wanted = jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(f(x)[part]))))(x)  # noqa: B023
+        np.testing.assert_allclose(tape.gradient(results[part], x), wanted, rtol=1e-6)
+    jax.effects_barrier()
+    if name == "effects":  # once for the tape, once for each gradient of JAX
+        assert capfd.readouterr().out.count("ran with") == 1 + len(parts)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_nor_is_it_in_a_trace(way):
+    if way is WAYS["grad"]:
+        way = lambda loss, *xs: tg.grad(loss, (0,))(*xs)  # noqa: E731
+    for f in (PARTED["jit"], PARTED["scan"], PARTED["checkpoint"]):
+        (found,) = way(lambda x: f(x)[0], jnp.float32(0.5))  # noqa: B023
+        np.testing.assert_allclose(found, jax.grad(lambda x: f(x)[0])(0.5), rtol=1e-6)  # noqa: B023
+
+
+def test_nor_for_a_jacobian_or_a_second_derivative():
+    f, x = PARTED["jit"], jnp.array([0.5, 1.0])
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)[0]
+    np.testing.assert_allclose(tape.jacobian(y, x), jnp.diag(jnp.cos(x)), rtol=1e-6)
+    for wrap in (lambda f: f, tg.trace):
+
+        @wrap
+        def second(x):
+            with tg.GradientTape() as outer:
+                outer.watch(x)
+                with tg.GradientTape() as inner:
+                    inner.watch(x)
+                    y = f(x)[0]
+                first = inner.gradient(y, x)
+            return outer.gradient(first, x)
+
+        np.testing.assert_allclose(second(x), -jnp.sin(x), rtol=1e-6)
 
 
 # --------------------------------------------------------------------- rules of forward mode

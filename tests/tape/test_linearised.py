@@ -175,3 +175,27 @@ def test_a_loop_that_closes_over_what_is_watched_has_its_gradient():
         tape.watch(w)
         y = jax.jit(lambda x: jax.lax.scan(lambda c, _: (c * w, None), x, None, length=3)[0])(1.0)
     assert tape.gradient(y, w) == 12.0
+
+
+def root_in_a_loop(x):
+    root, _ = jax.lax.scan(lambda c, _: (jnp.sqrt(c), None), x, None, length=2)
+    return jnp.sin(x), root
+
+
+SINGULAR = {
+    "call": jax.jit(root_in_a_loop),
+    "traced": tg.trace(root_in_a_loop),
+    "recomputed": jax.checkpoint(lambda x: (jnp.sin(x), jnp.sqrt(x))),
+    "branch": lambda x: jax.lax.cond(
+        x < 1, lambda x: (jnp.sin(x), jnp.sqrt(x)), lambda x: (x, x), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_an_infinite_derivative_of_another_result_makes_no_nan(name):
+    x = jnp.float32(0.0)
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y, _ = SINGULAR[name](x)
+    assert tape.gradient(y, x) == 1.0

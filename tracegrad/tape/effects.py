@@ -51,14 +51,15 @@ def silence(node: Node, depth: int = 3) -> None:
             return
         face = node.face("jvp" if node.kind == "jvp" else "forward")
         if face.effects:
-            _silence_graph(face, depth - 1)
+            silence_in(face, depth - 1)
     if isinstance(node, RegionNode):
         for region in node.regions.values():
             if region.effects:
-                _silence_graph(region, depth)
+                silence_in(region, depth)
 
 
-def _silence_graph(graph: Graph, depth: int) -> None:
+def silence_in(graph: Graph, depth: int = 3) -> None:
+    """The same for all nodes of a graph."""
     for node in graph.nodes:
         if node.effects and not node.outputs and not node.regions:
             graph.erase(node, with_effects=True, everywhere=True)

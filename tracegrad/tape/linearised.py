@@ -8,6 +8,7 @@ one loop of two, and would call the host twice.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,15 @@ from tracegrad.rewriting.host_calls import (
 )
 from tracegrad.rewriting.threading import with_steps
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.effects import silence
+from tracegrad.tape.effects import silence, silence_in
 from tracegrad.tape.keys import RULES, Remembered, has_rules
 from tracegrad.tracing.importer import import_program, make_node
 
 # As many derivatives as are taken of one another get what they need from the forward pass; a
 # further one runs it again.
 _MOST_ORDERS = 3
+# For as many choices of results that have cotangents a backward pass is remembered.
+_MOST_BACKWARDS = 16
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,14 @@ class _Pass:
     Attributes:
       count: how many results it has cotangents of.
       residuals: the places, among operands and results, of what it needs of the forward pass.
-      program: ``(*residuals, *cotangents of the float results) -> of the active operands``.
+      backward: for the mask of the float results that have cotangents the program ``(*residuals,
+        *their cotangents) -> of the active operands``.
       flows: for each active operand the mask of the float results that it gets a gradient from.
     """
 
     count: int
     residuals: list[int]
-    program: Any
+    backward: Callable[[int], Any]
     flows: list[int]
 
 
@@ -163,13 +167,11 @@ class Linearised(Computation):
     ) -> list[Any]:
         every = [values[v] for v in (*node.inputs, *node.outputs) if isinstance(v, Value)]
         residuals = [every[place] for place in one.residuals]
-        seeds: list[Any] = []
-        given = 0
-        for value, ct in zip(node.outputs[: one.count], cotangents):
-            if _jax.has_gradient(value.aval):
-                given |= (ct is not None) << len(seeds)
-                seeds.append(jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct)
-        found = _jax.eval_program(one.program, [*residuals, *seeds])
+        results = zip(node.outputs[: one.count], cotangents)
+        flowing = [ct for value, ct in results if _jax.has_gradient(value.aval)]
+        given = joined(1 << i for i, ct in enumerate(flowing) if ct is not None)
+        seeds = [ct for ct in flowing if ct is not None]
+        found = _jax.eval_program(one.backward(given), [*residuals, *seeds])
         if self.original.primitive is _jax.REMAT:
             return list(found)  # it counts as a whole: see `node_vjp`
         return [ct if flow & given else None for ct, flow in zip(found, one.flows, strict=True)]
@@ -276,13 +278,14 @@ def _trace(
     as a graph, and its backward pass."""
     trees: list[Any] = []  # not returned: JAX remembers the trees of results
 
-    def vjp(*args: Any) -> Any:
-        outs, pullback = jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
-        residuals, tree = jax.tree.flatten(pullback)
+    def linearise(*args: Any) -> Any:
+        along = _jax.of_some(run, args, active)
+        outs, derivative = jax.linearize(along, *(args[i] for i in active))
+        residuals, tree = jax.tree.flatten(derivative)
         trees.append(tree)
         return outs, residuals
 
-    program, (outs, saved) = jax.make_jaxpr(vjp, return_shape=True)(*types)
+    program, (outs, _) = jax.make_jaxpr(linearise, return_shape=True)(*types)
     count = len(outs)
     open_form = _jax.opened(program)
 
@@ -302,14 +305,44 @@ def _trace(
         results = _jax.eval_program(program, args)
         return [results[i] for i in kept]
 
-    def backward(*residuals_and_cotangents: Any) -> Any:
-        pullback = jax.tree.unflatten(trees[-1], residuals_and_cotangents[: len(saved)])
-        return pullback(_jax.align(outs, residuals_and_cotangents[len(saved) :]))
-
-    given = [var.aval for var in open_form.outvars[:count] if _jax.has_gradient(var.aval)]
+    flowing = [i for i, var in enumerate(open_form.outvars[:count]) if _jax.has_gradient(var.aval)]
     saved_types = [var.aval for var in open_form.outvars[count:]]
-    backward_program = jax.make_jaxpr(backward)(*saved_types, *given)
-    one = _Pass(count, residuals, backward_program, _flows(graph, active))
+
+    @functools.lru_cache(_MOST_BACKWARDS)
+    def backward(given: int) -> Any:
+        # The others are left out, not given zeros: those would be carried on to a rule, which may
+        # return a gradient whatever its cotangent is, and to an infinite derivative, which makes
+        # NaN of them.
+        chosen = [i for k, i in enumerate(flowing) if given >> k & 1]
+
+        transposes: list[Any] = []
+
+        def transposed(saved: Sequence[Any]) -> list[Any]:
+            derivative = jax.tree.unflatten(trees[-1], saved)
+
+            def along(*tangents: Any) -> list[Any]:
+                found = derivative(*tangents)
+                return [found[i] for i in chosen]
+
+            found = jax.linear_transpose(along, *(types[i] for i in active))
+            needs, tree = jax.tree.flatten(found)
+            transposes.append(tree)
+            return needs
+
+        # What does not depend on the tangents JAX runs to get there. What a recomputed function
+        # prints is in the transpose as well: here it would be printed once too often.
+        before = import_program(jax.make_jaxpr(transposed)(saved_types))
+        if before.effects:
+            silence_in(before)
+
+        def transpose(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            needs = evaluate(before, saved, Lowering())
+            return jax.tree.unflatten(transposes[-1], needs)(cotangents)
+
+        return jax.make_jaxpr(transpose)(saved_types, [open_form.outvars[i].aval for i in chosen])
+
+    backward((1 << len(flowing)) - 1)  # raises what JAX raises where there is none
+    one = _Pass(count, residuals, backward, _flows(graph, active))
     return jax.make_jaxpr(forward)(*types), one
 
 
