@@ -1,7 +1,8 @@
 """A function with a gradient of its own, as TensorFlow's ``tf.custom_gradient`` writes it.
 
-Each call becomes one ``jax.custom_vjp``, so that it works in plain JAX, and arrives in a Graph in
-the same node as every other custom rule.
+Where there are values it runs on them, and a tape around it calls the gradient function when a
+gradient gets there. Elsewhere each call becomes one ``jax.custom_vjp``, so that it works in plain
+JAX, and arrives in a Graph in the same node as every other custom rule.
 
 Under a transformation the function is first traced by itself, once, together with its gradient
 function. That shows which values of an enclosing trace the two close over. They become arguments
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
@@ -35,14 +36,23 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.annotations.captured import Captured, captured_name, unwrapped
-from tracegrad.annotations.pullback import Program, Pullback, Residuals, trace_pullback
+from tracegrad.annotations.pullback import (
+    Program,
+    Pullback,
+    Residuals,
+    gradients_of_inputs,
+    trace_pullback,
+    zero_cotangent,
+)
 from tracegrad.annotations.variables import (
     Reads,
+    flat_with_variables,
     require_variables_parameter,
     with_variables,
 )
-from tracegrad.ir.wording import brief, described
+from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.tape.keys import MadeOf, tell_made_of
+from tracegrad.tape.record import Rule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.capture import variable_of
 from tracegrad.tracing.reading import ReadsOutside, without_variables
@@ -120,17 +130,35 @@ def custom_gradient(f: Any = None) -> Any:
     >>> print(jax.grad(lambda v: clip_gradients(v * v))(2.0))
     2.0
 
-    The idea and the form are those of TensorFlow's ``tf.custom_gradient``. Each call is a
+    The idea and the form are those of TensorFlow's ``tf.custom_gradient``. To JAX each call is a
     ``jax.custom_vjp``: as with any, ``jax.jvp`` and with it ``jax.hessian`` refuse it, where
     tracegrad's ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation
     ``f`` and ``grad_fn`` run once per call, on tracers; where ``f`` branches on a value, as it may
     outside jit, they run on values.
 
-    Under a `GradientTape` too they run at each call, so that what they read of Python may change
-    from one step of a loop to the next, and arrays that they close over may be others. Where that
-    comes to the same operations, nothing is compiled anew, for derivatives of any order. (On tapes
-    in one another a `jax.vmap` of it may be, if it and the gradients of its gradient call a dozen
-    functions with rules: that is then not looked through. ``jax.jit(jax.vmap(f))`` is not.)
+    Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
+    each gradient that reaches it, with arrays that can be printed, branched on and given to NumPy.
+    What they do is recorded by the tapes around, so that derivatives of higher order follow. What
+    ``f`` closes over has no gradient there, and None is the answer for it. In a Jacobian
+    ``grad_fn`` runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
+    in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
+    are in compiled functions, loops and under `jax.vmap`. (On tapes in one another the gradient of
+    a `jax.vmap` of it is compiled at each step; ``jax.jit(jax.vmap(f))`` is compiled once.)
+
+    >>> import tracegrad as tg
+    >>> @custom_gradient
+    ... def clipped(x):
+    ...     def grad(dy):
+    ...         print("a cotangent of", dy)
+    ...         return dy if abs(dy) < 1 else dy / abs(dy)
+    ...     return x, grad
+    >>> x = jnp.float32(3.0)
+    >>> with tg.GradientTape() as tape:
+    ...     tape.watch(x)
+    ...     y = clipped(x) ** 2
+    >>> print(tape.gradient(y, x))
+    a cotangent of 6.0
+    1.0
     """
     if f is None:
         return custom_gradient
@@ -145,21 +173,9 @@ _DEEPEST = 5
 
 class _Within(threading.local):
     pullbacks = 0  # being traced around one another
-    on_tape = False  # whether a tape follows the call around which all that is traced is traced
 
 
 _within = _Within()
-
-
-@contextmanager
-def _on_tape() -> Iterator[None]:
-    """Notes whether a tape is recording what is traced inside it."""
-    before = _within.on_tape
-    _within.on_tape = before or isinstance(_jax.current_trace(None), Recorder)
-    try:
-        yield
-    finally:
-        _within.on_tape = before
 
 
 _top_level = functools.cache(_jax.top_level_trace_type)
@@ -167,7 +183,56 @@ _top_level = functools.cache(_jax.top_level_trace_type)
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function with a custom gradient."""
-    return _call_listening(Reads(fun, args), fun, without_variables(args), kwargs)
+    reads, trace = Reads(fun, args), _jax.current_trace(None)
+    args = without_variables(args)
+    recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
+    if recorder is not None or type(trace) is _top_level():
+        return _call_on_values(reads, fun, args, kwargs, recorder)
+    return _call_listening(reads, fun, args, kwargs)
+
+
+def _call_on_values(
+    reads: Reads,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recorder: Recorder | None,
+) -> Any:
+    """The call where there are values; `recorder` tells the tapes that follow them, if any."""
+    call = _Call(fun, args, kwargs, Arguments.of(args))
+    arrays = [  # its owner may change a NumPy array before the gradient is asked for
+        jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
+        for each in call.arguments.arrays
+    ]
+    with reads.around():
+        y, grad_fn = call.run(*arrays)
+    variables = reads.trainable
+    if variables:
+        require_variables_parameter(fun, grad_fn, variables)
+    y = jax.tree.map(jnp.asarray, y)
+    if recorder is None:
+        return y
+    gradient, function = grad_fn, fun
+    if variables:
+        values = [variable.value for variable in variables]
+        gradient = flat_with_variables(fun, grad_fn, variables, values, len(args))
+        arrays, args = [*arrays, *values], (*args, values)
+        function = with_variables(fun, variables)
+    results, tree = jax.tree.flatten(y)
+    inputs = Arguments.of(args)
+
+    def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
+        dys = [
+            zero_cotangent(result) if ct is None else ct for ct, result in zip(cotangents, results)
+        ]
+        return gradients_of_inputs(fun, args, gradient, arrays, dys, sparse)
+
+    def traced(*arrays: Any) -> list[Any]:
+        y = _call_listening(None, function, inputs.with_arrays(arrays), kwargs, variables)
+        return jax.tree.leaves(y)
+
+    rule = Rule(name_of(fun), traced, pull_back)
+    return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results))
 
 
 def _call_listening(
@@ -183,22 +248,15 @@ def _call_listening(
     """
     listener = ReadsOutside() if reads is None else reads
     call = _Call(fun, args, kwargs, Arguments.of(args))
-    if type(_jax.current_trace(None)) is _top_level():  # nothing can be watching: no rule is needed
-        with listener.around():
-            y, grad_fn = call.run(*map(jnp.asarray, call.arguments.arrays))
-        if reads is not None and reads.trainable:
-            require_variables_parameter(fun, grad_fn, reads.trainable)
-        return jax.tree.map(jnp.asarray, y)
 
     def heard(*arrays: Any) -> tuple[Any, Residuals]:
         with listener.around():
             return call.forward_or_later(*arrays)
 
     try:
-        with _on_tape():
-            program, shapes = jax.make_jaxpr(heard, return_shape=True)(
-                *map(jax.typeof, call.arguments.arrays)
-            )
+        program, shapes = jax.make_jaxpr(heard, return_shape=True)(
+            *map(jax.typeof, call.arguments.arrays)
+        )
         if reads is not None:
             reads.note(_jax.constants_of(program))
     except NEEDS_VALUES:
@@ -268,9 +326,7 @@ class _Call:
             return y, Residuals(values, 0)
         _within.pullbacks += 1
         try:
-            pullback, values = trace_pullback(
-                self.fun, self.args, grad_fn, arrays, y, on_tape=_within.on_tape
-            )
+            pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         except NEEDS_VALUES:
             raise
         except Exception as error:
@@ -312,8 +368,7 @@ def _bind_traced(
     call: _Call, program: Any, out_tree: Any, variables: Sequence[Variable] = ()
 ) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
-    with _on_tape():
-        traced, values = Program.of(program, on_tape=_within.on_tape)
+    traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
     pullbacks, given = call.pullbacks, len(call.arguments.arrays)
     # What functions further inside have read of a Variable is the input that stands for it.

@@ -46,20 +46,17 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function, in which values of the enclosing traces have become arguments.
-
-    Under a tape arrays have too: it would take each of them for another function.
-    """
+    """A traced function, in which values of the enclosing traces and arrays that it closes over
+    have become arguments. (A tape takes a program of each array for another function.)"""
 
     program: Any
     captured: tuple[int, ...]  # their positions among its constants
 
     @classmethod
-    def of(cls, program: Any, *, on_tape: bool = False) -> tuple[Program, list[Any]]:
+    def of(cls, program: Any) -> tuple[Program, list[Any]]:
         """The program without those values, since it outlives their traces; and the values."""
-        kinds = (jax.core.Tracer, jax.Array, np.ndarray) if on_tape else jax.core.Tracer
         constants = list(_jax.constants_of(program))
-        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c, kinds))
+        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
         values = [constants[i] for i in captured]
         for i in captured:
             constants[i] = None
@@ -72,9 +69,10 @@ class Program:
         return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
 
 
-def _can_be_argument(constant: object, kinds: Any) -> bool:
-    """Whether a value that a program closes over is of these kinds, and an array; Refs stay."""
-    return isinstance(constant, kinds) and isinstance(jax.typeof(constant), jax.core.ShapedArray)
+def _can_be_argument(constant: object) -> bool:
+    """Whether a value that a program closes over is an array; Refs stay."""
+    is_array = isinstance(constant, jax.Array | np.ndarray)
+    return is_array and isinstance(jax.typeof(constant), jax.core.ShapedArray)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Pullback:
 
     def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         cotangents = [
-            _zeros(dy.aval) if isinstance(dy, SymbolicZero) else dy
+            zero_cotangent(dy.aval) if isinstance(dy, SymbolicZero) else dy
             for dy, differentiable in zip(dys, self.differentiable)
             if differentiable
         ]
@@ -101,14 +99,11 @@ def trace_pullback(
     grad_fn: Callable[..., Any],
     arrays: Sequence[Any],
     y: Any,
-    *,
-    on_tape: bool = False,
 ) -> tuple[Pullback, list[Any]]:
     """The pullback, and its residuals, of ``y, grad_fn = fun(*args, ...)``.
 
     Args:
         arrays: the inputs, which are the array leaves of ``args``, as the function got them.
-        on_tape: whether arrays that ``grad_fn`` closes over are residuals too.
     """
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
@@ -117,38 +112,42 @@ def trace_pullback(
     def gradients(*cotangents: Any) -> list[Any]:
         flowing = iter(cotangents)
         dys = [
-            next(flowing) if real else _zeros(aval) for aval, real in zip(outputs, differentiable)
+            next(flowing) if real else zero_cotangent(aval)
+            for aval, real in zip(outputs, differentiable)
         ]
-        with noted(lambda: f"in the gradient function {described(grad_fn)}"):
-            returned = grad_fn(*dys)
-        checked = _one_per_input(fun, args, grad_fn, arrays, returned)
+        checked = gradients_of_inputs(fun, args, grad_fn, arrays, dys)
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
     program, residuals = Program.of(
         jax.make_jaxpr(gradients)(
             *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
-        ),
-        on_tape=on_tape,
+        )
     )
     return Pullback(program, differentiable, given), residuals
 
 
-def _zeros(aval: Any) -> Any:
+def zero_cotangent(aval: Any) -> Any:
     """The cotangent of an output that has none: zeros of its shape and dtype."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
-        return _jax.no_cotangent(aval)
+        return _jax.no_cotangent(jax.typeof(aval))
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _one_per_input(
+def gradients_of_inputs(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     grad_fn: Callable[..., Any],
     arrays: Sequence[Any],
-    returned: Any,
+    dys: Sequence[Any],
+    sparse: Sequence[bool] = (),
 ) -> list[Any]:
-    """What a gradient function returned, as one checked gradient or None per input."""
+    """What a gradient function returns for cotangents, as one checked gradient or None per input.
+
+    `sparse`: for each input whether slices stay slices.
+    """
+    with noted(lambda: f"in the gradient function {described(grad_fn)}"):
+        returned = grad_fn(*dys)
     names = input_names(fun, args)
     names = tuple(names[i] for i in Arguments.of(args).positions)
     found = _by_argument(args, returned)
@@ -168,9 +167,18 @@ def _one_per_input(
             )
     function = f" {described(grad_fn)} of {described(fun)}"
     return [
-        checked_cotangent(gradient, jax.typeof(array), function, f"input {name}")
-        for gradient, name, array in zip(found, names, arrays, strict=True)
+        _checked(gradient, jax.typeof(array), function, f"input {name}", stays)
+        for gradient, name, array, stays in zip(
+            found, names, arrays, sparse or [False] * len(arrays), strict=True
+        )
     ]
+
+
+def _checked(gradient: Any, aval: Any, function: str, name: str, stays: bool) -> Any:
+    if stays and is_slices(gradient):
+        jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
+        return gradient.shaped_as(aval)
+    return checked_cotangent(gradient, aval, function, name)
 
 
 def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:

@@ -111,20 +111,38 @@ def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Ca
     @functools.wraps(fun, updated=())
     def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         *own, values = args
-        given = Substitute(dict(zip(variables, values, strict=True)), fun)
-        with given.around():
+        with _given(fun, variables, values).around():
             y, grad_fn = fun(*own, **kwargs)
         require_variables_parameter(fun, grad_fn, variables)
-
-        @functools.wraps(grad_fn, updated=())
-        def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
-            with given.around():
-                result = grad_fn(*dys, variables=list(variables))
-            return _flat(fun, grad_fn, result, len(own), variables)
-
-        return y, with_those_of_variables
+        return y, flat_with_variables(fun, grad_fn, variables, values, len(own))
 
     return as_inputs
+
+
+def flat_with_variables(
+    fun: Callable[..., Any],
+    grad_fn: Callable[..., Any],
+    variables: Sequence[Variable],
+    values: Sequence[Any],
+    count: int,
+) -> Callable[..., Any]:
+    """A gradient function that is handed no Variables, and returns their gradients after those of
+    the other arguments, `count` of them. What it reads of the Variables are these values."""
+    given = _given(fun, variables, values)
+
+    @functools.wraps(grad_fn, updated=())
+    def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
+        with given.around():
+            result = grad_fn(*dys, variables=list(variables))
+        return _flat(fun, grad_fn, result, count, variables)
+
+    return with_those_of_variables
+
+
+def _given(
+    fun: Callable[..., Any], variables: Sequence[Variable], values: Sequence[Any]
+) -> Substitute:
+    return Substitute(dict(zip(variables, values, strict=True)), fun)
 
 
 def _flat(

@@ -131,8 +131,12 @@ class IndexedSlices:
     def dense_as(self, aval: Any) -> Any:
         """The array that it stands for where it is the gradient of an array of this type, the shape
         of which it takes if it knows none; does not warn of a large one."""
+        return self.shaped_as(aval)._dense()
+
+    def shaped_as(self, aval: Any) -> IndexedSlices:
+        """The same slices, of the shape of an array of this type if they know none and fit."""
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
-        return (self if known else _make(self.values, self.indices, tuple(aval.shape)))._dense()
+        return self if known else _make(self.values, self.indices, tuple(aval.shape))
 
     def _added_to(self, array: Any) -> Any:
         return jnp.asarray(array).at[self.indices].add(self.values, mode="drop")

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.lookups import with_slices
-from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import brief, with_article
-from tracegrad.tape.backward import Traced, seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.keys import Remembered, Structure
-from tracegrad.tape.record import Block, Record, block_between, graph_of
+from tracegrad.tape.backward import seeds_for, sum_of_known
+from tracegrad.tape.cotangents import (
+    BATCH_JACOBIAN,
+    GRADIENT,
+    JACOBIAN,
+    SPARSE_GRADIENT,
+    Kind,
+    cotangents,
+)
+from tracegrad.tape.record import Record, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.tracing.variable import (
     Variable,
     is_only_shown,
@@ -346,7 +346,7 @@ class GradientTape:
                 f"the batch of the target has the size {shapes[0][0]}, that of the source "
                 f"{shapes[1][0]}"
             )
-        return self._differentiate([_real(one)], variables, source, unconnected, _BATCH_JACOBIAN)
+        return self._differentiate([_real(one)], variables, source, unconnected, BATCH_JACOBIAN)
 
     def _check_usable(self) -> None:
         self._check_thread()
@@ -412,27 +412,8 @@ class GradientTape:
             return [None] * len(sources)
         to_targets = tuple([record.slot(targets[i]) for i in inside])
         given = [seeds[i] for i in inside] if seeds else []
-        backward = compiled_backward(
-            record,
-            tuple(from_sources.values()),
-            to_targets,
-            kind,
-            tuple([seed is not None for seed in given]),
-        )
-        arrays = record.arrays
-        results = (
-            backward.run(
-                *[arrays[slot] for slot in backward.slots],
-                *[seed for seed in given if seed is not None],
-            )
-            if any(backward.connected)
-            else ()
-        )
-        flow = iter(results)
-        by_source = {
-            identity: next(flow) if linked else None
-            for identity, linked in zip(from_sources, backward.connected, strict=True)
-        }
+        found = cotangents(record, tuple(from_sources.values()), to_targets, kind, given)
+        by_source = dict(zip(from_sources, found, strict=True))
         return [by_source.get(id(source)) for source in sources]
 
 
@@ -493,185 +474,4 @@ def _real(target: Any) -> Any:
     return target
 
 
-# ----------------------------------------------------------------------------- compiled backwards
-
-# From the arrays of a block and the seeds of its targets to the cotangents of the sources.
-Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """What is made of a backward pass: how it is run, and what zeros have what shape."""
-
-    run: Callable[[Backward, Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]]
-    zeros: Callable[[Sequence[Any], Any], Any]
-    sparse: bool = False
-
-
-def _run_gradient(
-    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
-) -> list[Any]:
-    return backward(arrays, seeds)
-
-
-def _run_jacobian(
-    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
-) -> list[Any]:
-    (target,) = types
-    rows = _basis(target.shape, target.dtype)
-    found = jax.vmap(lambda seed: backward(arrays, [seed]))(rows)
-    return [ct.reshape(*target.shape, *ct.shape[1:]) for ct in found]
-
-
-def _run_batch_jacobian(
-    backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
-) -> list[Any]:
-    (target,) = types
-    batch, *rest = target.shape
-    rows = _basis(rest, target.dtype)
-    # The same element of every example at once: none depends on another example.
-    found = jax.vmap(lambda row: backward(arrays, [jnp.broadcast_to(row, target.shape)]))(rows)
-    return [jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:]) for ct in found]
-
-
-def _basis(shape: Sequence[int], dtype: Any) -> Any:
-    """One array of the shape for each of its elements, which alone is 1."""
-    size = math.prod(shape)
-    return jnp.eye(size, dtype=dtype).reshape(size, *shape)
-
-
-GRADIENT = Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
-SPARSE_GRADIENT = replace(GRADIENT, sparse=True)
-JACOBIAN = Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
-_BATCH_JACOBIAN = Kind(
-    _run_batch_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf, skipped=1)
-)
-
-
-def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
-    return jnp.zeros((*leading, *leaf.shape[skipped:]), leaf.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _Compiled:
-    """The compiled backward of a structure: ``run(*arrays needed, *given seeds)``.
-
-    Attributes:
-      connected: which sources it has a gradient for.
-      needed: the positions in the block of the arrays that it takes.
-    """
-
-    run: Callable[..., list[Any]]
-    connected: tuple[bool, ...]
-    needed: tuple[int, ...]
-    key: Any
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A compiled backward for records of one structure: what it takes has these slots there."""
-
-    compiled: weakref.ref[_Compiled]
-    slots: tuple[int, ...]
-
-
-class CompiledBackward(NamedTuple):
-    """From the arrays of these slots and the seeds to the cotangents of the connected sources."""
-
-    run: Callable[..., list[Any]]
-    connected: tuple[bool, ...]
-    slots: tuple[int, ...]
-
-
-_programs = Remembered(256)
-
-
-def compiled_backward(
-    record: Record,
-    sources: tuple[int, ...],
-    targets: tuple[int, ...],
-    kind: Kind,
-    given: tuple[bool, ...],
-    stopped: frozenset[int] = frozenset(),
-    aggregate: Aggregation = running_sum,
-    gated: bool = False,
-) -> CompiledBackward:
-    """The compiled backward of a record's structure, remembered by that.
-
-    Args:
-      record, sources, targets: the slots of arrays in a record.
-      kind: what is made of it.
-      given: for each target whether it has a seed, which comes after the arrays; else ones.
-      stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
-    """
-    # One that only runs serves every block of the same gradient; one that may be differentiated in
-    # its turn (by another tape, or a transformation) only those of the same derivatives.
-    runs = isinstance(_jax.current_trace(None), _top_level())
-    rules = rules_in_force()
-    here = kind, sources, targets, given, runs, rules, stopped, aggregate, gated
-    placed = record.step.programs.get(here)
-    if placed is not None:
-        known = placed.compiled()
-        if known is not None and _programs.get(known.key) is known:
-            return CompiledBackward(known.run, known.connected, placed.slots)
-    block = block_between(record, sources, targets)
-    stops = tuple([i for i, slot in enumerate(block.slots) if slot in stopped])
-    structure = block.key if runs else block.exact_key
-    key = Structure((kind, given, structure, rules, stops, aggregate, gated))
-    known = _programs.get(key)
-    if known is None:
-        traced = trace_backward(block, stopped=stops, aggregate=aggregate, gated=gated)
-        known = _compile(block, traced, kind, given, key)
-        # A rule made under a transformation may hold values of it, which would outlive it here.
-        if not _is_transforming() or all(o.computation.rule is None for o in block.operations):
-            _programs.put(key, known)
-    slots = tuple([block.slots[place] for place in known.needed])
-    if record.step.is_shared:
-        if len(record.step.programs) > 64:
-            record.step.programs.clear()
-        record.step.programs[here] = _Placed(weakref.ref(known), slots)
-    return CompiledBackward(known.run, known.connected, slots)
-
-
-def _is_transforming() -> bool:
-    trace = _jax.current_trace(None)
-    while isinstance(trace, Recorder):
-        trace = trace.parent_trace
-    return not isinstance(trace, _top_level())
-
-
 _top_level = functools.cache(_jax.top_level_trace_type)
-
-
-def _compile(
-    block: Block, traced: Traced, kind: Kind, given: Sequence[bool], key: Any
-) -> _Compiled:
-    program, connected = traced.program, traced.connected
-    run = jax.extend.core.jaxpr_as_fun(program)
-    if kind.sparse:
-        run = with_slices(program, [True] * len(block.sources))
-    types = [block.types[slot] for slot in block.targets]
-    # Zeros stand for what nothing is computed of. (Of random keys there are none.)
-    needed = [
-        place
-        for place, aval in enumerate(block.types)
-        if traced.needed[place] or not isinstance(aval.dtype, np.dtype)
-    ]
-    taken = set(needed)
-    absent = [(i, aval) for i, aval in enumerate(block.types) if i not in taken]
-
-    def connected_only(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        found = run(*arrays, *seeds)
-        return [ct for ct, linked in zip(found, connected, strict=True) if linked]
-
-    def backward(*arrays_and_seeds: Any) -> list[Any]:
-        arrays = dict(zip(needed, arrays_and_seeds))
-        arrays.update((i, jnp.zeros(aval.shape, aval.dtype)) for i, aval in absent)
-        rest = iter(arrays_and_seeds[len(needed) :])
-        seeds = [
-            next(rest) if is_given else jnp.ones(aval.shape, aval.dtype)
-            for aval, is_given in zip(types, given)  # a Jacobian has none
-        ]
-        return kind.run(connected_only, [arrays[i] for i in range(len(arrays))], seeds, types)
-
-    return _Compiled(jax.jit(backward), connected, tuple(needed), key)

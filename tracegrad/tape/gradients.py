@@ -20,15 +20,8 @@ from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.gradient_tape import (
-    GRADIENT,
-    JACOBIAN,
-    SPARSE_GRADIENT,
-    CompiledBackward,
-    UnconnectedGradients,
-    compiled_backward,
-    require_arrays,
-)
+from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
+from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
@@ -205,8 +198,7 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     shape = (*x.shape, *x.shape)
     if _runs_at_once():
         ends = tuple(map(record.slot, reads)), (record.slot(first),)
-        backward = compiled_backward(record, *ends, JACOBIAN, ())
-        found = list(_run(record, backward, ()))
+        found = cotangents(record, *ends, JACOBIAN)
     else:
         block, arrays = _block(record, reads, [first])
         program, connected, _ = trace_backward(block)
@@ -305,18 +297,16 @@ def _pull_back(
 ) -> list[Any]:
     stopped = {record.slots[id(array)] for array in stops if id(array) in record.slots}
     if _runs_at_once():
-        backward = compiled_backward(
+        return cotangents(
             record,
             tuple(map(record.slot, sources)),
             tuple(map(record.slot, targets)),
             SPARSE_GRADIENT if sparse else GRADIENT,
-            (True,) * len(targets),
+            seeds,
             frozenset(stopped),
             aggregate,
             gated,
         )
-        results = _run(record, backward, seeds)
-        return [next(results) if linked else None for linked in backward.connected]
     block, arrays = _block(record, sources, targets)
     program, connected, _ = trace_backward(
         block,
@@ -338,18 +328,12 @@ def _runs_at_once() -> bool:
     return isinstance(recorder, Recorder) and recorder.is_top
 
 
-def _run(record: Record, backward: CompiledBackward, seeds: Sequence[Any]) -> Iterator[Any]:
-    """The cotangents of the connected sources."""
-    if not any(backward.connected):
-        return iter(())
-    return iter(backward.run(*(record.arrays[slot] for slot in backward.slots), *seeds))
-
-
 def _block(
     record: Record, sources: Sequence[Any], targets: Sequence[Any]
 ) -> tuple[Block, list[Any]]:
     """The part of a record between sources and targets, and its arrays."""
-    block = block_between(record, list(map(record.slot, sources)), list(map(record.slot, targets)))
+    ends = list(map(record.slot, sources)), list(map(record.slot, targets))
+    block = block_between(record.operations(), record.types(), *ends)
     return block, [record.arrays[slot] for slot in block.slots]
 
 

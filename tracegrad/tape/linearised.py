@@ -70,12 +70,20 @@ class Linearised(Computation):
 
     __slots__ = ("_active", "_graph", "_has_rules", "_passes", "count", "forward", "original")
 
-    def __init__(self, of: Computation, active: tuple[int, ...], types: Sequence[Any], orders: int):
+    def __init__(
+        self,
+        of: Computation,
+        active: tuple[int, ...],
+        types: Sequence[Any],
+        orders: int,
+        key: Any,
+    ):
         """Args:
         of: what it is the forward pass of.
         active: the positions of the operands of which derivatives may be wanted.
         types: of all operands.
         orders: as many derivatives of one another are given without running it again.
+        key: which key of `of` tells it from others: that of one derivative, or of all.
         """
         self.original = of
         self._active = active
@@ -107,8 +115,9 @@ class Linearised(Computation):
         forward.__name__ = forward.__qualname__ = str(of.params.get("name", of.primitive.name))
         self.forward: Callable[..., list[Any]] = jax.jit(forward)
         (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
-        key = "linearised", of.keys[1], active, tuple(types), orders
-        super().__init__(_jax.JIT, dict(equation.params), key=key, is_shared=of.is_shared)
+        super().__init__(_jax.JIT, dict(equation.params), is_shared=of.is_shared)
+        how = "linearised", active, tuple(types), orders
+        self._keys = key and (*how, key), of.keys[1] and (*how, of.keys[1])
 
     def run_forward(self, operands: Sequence[Any]) -> list[Any]:
         """The forward pass, operation by operation: ``(*results, *saved)``."""
@@ -210,6 +219,7 @@ def linearised(
     orders: int = 1,
     *,
     is_kept: bool = True,
+    is_last: bool = False,
 ) -> Linearised | None:
     """The forward pass of an operation with respect to some operands; traced at first.
 
@@ -220,6 +230,7 @@ def linearised(
       of, active, orders: as of `Linearised`.
       types: those of the operands; default: those of a jitted function.
       is_kept: whether to remember it for another operation that does the same.
+      is_last: whether at most one derivative is taken of it.
     """
     key = active, None if types is None else tuple(types), orders
     known: Linearised | None = of.saved.get(key)
@@ -227,13 +238,14 @@ def linearised(
         return known
     everywhere = None
     try:
+        own_key = of.keys[0 if is_last else 1]
         if types is None:
             types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
         if is_kept and not of.is_shared:
-            everywhere = of.keys[1], key
-            known = _known.get(everywhere)
+            everywhere = own_key and (own_key, key)
+            known = everywhere and _known.get(everywhere)
         if known is None:
-            known = Linearised(of, active, types, min(orders, _MOST_ORDERS))
+            known = Linearised(of, active, types, min(orders, _MOST_ORDERS), own_key)
     except Exception:
         of.saves = of.is_run_once = False
         return None

@@ -6,11 +6,12 @@ steps that it shares with other records (see `structure`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Source, Value
@@ -32,6 +33,27 @@ class Operation(NamedTuple):
     source_info: Any  # JAX's: the traceback and the named scopes
 
 
+# What has run on values and has a rule stands in a record as one operation. It is never bound.
+ON_VALUES = jax.extend.core.Primitive("custom_gradient")
+ON_VALUES.multiple_results = True
+
+
+class Rule(NamedTuple):
+    """The gradient of what a Python function has computed on values, as a Python function.
+
+    Attributes:
+      name: of the function whose gradient it is.
+      traced: ``(*inputs) -> results``: the call as it is where it is traced, for what needs a
+        program. It runs the user's functions once more.
+      pull_back: from the cotangents of the results (None for one that has none), and for each input
+        whether it may get slices, to the gradients of the inputs; None for one that has none.
+    """
+
+    name: str
+    traced: Callable[..., list[Any]]
+    pull_back: Callable[[Sequence[Any], Sequence[bool]], list[Any]]
+
+
 class Record:
     """The operations of one tape, and the arrays to which data flows from a watched one.
 
@@ -49,6 +71,7 @@ class Record:
         "arrays",
         "orders",
         "reads",
+        "rules",
         "shown",
         "slots",
         "source_infos",
@@ -65,6 +88,7 @@ class Record:
         self.step: Step = root()
         self.steps: list[Step] = []
         self.source_infos: list[Any] = []  # of each step
+        self.rules: dict[int, Rule] = {}  # on values, by the slot of the first result
         # Every Variable that is watched, and what it gave at each read, by identity.
         self.reads: dict[Variable, dict[int, Any]] = {}
         # What nobody else was handed of Variables, to be given back.
@@ -139,6 +163,18 @@ class Record:
         self.steps.append(step)
         self.source_infos.append(info)
 
+    def add_rule(
+        self,
+        rule: Rule,
+        computation: Computation,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        info: Any,
+    ) -> None:
+        """Adds what has run on values, and has a rule."""
+        self.add(computation, args, results, info)
+        self.rules[self.step.results[0]] = rule
+
     def _go(self, step: Step, info: Any) -> None:
         self.step = step
         self.steps.append(step)
@@ -174,6 +210,7 @@ class Record:
         self.arrays.clear()
         self.slots.clear()
         self.tracked.clear()
+        self.rules.clear()
         for reads in self.reads.values():
             reads.clear()
         if self.shown:
@@ -208,7 +245,8 @@ class Record:
 class Block:
     """The part of a record between some sources and targets; its arrays have slots of their own.
 
-    `key` is equal for blocks of one structure: then one compiled program serves both.
+    `key` is equal for blocks of one structure: then one compiled program serves both. It is None
+    for one that is like no other.
     """
 
     operations: tuple[Operation, ...]
@@ -216,30 +254,45 @@ class Block:
     types: tuple[Any, ...]  # of each of its arrays
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    key: tuple[Any, ...]
-    exact_key: tuple[Any, ...]  # equal only if the backward's own derivatives are the same too
+    key: tuple[Any, ...] | None
+    exact_key: (
+        tuple[Any, ...] | None
+    )  # equal only if the backward's own derivatives are the same too
 
 
-def block_between(record: Record, sources: Sequence[int], targets: Sequence[int]) -> Block:
-    """The operations on a path of data flow from a source to a target, in order.
-
-    Sources and targets are slots of the record.
-    """
-    types = record.types()
+def on_the_way(
+    operations: Sequence[Operation],
+    types: Sequence[Any],
+    sources: Sequence[int],
+    targets: Sequence[int],
+) -> list[int]:
+    """Which operations are on a path of data flow from a source to a target, in order."""
     reached = set(sources)
     forward = []
-    for operation in record.operations():
+    for i, operation in enumerate(operations):
         if not reached.isdisjoint(operation.args):
-            forward.append(operation)
+            forward.append(i)
             reached.update(r for r in operation.results if _jax.has_gradient(types[r]))
     needed = set(targets)
     chosen = []
-    for operation in reversed(forward):
-        if not needed.isdisjoint(operation.results):
-            chosen.append(operation)
-            needed.update(operation.args)
-    chosen.reverse()
+    for i in reversed(forward):
+        if not needed.isdisjoint(operations[i].results):
+            chosen.append(i)
+            needed.update(operations[i].args)
+    return chosen[::-1]
 
+
+def block_between(
+    operations: Sequence[Operation],
+    types: Sequence[Any],
+    sources: Sequence[int],
+    targets: Sequence[int],
+) -> Block:
+    """The operations on a path of data flow from a source to a target, in order.
+
+    Sources and targets are slots of the record that has the operations; `types`: of its slots.
+    """
+    chosen = [operations[i] for i in on_the_way(operations, types, sources, targets)]
     places: dict[int, int] = {}
 
     def place(slot: int) -> int:
@@ -254,13 +307,15 @@ def block_between(record: Record, sources: Sequence[int], targets: Sequence[int]
     ]
     own_types = tuple(types[slot] for slot in places)
     form = (ends, tuple([(o.args, o.results) for o in placed]), own_types)
+    once = tuple([operation.computation.keys[0] for operation in placed])
+    exact = tuple([operation.computation.keys[1] for operation in placed])
     return Block(
         tuple(placed),
         tuple(places),
         own_types,
         *ends,
-        (form, tuple(operation.computation.keys[0] for operation in placed)),
-        (form, tuple(operation.computation.keys[1] for operation in placed)),
+        None if None in once else (form, once),
+        None if None in exact else (form, exact),
     )
 
 

@@ -36,7 +36,7 @@ from tracegrad.tape.effects import has_effects, reads_the_host
 from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
-from tracegrad.tape.record import Record
+from tracegrad.tape.record import ON_VALUES, Record, Rule
 from tracegrad.tape.structure import type_number
 from tracegrad.tracing.capture import tell_of_assigned
 from tracegrad.tracing.importer import lone_node, sub_programs
@@ -273,6 +273,7 @@ class Recorder(ForwardingTrace):
                 None if is_jit else list(map(jax.typeof, operands)),
                 orders,
                 is_kept=self.is_top,
+                is_last=sum(record.orders for record in watching) == 1,
             )
             if forward is None:
                 return None
@@ -286,6 +287,32 @@ class Recorder(ForwardingTrace):
         for record in watching:
             record.add(forward, operands, results, info)
         return results[: forward.count]
+
+    # ---------------------------------------------------------------------------- rules on values
+
+    @property
+    def takes_rules(self) -> bool:
+        """Whether what runs here runs on values, and all that is wanted of a rule is its gradient:
+        the tangents of a `ForwardAccumulator` need its transpose, so that it is traced."""
+        return self.is_top and all(record.keeps_operations for record in self.records)
+
+    def with_rule(
+        self, rule: Rule, operands: Sequence[Any], results: Sequence[Any]
+    ) -> Sequence[Any]:
+        """What a function has computed of operands, as results that have a rule.
+
+        They are other arrays than those that it has computed, and connected to operands only.
+        """
+        watching = [record for record in self.records if record.tracks(operands)]
+        if not results or not (watching or self._tracks(results)):
+            return results
+        results = [self._alias(result) for result in results]
+        types = tuple(map(jax.typeof, results))
+        params = {"name": rule.name, "results": types}
+        computation, info = computation_of(ON_VALUES, params), current_source_info()
+        for record in watching:
+            record.add_rule(rule, computation, operands, results, info)
+        return results
 
     def _new_jitted_call(self, params: dict[str, Any]) -> JittedCall:
         with set_current_trace(self.parent_trace):

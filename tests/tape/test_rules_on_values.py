@@ -1,0 +1,363 @@
+"""Under an eager tape a function with a custom gradient runs on values, its gradient too."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+def gradient(f, x, *, of=jnp.sum):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = of(f(x))
+    return tape.gradient(y, x)
+
+
+def test_a_function_runs_once_when_it_is_called_and_its_gradient_once_for_each_that_reaches_it():
+    runs = []
+
+    @tg.custom_gradient
+    def f(x):
+        runs.append("f")
+
+        def grad(dy):
+            runs.append("grad")
+            return 5 * dy
+
+        return x * 2, grad
+
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        y = f(X)
+        z = jnp.sum(X)
+        cut = jnp.round(y)
+    assert runs == ["f"]
+    np.testing.assert_array_equal(tape.gradient(z, X), [1.0, 1.0, 1.0])
+    assert tape.gradient(cut, X) is None
+    assert runs == ["f"]  # no gradient has reached it
+    for _ in range(2):
+        np.testing.assert_array_equal(tape.gradient(y, X), [5.0, 5.0, 5.0])
+    assert runs == ["f", "grad", "grad"]
+
+
+def test_both_may_branch_on_values_and_give_them_to_numpy():
+    @tg.custom_gradient
+    def f(x):
+        steps = 0
+        while float(x.sum()) < 20:
+            x, steps = x * 2, steps + 1
+
+        def grad(dy):
+            if dy[0] > 10:
+                return jnp.asarray(np.clip(np.asarray(dy), -10, 10))
+            return dy * steps
+
+        return x, grad
+
+    np.testing.assert_array_equal(gradient(f, X), [2.0, 2.0, 2.0])
+    found = gradient(f, X, of=lambda y: (y * jnp.array([30.0, 1.0, 2.0])).sum())
+    np.testing.assert_array_equal(found, [10.0, 1.0, 2.0])
+
+
+def test_none_for_an_input_may_depend_on_the_cotangent():
+    @tg.custom_gradient
+    def f(x):
+        return x * 2, lambda dy: None if dy.sum() > 10 else dy
+
+    assert gradient(f, X, of=lambda y: 9 * y.sum()) is None
+    np.testing.assert_array_equal(gradient(f, X), [1.0, 1.0, 1.0])
+
+
+@tg.custom_gradient
+def log1pexp(x):
+    e = jnp.exp(x)
+
+    def grad(dy):
+        assert float(dy) == float(dy)
+        return dy * (1 - 1 / (1 + e))
+
+    return jnp.log(1 + e), grad
+
+
+def test_a_persistent_tape_in_a_tape_gives_higher_orders_through_what_the_gradient_closes_over():
+    x = jnp.float32(0.0)
+    with tg.GradientTape(persistent=True) as outer:
+        outer.watch(x)
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            first = tape.gradient(log1pexp(x), x)
+            second = tape.gradient(first, x)
+    assert [float(first), float(second)] == [0.5, 0.25]
+    assert outer.gradient(first, x) == 0.25
+    # Of the logistic function: s'' = s (1 - s) (1 - 2 s).
+    assert outer.gradient(second, x) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_second_derivative_is_that_of_the_wrapped_form():
+    @tg.custom_gradient
+    def f(x):
+        def first_order(dy):
+            assert float(dy) != 0
+
+            @tg.custom_gradient
+            def slope(unused):
+                return jnp.full_like(unused, -1.1), lambda ddy: -2.1 * ddy
+
+            return dy * slope(x)
+
+        return x + 10, first_order
+
+    x = jnp.float32(1.0)
+    with tg.GradientTape() as outer:
+        outer.watch(x)
+        first = gradient(f, x, of=lambda y: y**4)
+    # Of y**4: 12 y² f'² + 4 y³ f'', with f' = -1.1, f'' = -2.1 and y = 11.
+    assert float(outer.gradient(first, x)) == pytest.approx(-9423.48, rel=1e-6)
+
+
+def test_operations_around_rules_and_between_them_count():
+    @tg.custom_gradient
+    def f(x, w):
+        return (x * w, x + w), lambda a, b: (a * w + 2 * b, a * x + 3 * b)
+
+    w = jnp.array([0.5, -1.0, 2.0])
+
+    def loss(x, w, f):
+        a, b = f(jnp.sin(x), w * x)
+        c, _ = f(a * x, jnp.cos(b))
+        return jnp.sum(c * a) + jnp.sum(x * w)
+
+    with tg.GradientTape() as tape:
+        tape.watch([X, w])
+        middle = X * w
+        y = loss(X, w, f) + jnp.sum(middle**2)
+    found = tape.gradient(y, [X, w, middle])
+    rule = jax.custom_vjp(lambda x, w: (x * w, x + w))
+    rule.defvjp(
+        lambda x, w: ((x * w, x + w), (x, w)),
+        lambda res, ct: (ct[0] * res[1] + 2 * ct[1], ct[0] * res[0] + 3 * ct[1]),
+    )
+    want = jax.grad(lambda x, w: loss(x, w, rule) + jnp.sum((x * w) ** 2), (0, 1))(X, w)
+    for one, other in zip(found, (*want, 2 * X * w), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_targets_and_sources_may_be_in_the_middle_and_be_stopped():
+    f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        a = X * 2
+        y = f(a)
+        z = y * a
+        sums = tg.gradients(z, [X, a])
+        assert tg.gradients(z, [X], stop_gradients=[a]) == [None]
+        stopped = tg.gradients(z, [X, a], stop_gradients=[y])
+    np.testing.assert_allclose(sums[1], 4 * a**2)  # a² + 3 a²
+    np.testing.assert_allclose(sums[0], 8 * a**2)
+    np.testing.assert_allclose(stopped[1], a**2)
+    np.testing.assert_allclose(stopped[0], 2 * a**2)
+    both = tape.gradient([z, y, a], [y, a])
+    np.testing.assert_allclose(both[0], a + 1)
+    np.testing.assert_allclose(both[1], 4 * a**2 + 3 * a + 1)
+
+
+def test_a_variable_is_handed_over_the_only_time_that_it_is_read():
+    v = tg.Variable(2.0, name="v")
+    runs = []
+
+    @tg.custom_gradient
+    def f(x):
+        runs.append(float(v.value))
+
+        def grad(dy, variables=None):
+            runs.append([float(each.numpy()) for each in variables])
+            return dy * v * 5, [jnp.sum(dy * x) * 7]
+
+        return x * v, grad
+
+    with tg.GradientTape(persistent=True) as outer:
+        outer.watch(X)
+        with tg.GradientTape() as tape:
+            tape.watch(X)
+            y = jnp.sum(f(X) ** 2)
+        dx, dv = tape.gradient(y, [X, v])
+    assert runs == [2.0, [2.0]]
+    np.testing.assert_allclose(dx, 5 * 2 * 2 * (X * 2))
+    assert float(dv) == 7 * 2 * 2 * float(jnp.sum(X**2))
+    # dx is 5 v dy, where dy is 2 f(x), whose gradients are 5 v and 7 x.
+    ddx, ddv = outer.gradient(dx, [X, v])
+    np.testing.assert_allclose(ddx, jnp.full(3, 10 * 2 * 5 * 2.0))
+    assert float(ddv) == float(jnp.sum(10 * 2 * X + 10 * 2 * 7 * X))
+
+
+def test_what_a_function_closes_over_gets_none_and_the_results_are_arrays_of_their_own():
+    w, x = jnp.float32(3.0), jnp.float32(2.0)
+    seen = []
+
+    @tg.custom_gradient
+    def f(x):
+        seen.append(x * w)
+        return seen[0], lambda dy: 7 * dy
+
+    @tg.custom_gradient
+    def same(x):
+        return x, lambda dy: 7 * dy
+
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch([w, x])
+        y, z = f(x), same(x)
+    assert tape.gradient(y, [w, x]) == [None, 7.0]
+    assert tape.gradient(seen[0], [w, x]) == [2.0, 3.0]  # it is recorded what the function does
+    assert y is not seen[0]
+    assert z is not x
+    assert tape.gradient(z, x) == 7.0
+
+
+def test_a_numpy_array_may_change_between_the_call_and_the_gradient():
+    w = np.array([1.0, 2.0, 3.0], np.float32)
+    f = tg.custom_gradient(lambda x, w: (x * w, lambda dy: (dy * w, None)))
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y = f(X, w)
+    w[:] = 0.0
+    np.testing.assert_array_equal(tape.gradient(y, X), [1.0, 2.0, 3.0])
+
+
+def test_jacobians_map_the_gradient_function_over_the_rows():
+    runs = []
+
+    @tg.custom_gradient
+    def f(x):
+        def grad(dy):
+            runs.append(dy)
+            return 3 * x * dy
+
+        return x**2, grad
+
+    x = jnp.stack([X, -X])
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = jnp.cumsum(f(2 * x), axis=1)
+    rule = jax.custom_jvp(lambda x: x**2)
+    rule.defjvp(lambda primals, tangents: (rule(*primals), 3 * primals[0] * tangents[0]))
+    want = jax.jacobian(lambda x: jnp.cumsum(rule(2 * x), axis=1))(x)
+    np.testing.assert_allclose(tape.jacobian(y, x), want)
+    np.testing.assert_allclose(tape.batch_jacobian(y, x), jnp.einsum("bibj->bij", want), rtol=1e-6)
+    assert len(runs) == 2
+
+
+def test_an_accumulator_over_it_takes_the_transpose_of_its_gradient():
+    f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
+    with tg.ForwardAccumulator(X, jnp.ones(3)) as accumulator:
+        slope = gradient(f, X)
+        y = f(X)
+    np.testing.assert_allclose(accumulator.jvp(y), 3 * X)
+    np.testing.assert_allclose(slope, 3 * X)
+    np.testing.assert_allclose(accumulator.jvp(slope), [3.0, 3.0, 3.0])
+
+
+def test_in_recomputed_functions_and_around_host_functions():
+    f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
+    recomputed = tg.recompute_grad(lambda x: f(jnp.sin(x)))
+    np.testing.assert_allclose(gradient(recomputed, X), 3 * jnp.sin(X) * jnp.cos(X), rtol=1e-6)
+
+    @tg.custom_gradient
+    def on_host(x):
+        y = tg.numpy_function(lambda a: a**2, [x], jnp.float32)
+        return y, lambda dy: tg.numpy_function(lambda a, b: 3 * a * b, [x, dy], jnp.float32)
+
+    np.testing.assert_allclose(gradient(on_host, X), 3 * X)
+
+
+def test_slices_of_a_gradient_function_stay_slices_and_meet_others():
+    table, ids = jnp.ones((5, 2)), jnp.array([0, 2, 0])
+
+    @tg.custom_gradient
+    def doubled(t):
+        return t[ids], lambda dy: tg.IndexedSlices(2 * dy, ids)
+
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(table)
+        y = jnp.sum(doubled(table))
+        both = y + jnp.sum(table[1:2])
+        computed = jnp.sum(doubled(table * 3))
+    found = tape.gradient(y, table, sparse=True)
+    assert isinstance(found, tg.IndexedSlices)
+    np.testing.assert_array_equal(found.indices, ids)
+    assert found.dense_shape == (5, 2)
+    dense = tape.gradient(both, table)
+    np.testing.assert_array_equal(dense[:, 0], [4.0, 1.0, 2.0, 0.0, 0.0])
+    as_slices = tape.gradient(both, table, sparse=True)
+    np.testing.assert_array_equal(np.asarray(as_slices), dense)
+    of_computed = tape.gradient(computed, table, sparse=True)
+    np.testing.assert_array_equal(of_computed[:, 0], [12.0, 0.0, 6.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda dy: (dy, dy), ValueError, "returned 2 gradients for 1 input"),
+        (lambda dy: dy.sum(), ValueError, "the input x, which is f32"),
+        (lambda dy: dy.astype("float16"), TypeError, "the input x, which is f32"),
+        (lambda dy: "steep", TypeError, "a str: 'steep'"),
+    ],
+)
+def test_a_wrong_gradient_says_what_is_wrong(returned, error, message):
+    @tg.custom_gradient
+    def f(x):
+        return x * 2, returned
+
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y = f(X)
+    with pytest.raises(error, match=message):
+        tape.gradient(y, X)
+
+
+def test_a_step_of_a_loop_compiles_nothing_and_keeps_nothing(compilations):
+    held = []
+
+    def step(i, inner=gradient):
+        factor = jnp.full(3, float(i))
+        held.append(weakref.ref(factor))
+        f = tg.custom_gradient(lambda x: (x * factor, lambda dy: dy * factor * x))
+        with tg.GradientTape() as outer:
+            outer.watch(X)
+            first = inner(lambda x: jnp.sin(f(jnp.cos(f(x)))), X)
+        return outer.gradient(first, X)
+
+    for i in range(2):
+        step(i)
+    gc.collect()
+    gc.disable()
+    try:
+        before = compilations()
+        for i in range(20):
+            step(i)
+        assert compilations() == before
+        assert [each() for each in held] == [None] * 22
+    finally:
+        gc.enable()
+
+
+def test_a_tape_is_explained_by_tracing_what_has_run_on_values():
+    f = tg.custom_gradient(lambda x: (x * 3, lambda dy: None))
+    g = tg.custom_gradient(lambda x: (x * 3, lambda dy: 3 * dy))
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        cut, sound = jnp.sum(f(jnp.sin(X))), jnp.sum(g(jnp.sin(X)))
+    (finding,) = tape.explain(cut, X).findings
+    assert finding.cause == "custom rule"
+    explanation = tape.explain(sound, X)
+    assert explanation.findings == ()
+    np.testing.assert_allclose(
+        explanation["source"].norm, jnp.linalg.norm(tape.gradient(sound, X)), rtol=1e-6
+    )
+    assert "custom_gradient" in str(tape.graph())
