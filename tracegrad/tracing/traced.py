@@ -196,6 +196,64 @@ class Pipeline:
         )
 
 
+class Jits:
+    """The jits of a traced function without Variables.
+
+    They know nothing of it, so that it and what it holds are gone with the last reference to it.
+    """
+
+    def __init__(self, pipeline: Pipeline, options: dict[str, Any]):
+        self._pipeline = pipeline
+        self._options = options
+        self.nested: Any = jax.jit(pipeline, **options)
+
+    @functools.cached_property
+    def outermost(self) -> Any:
+        """The jit for calls with no transformation around them, of a function that recomputes.
+
+        Where XLA merges recomputed code away unless told not to, it is told so there; JAX refuses
+        compiler options on a nested jit.
+        """
+        extra = _jax.keep_recompute_options(jax.default_backend())
+        if extra is None:
+            return self.nested
+        return jax.jit(self._pipeline, **_jax.with_compiler_options(self._options, extra))
+
+    @functools.cached_property
+    def call(self) -> Callable[..., Any]:
+        """What a call of the function is."""
+        # Not in `__init__`: asking for the backend starts it.
+        needed = _jax.keep_recompute_options(jax.default_backend()) is not None
+        return self._keeping_recompute() if needed else self.nested
+
+    def _keeping_recompute(self) -> Callable[..., Any]:
+        """The calls where XLA must be told to keep what is recomputed: of a function that does
+        recompute (which shows when it is traced), with no transformation around them. A warm call
+        costs as little more than the jit's as Python allows, hence the local names."""
+        nested, pipeline, options = self.nested, self._pipeline, self._options
+        current, top_level = _jax.current_trace, _jax.top_level_trace_type()
+        jits = weakref.ref(self)  # which hold what is returned here
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not pipeline.recomputes:
+                try:
+                    return nested(*args, **kwargs)
+                except RecomputeFound:
+                    pass
+            if type(current(None)) is top_level:
+                return (jits() or Jits(pipeline, options)).outermost(*args, **kwargs)
+            result = nested(*args, **kwargs)
+            pipeline.warn_of_merging()
+            return result
+
+        return run
+
+    def clear_cache(self) -> None:
+        """Forgets every program."""
+        self.nested.clear_cache()
+        self.outermost.clear_cache()
+
+
 class TracedFunction:
     """A function compiled by way of its graph; made by `trace`.
 
@@ -228,7 +286,7 @@ class TracedFunction:
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
         self._pipeline = _shared_pipeline(fun, tuple(rules), static)
         self._options = options
-        self._jit: Any = jax.jit(self._pipeline, **options)
+        self._jits = Jits(self._pipeline, options)
         self._stateful = StatefulCalls(self._pipeline, options)
         # The same for each combination of Variables that it was given.
         self._by_given: dict[tuple[Given, ...], StatefulCalls] = {}
@@ -239,7 +297,7 @@ class TracedFunction:
         if _jax.config.jax_disable_jit:
             return self._pipeline.eagerly(args, kwargs)
         if not self._pipeline.has_variables:
-            self.__call__ = self._plain
+            self.__call__ = self._jits.call
         arguments = args, kwargs
         found = given(arguments)
         if self._pipeline.takes_variables or found is not arguments:
@@ -248,13 +306,6 @@ class TracedFunction:
             return self._any_call(*found)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-
-    @functools.cached_property
-    def _plain(self) -> Callable[..., Any]:
-        """The call of a function without Variables."""
-        # Not in `__init__`: asking for the backend starts it.
-        needed = _jax.keep_recompute_options(jax.default_backend()) is not None
-        return self._keeping_recompute() if needed else self._jit
 
     def _with_given(self, *args: Any, **kwargs: Any) -> Any:
         """The call of a function that is given Variables."""
@@ -281,7 +332,7 @@ class TracedFunction:
 
     def _any_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._either(
-            lambda: self._plain(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
+            lambda: self._jits.call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
         )
 
     def _either(
@@ -310,42 +361,6 @@ class TracedFunction:
     def take_variables(self) -> None:
         """From now on calls look for Variables among their arguments."""
         self.__call__ = self._with_given
-
-    @functools.cached_property
-    def _outermost(self) -> Any:
-        """The jit for calls with no transformation around them, of a function that recomputes.
-
-        Where XLA merges recomputed code away unless told not to, it is told so there; JAX refuses
-        compiler options on a nested jit.
-        """
-        extra = _jax.keep_recompute_options(jax.default_backend())
-        if extra is None:
-            return self._jit
-        return jax.jit(self._pipeline, **_jax.with_compiler_options(self._options, extra))
-
-    def _keeping_recompute(self) -> Callable[..., Any]:
-        """The calls where XLA must be told to keep what is recomputed: of a function that does
-        recompute (which shows when it is traced), with no transformation around them. A warm call
-        costs as little more than the jit's as Python allows, hence the local names."""
-        plain, nested, pipeline = self._jit, self._nested, self._pipeline
-        current, top_level = _jax.current_trace, _jax.top_level_trace_type()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not pipeline.recomputes:
-                try:
-                    return plain(*args, **kwargs)
-                except RecomputeFound:
-                    pass
-            if type(current(None)) is top_level:
-                return self._outermost(*args, **kwargs)
-            return nested(*args, **kwargs)
-
-        return run
-
-    def _nested(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._jit(*args, **kwargs)
-        self._pipeline.warn_of_merging()
-        return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
@@ -379,8 +394,8 @@ class TracedFunction:
         def plain() -> Any:
             if not self._pipeline.recomputes:
                 with suppress(RecomputeFound):
-                    return getattr(self._jit, stage)(*args, **kwargs)
-            return getattr(self._outermost, stage)(*args, **kwargs)
+                    return getattr(self._jits.nested, stage)(*args, **kwargs)
+            return getattr(self._jits.outermost, stage)(*args, **kwargs)
 
         with _with_jit():
             return self._either(
@@ -393,8 +408,8 @@ class TracedFunction:
 
         def plain() -> Any:
             with suppress(RecomputeFound):
-                return self._jit.eval_shape(*args, **kwargs)
-            return self._jit.eval_shape(*args, **kwargs)
+                return self._jits.nested.eval_shape(*args, **kwargs)
+            return self._jits.nested.eval_shape(*args, **kwargs)
 
         with _with_jit():
             return self._either(
@@ -429,8 +444,7 @@ class TracedFunction:
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
-        self._jit.clear_cache()
-        self._outermost.clear_cache()
+        self._jits.clear_cache()
         self._stateful.clear_cache()
         self._by_given.clear()
 
