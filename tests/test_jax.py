@@ -323,6 +323,43 @@ def test_a_rule_in_a_program_is_known_by_its_function_and_what_was_put_around_it
     assert rule(jax.vmap(double)) != (backward, ())
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.vmap, lambda f: jax.vmap(jax.vmap(f))])
+def test_the_users_functions_are_found_in_a_rule_that_stands_in_a_program(around):
+    def forward(x):
+        return x * 2, None
+
+    def backward(residuals, dy):
+        return (dy * 2,)
+
+    def rule(primals, tangents):
+        return primals[0] * 2, tangents[0] * 2
+
+    by_vjp = jax.custom_vjp(lambda x: x * 2)
+    by_vjp.defvjp(forward, backward)
+    by_jvp = jax.custom_jvp(lambda x: x * 2)
+    by_jvp.defjvp(rule)
+    x = jnp.ones((2, 3))
+
+    def found(fun, parameter):
+        program = jax.make_jaxpr(fun)(x)
+        again = jax.make_jaxpr(lambda x: _jax.eval_program(program, [x]))(x)
+        once, twice = (_jax.inside_of_rule(p.eqns[0].params[parameter]) for p in (program, again))
+        assert once == twice
+        return once
+
+    for fun, parameter, function in (
+        (by_vjp, "fwd_jaxpr_thunk", forward),
+        (by_vjp, "bwd", backward),
+        (by_jvp, "jvp_jaxpr_fun", rule),
+    ):
+        functions, held = found(around(fun), parameter)
+        assert function in functions
+        if around is not jax.vmap:
+            continue
+        # Mapped over another axis it is another rule.
+        assert held != found(jax.vmap(fun, in_axes=1, out_axes=1), parameter)[1]
+
+
 def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
     primitive = _jax.identity_primitive(
         "test_identity",

@@ -137,8 +137,10 @@ FUNCTIONS = {
             lambda x: jnp.log(2 + jnp.exp(x)), lambda x: jnp.sin(square_by_hand(x)) + jnp.log(3.0)
         ),
     ),
-    "mapped in a jitted function": (
-        jax.jit(lambda x: jax.vmap(curved)(x) * jax.vmap(calls_itself)(x)),
+    "calls itself": (calls_itself, itself_by_hand),
+    "calls itself in a jvp": (itself_by_hand, itself_by_hand),
+    "mapped": (
+        lambda x: jax.vmap(curved)(x) * jax.vmap(calls_itself)(x),
         lambda x: curved_by_hand(x) * itself_by_hand(x),
     ),
     "made anew": (made_anew, with_slope(lambda x: x**2, lambda x: 4 * x**2)),
@@ -163,36 +165,6 @@ def test_the_second_step_compiles_nothing_and_its_numbers_are_those_of_jax(name,
     assert compilations() == before
     for i in (0, 3):
         np.testing.assert_allclose(found[i], by_jax(by_hand, steps[i]), rtol=1e-4, atol=1e-5)
-
-
-# What these do in a second derivative cannot be told from one call to the next.
-TRACED_ANEW = {
-    "calls itself": (calls_itself, itself_by_hand),
-    "calls itself in a jvp": (itself_by_hand, itself_by_hand),
-    "mapped": (jax.vmap(curved), curved_by_hand),
-}
-
-
-@pytest.mark.parametrize("name", TRACED_ANEW)
-def test_rules_that_are_traced_anew_at_each_call_are_compiled_once_on_a_tape_alone(
-    name, compilations
-):
-    fun, by_hand = TRACED_ANEW[name]
-
-    def step(x):
-        with tg.GradientTape() as tape:
-            tape.watch(x)
-            y = fun(x).sum()
-        return tape.gradient(y, x)
-
-    for i in range(2):
-        step(X + i)
-        by_tapes(fun, X + i)
-    before = compilations()
-    found = step(X)
-    assert compilations() == before
-    np.testing.assert_allclose(found, by_jax(by_hand, X)[0], rtol=1e-5)
-    np.testing.assert_allclose(by_tapes(fun, X), by_jax(by_hand, X), rtol=1e-5)
 
 
 def test_the_second_step_on_three_tapes_compiles_nothing(compilations):

@@ -143,7 +143,9 @@ def custom_gradient(f: Any = None) -> Any:
     ``grad_fn`` runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
     in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
     are in compiled functions, loops and under `jax.vmap`. (On tapes in one another the gradient of
-    a `jax.vmap` of it is compiled at each step; ``jax.jit(jax.vmap(f))`` is compiled once.)
+    a `jax.vmap` of it may be compiled anew at each step, if it and the gradients of its gradient
+    call a dozen functions with rules: that is then not looked through. That of
+    ``jax.jit(jax.vmap(f))`` is not.)
 
     >>> import tracegrad as tg
     >>> @custom_gradient

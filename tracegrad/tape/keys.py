@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient
-from tracegrad.tracing.importer import sub_programs
+from tracegrad.ir import CustomGradient, Source
+from tracegrad.tracing.importer import lone_node, sub_programs
 
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
@@ -64,19 +65,38 @@ Keys = weakref.WeakKeyDictionary[Any, Structure]
 _known: tuple[Keys, Keys] = (weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary())
 
 
-def params_key(params: Mapping[str, Any], as_run: bool = False) -> Any:
+@dataclass(frozen=True, eq=False)
+class Within:
+    """The rules in whose faces a program stands, each in the faces of the one before (see `_who`).
+
+    `known`: keys of rules in those, to be asked for once each.
+    """
+
+    rules: tuple[Any, ...] = ()
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def faces_of(self, rule: Any) -> Within:
+        return Within((*self.rules, rule), self.known)
+
+
+# How a key is made: of a function as it runs, or as it is differentiated any number of times.
+AS_RUN = None
+EXACT = Within()
+
+
+def params_key(params: Mapping[str, Any], within: Within | None = EXACT) -> Any:
     """A key equal for parameters that mean the same function.
 
-    `as_run`: the function as it runs, not as it is differentiated: then of custom rules in its
-    programs just the primal counts.
+    `within`: `AS_RUN` for the function as it runs, not as it is differentiated: then of custom
+    rules in its programs just the primal counts.
     """
-    if "donated_invars" in params and not as_run:
+    if "donated_invars" in params and within is EXACT:
         return _jit_key(params)
     if "bwd" in params:
-        made = _made_rule_key(params, as_run)
+        made = _made_rule_key(params, within)
         if made is not None:
             return made
-    return tuple([(name, _value_key(params[name], as_run)) for name in sorted(params)])
+    return tuple([(name, _value_key(params[name], within)) for name in sorted(params)])
 
 
 def _jit_key(params: Mapping[str, Any]) -> Structure:
@@ -87,7 +107,7 @@ def _jit_key(params: Mapping[str, Any]) -> Structure:
     known = _jit_keys.get(program)
     if known is not None and all(map(operator.is_, known[0], settings)):
         return known[1]
-    key = Structure((program_key(program), *(_value_key(value) for value in settings)))
+    key = Structure((program_key(program), *(_value_key(value, EXACT) for value in settings)))
     _jit_keys[program] = settings, key
     return key
 
@@ -95,12 +115,16 @@ def _jit_key(params: Mapping[str, Any]) -> Structure:
 _jit_keys: weakref.WeakKeyDictionary[Any, tuple[list[Any], Structure]] = weakref.WeakKeyDictionary()
 
 
-def program_key(program: Any, as_run: bool = False) -> Structure:
+def program_key(program: Any, within: Within | None = EXACT) -> Structure:
     """A key equal for programs of the same operations on the same constants (by identity)."""
-    known = _known[as_run]
+    if within is not None and within.rules:
+        if has_rules(program):
+            return Structure(_parts(program, within))
+        within = EXACT
+    known = _known[within is AS_RUN]
     key = known.get(program)
     if key is None:
-        key = known[program] = Structure(_parts(program, as_run))
+        key = known[program] = Structure(_parts(program, within))
     return key
 
 
@@ -109,23 +133,77 @@ def program_key(program: Any, as_run: bool = False) -> Structure:
 
 def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     """Keys of a function with a derivative of its own: as one that is differentiated once, and as
-    one that is differentiated any number of times; None for the second if that cannot be compared.
+    one that is differentiated any number of times.
 
     Its rule is Python code, which a call may have made just now. What it says is in its faces: the
-    programs that it traces to. Those may have rules in their turn, about which they say nothing.
+    programs that it traces to.
     """
-    made = [_made_rule_key(node.params, as_run) for as_run in (True, False)]
-    if None not in made:
-        return made[0], made[1]
+    who = _who(node.primitive, node.params)
+    within = AS_RUN, EXACT if who is None else Within().faces_of(who)
+    if "bwd" in node.params:
+        made = [_made_rule_key(node.params, each) for each in within]
+        if None not in made:
+            return made[0], made[1]
     if node.params.get("symbolic_zeros"):
         # It may do another thing where only some inputs are differentiated.
         by_identity = node.primitive, params_key(node.params)
-        return by_identity, None
+        return by_identity, by_identity
+    once, exact = (_faces_key(node, each) for each in within)
+    return once, exact
+
+
+def _faces_key(node: CustomGradient, within: Within | None) -> Structure:
     programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
-    keys = [program_key(program, as_run=True) for program in programs]
+    keys = [program_key(program, within) for program in programs]
     returned = node.returned if node.kind == "vjp" else None  # which the programs do not tell
-    once = Structure((node.primitive, node.params.get("num_consts", 0), returned, *keys))
-    return once, None if any(map(has_rules, programs)) else once
+    return Structure((node.primitive, node.params.get("num_consts", 0), returned, *keys))
+
+
+# As many rules in the faces of one, and in theirs, are looked into; a further one is told apart by
+# its identity.
+_MOST_INNER = 16
+
+
+def _inner_rule_key(equation: Any, within: Within) -> Any:
+    """That of a rule in the faces of others; None if what it does cannot be told from its faces.
+
+    Its faces have their faces in turn, and often have the rule itself: a function calls itself in
+    its forward pass. Rules of the same functions on operands of the same types are the same rule.
+    """
+    primitive, params = equation.primitive, equation.params
+    try:
+        who = _who(primitive, params)
+        if who is None or params.get("symbolic_zeros"):
+            return None
+        if who in within.rules:
+            return RULES, len(within.rules) - within.rules.index(who)
+        place = who, within.rules
+        if place not in within.known:
+            if len(within.known) >= _MOST_INNER:
+                return None
+            within.known[place] = None
+            avals = [atom.aval for atom in equation.invars]
+            node = lone_node(primitive, params, avals, Source(equation.source_info, equation.ctx))
+            assert isinstance(node, CustomGradient)
+            within.known[place] = _faces_key(node, within.faces_of(who))
+        return within.known[place]
+    except Exception:  # whoever differentiates it is told; or something in it cannot be compared
+        return None
+
+
+def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
+    """What is equal only for rules of the same functions on operands of the same types; None for
+    rules of which that is not known."""
+    names = ("fwd_jaxpr_thunk", "bwd") if primitive is _jax.CUSTOM_VJP else ("jvp_jaxpr_fun",)
+    try:
+        inside = [_jax.inside_of_rule(params[name]) for name in names]
+    except TypeError:  # a tree with something that has no hash
+        return None
+    if not all(functions for functions, _ in inside):
+        return None
+    functions = tuple([_ById(function) for of, _ in inside for function in of])
+    around = tuple([around for _, around in inside])
+    return primitive, functions, around, program_key(params["call_jaxpr"]), params["num_consts"]
 
 
 def has_rules(program: Any) -> bool:
@@ -180,22 +258,22 @@ def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
 _TOLD = frozenset({"bwd", "fwd_jaxpr_thunk", "out_trees"})
 
 
-def _made_rule_key(params: Mapping[str, Any], as_run: bool) -> Structure | None:
+def _made_rule_key(params: Mapping[str, Any], within: Within | None) -> Structure | None:
     """A key equal for the parameters of rules made of the same: then their derivatives of every
     order are (as they run: the first is). None for rules of which it was not told."""
     told = _told(params)
     if told is None:
         return None
     parts, around = told
-    programs = tuple([program_key(program, as_run) for program in parts.programs])
-    rest = [(name, _items_key(params[name], as_run)) for name in sorted(params.keys() - _TOLD)]
-    return Structure((MadeOf, programs, parts.settings, _items_key(around, as_run), tuple(rest)))
+    programs = tuple([program_key(program, within) for program in parts.programs])
+    rest = [(name, _items_key(params[name], within)) for name in sorted(params.keys() - _TOLD)]
+    return Structure((MadeOf, programs, parts.settings, _items_key(around, within), tuple(rest)))
 
 
-def _items_key(value: Any, as_run: bool) -> Any:
+def _items_key(value: Any, within: Within | None) -> Any:
     if isinstance(value, tuple | list):
-        return tuple([_items_key(item, as_run) for item in value])
-    return _value_key(value, as_run)
+        return tuple([_items_key(item, within) for item in value])
+    return _value_key(value, within)
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -204,13 +282,13 @@ def _items_key(value: Any, as_run: bool) -> Any:
 _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 
 
-def _value_key(value: Any, as_run: bool = False) -> Any:
+def _value_key(value: Any, within: Within | None) -> Any:
     if type(value) in _PLAIN:
         return type(value), value  # 1, 1.0 and True are equal, but not the same parameter
     if _jax.is_program(value):
-        return program_key(value, as_run)
+        return program_key(value, within)
     if isinstance(value, tuple | list) and any(map(_jax.is_program, value)):
-        return type(value), tuple(_value_key(item, as_run) for item in value)
+        return type(value), tuple(_value_key(item, within) for item in value)
     try:
         hash(value)
     except TypeError:
@@ -218,7 +296,7 @@ def _value_key(value: Any, as_run: bool = False) -> Any:
     return type(value), value
 
 
-def _parts(program: Any, as_run: bool) -> Any:
+def _parts(program: Any, within: Within | None) -> Any:
     open_form = _jax.opened(program)
     numbers: dict[Any, int] = {}
 
@@ -236,10 +314,13 @@ def _parts(program: Any, as_run: bool) -> Any:
     constants = tuple(map(_ById, _jax.constants_of(program)))
     parts: list[Any] = [constants, define(open_form.constvars), define(open_form.invars)]
     for equation in open_form.eqns:
-        params = equation.params
-        if as_run and equation.primitive in RULES:
-            params = {"call_jaxpr": params["call_jaxpr"]}
-        key = params_key(params, as_run)
+        params, key = equation.params, None
+        if equation.primitive in RULES:
+            if within is None:
+                params = {"call_jaxpr": params["call_jaxpr"]}
+            elif within.rules and _told(params) is None:
+                key = _inner_rule_key(equation, within)
+        key = params_key(params, within) if key is None else key
         ins = tuple(map(read, equation.invars))
         settings = _settings_key(equation.ctx)
         parts.append((equation.primitive, key, settings, ins, define(equation.outvars)))
@@ -250,7 +331,7 @@ def _parts(program: Any, as_run: bool) -> Any:
 def _settings_key(settings: Any) -> Any:
     """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
     values = (getattr(settings, name, None) for name in _setting_names(settings.__class__))
-    return tuple(_value_key(value) for value in values)
+    return tuple(_value_key(value, EXACT) for value in values)
 
 
 @functools.cache

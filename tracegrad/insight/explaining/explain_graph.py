@@ -23,7 +23,7 @@ from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, N
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
-from tracegrad.tape.keys import Remembered, program_key, rule_keys
+from tracegrad.tape.keys import AS_RUN, Remembered, program_key, rule_keys
 
 
 def explain_graph(
@@ -194,7 +194,7 @@ def key_of(program: Graph) -> Hashable:
     """
     nodes = (o.node for o in program.walk() if isinstance(o.node, CustomGradient))
     rules = tuple(map(_rule_key, dict.fromkeys(nodes)))
-    return program_key(program.program, as_run=True), rules
+    return program_key(program.program, AS_RUN), rules
 
 
 def _rule_key(node: CustomGradient) -> Hashable:
