@@ -42,7 +42,7 @@ def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, marks=[pytest.mark.any_jax] * (example.stem in LONG), id=example.stem)
+        pytest.param(example, marks=[pytest.mark.long] * (example.stem in LONG), id=example.stem)
         for example in OTHERS
     ],
 )
@@ -103,6 +103,7 @@ def test_an_example_refuses_before_it_trains(
     assert said.out == ""
 
 
+@pytest.mark.long
 def test_word_vectors_find_words_that_are_used_alike(tmp_path: Path):
     done = run(WORDS, tmp_path, "--no-progress")
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LONG = {"gradient_surgery", "recompute"}  # most of a minute, and most of that to compile
+LONG = {"gradient_surgery", "recompute"}  # most of that to compile
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -20,7 +20,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[pytest.mark.any_jax] * (path.stem in LONG), id=path.stem)
+        pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem)
         for path in NOTEBOOKS
     ],
 )

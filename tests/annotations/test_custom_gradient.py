@@ -740,7 +740,9 @@ def test_a_function_that_returns_something_else_says_what(returned, message):
 
 
 def test_what_is_no_function_cannot_be_decorated():
-    with pytest.raises(TypeError, match="custom_gradient decorates a function; it was given a int"):
+    with pytest.raises(
+        TypeError, match="custom_gradient decorates a function; it was given an int"
+    ):
         custom_gradient(3)
 
 

@@ -139,7 +139,7 @@ class Spec:
         (lambda x: x, [Spec((None, 3))], r"the spec 0 has the shape \(None, 3\): name the sizes"),
         (lambda m: m.w, [Model(X)], "the argument m is of type Model, which is rebuilt by"),
         (lambda x: {"a": Model(x)}, [X], r"the result of <lambda>\['a'\] is of type Model"),
-        (lambda d: d["w"], [OrderedDict(w=X)], "the argument d is a OrderedDict"),
+        (lambda d: d["w"], [OrderedDict(w=X)], "the argument d is an OrderedDict"),
         (lambda d: d[1.5], [{1.5: X}], "the argument d is a dictionary with the key 1.5"),
         (lambda **x: x["my-key"], {"my-key": X}, "of this name: 'my-key' is no identifier"),
         (lambda **x: x["if"], {"if": X}, "of this name: 'if' is no identifier"),

@@ -775,7 +775,7 @@ def test_a_function_without_variables_goes_to_jits_own_callable():
     f = tg.trace(lambda x: x + 1)
     f(1.0)
     if _jax.keep_recompute_options("cpu") is None:
-        assert f.__call__ is f._jit
+        assert f.__call__ is f._jits.nested
     assert f(1.0) == 2.0
 
 
