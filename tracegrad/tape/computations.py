@@ -118,8 +118,7 @@ class Computation:
     @property
     def keys(self) -> tuple[Any, Any]:
         """Two keys: equal for operations that compute the same function with the same derivative;
-        and equal only if their derivatives of every order are the same (None: it is like no other).
-        They differ for rules.
+        and equal only if their derivatives of every order are the same. They differ for rules.
 
         A rule is traced for it, and that may not happen before it has run.
         """
@@ -129,7 +128,7 @@ class Computation:
                 self._keys = key, key
             else:
                 once, exact = rule_keys(self.rule)
-                self._keys = (once, self.constants), exact and (exact, self.constants)
+                self._keys = (once, self.constants), (exact, self.constants)
         return self._keys
 
 

@@ -155,15 +155,14 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     # differentiated in its turn those of which all derivatives are the same.
     exact = not isinstance(trace, _top_level())
     types = tuple(map(jax.typeof, operation.args))
-    known = computation.keys[exact]
-    key = known and (known, tuple(active), types)
+    key = computation.keys[exact], tuple(active), types
     program: PushForward | None = _programs.get(key)
     if program is None:
         program = push_forward(_graph_of(operation), active)
         while isinstance(trace, Recorder):
             trace = trace.parent_trace
         # A rule made under a transformation may hold values of it, which would outlive it here.
-        if key and (computation.rule is None or isinstance(trace, _top_level())):
+        if computation.rule is None or isinstance(trace, _top_level()):
             _programs.put(key, program)
     return program
 
