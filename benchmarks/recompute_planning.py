@@ -37,14 +37,14 @@ import transformer
 from report import print_table
 
 import tracegrad
-from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
-from tracegrad.rewriting.planning.bounds import flops_bound
-from tracegrad.rewriting.planning.cuts import Network
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.planner import Planner, crossing_bytes
-from tracegrad.rewriting.planning.simulation import Segment, keep_all, simulate
+from tracegrad.planning import BudgetTooSmall, plan_recompute
+from tracegrad.planning.bounds import flops_bound
+from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import model
+from tracegrad.planning.planner import Planner, crossing_bytes
+from tracegrad.planning.simulation import Segment, keep_all, simulate
 
 MIB = 2**20
 Program = tuple[Callable[..., Any], tuple[Any, ...]]

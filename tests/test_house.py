@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"_jax"},
     {"ir"},
-    {"tracing", "rewriting", "lowering"},
+    {"variables", "tracing", "rewriting", "planning", "lowering"},
     {"differentiation"},
     {"tape"},
     {"annotations", "saving", "insight"},

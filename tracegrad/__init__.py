@@ -28,11 +28,11 @@ from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.ir import NoMatchError as NoMatchError
 from tracegrad.ir import match as match
+from tracegrad.planning import plan_recompute as plan_recompute
 from tracegrad.rewriting import intermediate_gradients as intermediate_gradients
 from tracegrad.rewriting import intermediates as intermediates
 from tracegrad.rewriting import rewrite as rewrite
 from tracegrad.rewriting import rules as rules
-from tracegrad.rewriting.planning import plan_recompute as plan_recompute
 from tracegrad.saving import ArtefactError as ArtefactError
 from tracegrad.saving import LoadedFunction as LoadedFunction
 from tracegrad.saving import LoadedFunctions as LoadedFunctions
@@ -52,9 +52,9 @@ from tracegrad.tracing import RetraceWarning as RetraceWarning
 from tracegrad.tracing import TracedFunction as TracedFunction
 from tracegrad.tracing import graph as graph
 from tracegrad.tracing import trace as trace
-from tracegrad.tracing.variable import Variable as Variable
-from tracegrad.tracing.variable import assign_values as assign_values
-from tracegrad.tracing.variable import values_of as values_of
+from tracegrad.variables import Variable as Variable
+from tracegrad.variables import assign_values as assign_values
+from tracegrad.variables import values_of as values_of
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.tape import GradientTape
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 
 def floats(values):

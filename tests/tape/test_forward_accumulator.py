@@ -17,7 +17,7 @@ import tracegrad as tg
 from tracegrad.annotations import custom_gradient
 from tracegrad.tape import GradientTape, UnconnectedGradients
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 
 @pytest.fixture(autouse=True)

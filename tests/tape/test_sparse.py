@@ -8,7 +8,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
 from tracegrad.tape import GradientTape, gradients, hessians
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])

@@ -9,7 +9,7 @@ from tracegrad.annotations import recompute_grad
 from tracegrad.tape import GradientTape
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.tracing import trace
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 
 def test_trainable_variables_are_watched_at_their_first_read():

@@ -9,7 +9,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import match, rules
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 
 def is_traced(x):

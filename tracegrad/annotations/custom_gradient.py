@@ -54,9 +54,9 @@ from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.tape.record import Rule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tracing.capture import variable_of
-from tracegrad.tracing.reading import ReadsOutside, without_variables
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.capture import variable_of
+from tracegrad.variables.reading import ReadsOutside, without_variables
+from tracegrad.variables.variable import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")

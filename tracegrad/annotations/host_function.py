@@ -34,8 +34,8 @@ from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.tape.recorder import unrecorded
-from tracegrad.tracing.reading import ReadsOutside
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.reading import ReadsOutside
+from tracegrad.variables.variable import Variable
 
 
 def numpy_function(

@@ -27,7 +27,7 @@ from tracegrad.rewriting.rules import OverrideGradient, override, with_gradient
 from tracegrad.tape.keys import Remembered
 from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
-from tracegrad.tracing.overriding import OverridingTrace
+from tracegrad.variables.overriding import OverridingTrace
 
 _forget_compiled: Callable[[], None] = jax.clear_caches
 G = TypeVar("G", bound=Callable[..., Any])

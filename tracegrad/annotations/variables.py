@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from tracegrad.ir.wording import described
-from tracegrad.tracing.capture import variable_of
-from tracegrad.tracing.reading import InOwnTrace, ReadsOutside
-from tracegrad.tracing.variable import Variable, is_variable
+from tracegrad.variables.capture import variable_of
+from tracegrad.variables.reading import InOwnTrace, ReadsOutside
+from tracegrad.variables.variable import Variable, is_variable
 
 
 class Reads(ReadsOutside):

@@ -21,7 +21,7 @@ from tracegrad.lowering import Lowering
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tracing.importer import lone_node, sub_programs
-from tracegrad.tracing.overriding import ForwardingTrace
+from tracegrad.variables.overriding import ForwardingTrace
 
 
 def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from tracegrad.ir import Graph, Literal, Node, Value
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tracing.importer import import_program
-from tracegrad.tracing.reading import ReadsOutside
+from tracegrad.variables.reading import ReadsOutside
 
 
 def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]]:

@@ -18,7 +18,7 @@ from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, 
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
 from tracegrad.saving.tensors import Array
 from tracegrad.saving.variables import own_copy
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 

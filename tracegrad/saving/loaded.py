@@ -15,7 +15,7 @@ from tracegrad.saving import dimensions, structure
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
 from tracegrad.saving.program_tree import ProgramTree
-from tracegrad.tracing.variable import Variable
+from tracegrad.variables.variable import Variable
 
 _MOST_ORDERS = 1024  # trees of arguments that a function remembers
 

@@ -29,7 +29,7 @@ from tracegrad.saving.manifest import (
 from tracegrad.saving.tensors import Array, in_order
 from tracegrad.saving.variables import array_of, is_key
 from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.variable import Variable, peek
+from tracegrad.variables.variable import Variable, peek
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 

@@ -29,7 +29,7 @@ from tracegrad.tape.cotangents import (
 )
 from tracegrad.tape.record import Record, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.tracing.variable import (
+from tracegrad.variables.variable import (
     Variable,
     is_only_shown,
     is_variable,

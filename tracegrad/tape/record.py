@@ -21,7 +21,7 @@ from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.structure import Step, root, type_number
 from tracegrad.tracing.importer import make_node
-from tracegrad.tracing.variable import Variable, give_back
+from tracegrad.variables.variable import Variable, give_back
 
 
 class Operation(NamedTuple):

@@ -38,10 +38,10 @@ from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
 from tracegrad.tape.record import ON_VALUES, Record, Rule
 from tracegrad.tape.structure import type_number
-from tracegrad.tracing.capture import tell_of_assigned
 from tracegrad.tracing.importer import lone_node, sub_programs
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.tracing.overriding import ForwardingTrace, OverridingTrace
+from tracegrad.variables.capture import tell_of_assigned
+from tracegrad.variables.overriding import ForwardingTrace, OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace

@@ -5,6 +5,3 @@ from tracegrad.tracing.graphs import graph as graph
 from tracegrad.tracing.retracing import RetraceWarning as RetraceWarning
 from tracegrad.tracing.traced import TracedFunction as TracedFunction
 from tracegrad.tracing.traced import trace as trace
-from tracegrad.tracing.variable import Variable as Variable
-from tracegrad.tracing.variable import assign_values as assign_values
-from tracegrad.tracing.variable import values_of as values_of

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.variable import Variable, is_variable, whose
+from tracegrad.variables.variable import Variable, is_variable, whose
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
-from tracegrad.tracing.capture import Capture, ReadAgain
 from tracegrad.tracing.given import given, taken
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
+from tracegrad.variables.capture import Capture, ReadAgain
 
 Rule = Callable[[Graph], Graph]
 T = TypeVar("T")

@@ -31,9 +31,9 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.static import StaticArguments, resolve
-from tracegrad.tracing.variable import (
+from tracegrad.variables.overriding import ForwardingTrace
+from tracegrad.variables.variable import (
     Variable,
     hold,
     lend,

@@ -33,7 +33,6 @@ from tracegrad.tracing.given import (
 )
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.in_force import Force, in_force
-from tracegrad.tracing.reading import without_variables
 from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
 from tracegrad.tracing.stateful import (
     Expecting,
@@ -46,6 +45,7 @@ from tracegrad.tracing.stateful import (
 )
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
+from tracegrad.variables.reading import without_variables
 
 T = TypeVar("T")
 

@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from tracegrad.rewriting.planning.bounds import lowest_peak_bound, step_bytes
-from tracegrad.rewriting.planning.cuts import Network
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.paths import Choices, Labels, Paths, frontier, pareto
-from tracegrad.rewriting.planning.simulation import (
+from tracegrad.planning.bounds import lowest_peak_bound, step_bytes
+from tracegrad.planning.cuts import Network
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.paths import Choices, Labels, Paths, frontier, pareto
+from tracegrad.planning.simulation import (
     Local,
     Piece,
     Segment,

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tracegrad as tg
 from tracegrad import _jax
 from tracegrad.lowering import to_callable
-from tracegrad.tracing.capture import variable_of
-from tracegrad.tracing.variable import Variable, listening
+from tracegrad.variables.capture import variable_of
+from tracegrad.variables.variable import Variable, listening
 
 
 def address(v):

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tracegrad.rewriting.planning.model import MemoryModel
+from tracegrad.planning.model import MemoryModel
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.tracing.variable import Variable, is_variable, listening, values_of
+from tracegrad.variables.variable import Variable, is_variable, listening, values_of
 
 T = TypeVar("T")
 

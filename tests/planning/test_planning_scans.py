@@ -15,14 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad
 from tracegrad.ir import Graph
-from tracegrad.rewriting.planning import BudgetTooSmall, load_plan, plan_recompute
-from tracegrad.rewriting.planning.bounds import FlopsBound, lowest_peak_bound
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.flops import node_flops
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.planner import EXACT, Planner
-from tracegrad.rewriting.planning.simulation import keep_all
+from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
+from tracegrad.planning.bounds import FlopsBound, lowest_peak_bound
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.flops import node_flops
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import model
+from tracegrad.planning.planner import EXACT, Planner
+from tracegrad.planning.simulation import keep_all
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

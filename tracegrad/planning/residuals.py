@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence, RegionNode
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.rewriting.planning.flops import elements
+from tracegrad.planning.flops import elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Literal, Node, Value
-from tracegrad.rewriting.planning.activity import active_in_body
-from tracegrad.rewriting.planning.cuts import Network
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.flops import node_flops, size_of
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model, node_reads
-from tracegrad.rewriting.planning.residuals import Residuals, nbytes
+from tracegrad.planning.activity import active_in_body
+from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.flops import node_flops, size_of
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import model, node_reads
+from tracegrad.planning.residuals import Residuals, nbytes
 
 MOMENTS = 4
 PRICES = 24

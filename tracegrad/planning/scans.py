@@ -21,15 +21,15 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.lowering import to_callable
-from tracegrad.rewriting.planning.activity import active_in_body
-from tracegrad.rewriting.planning.cuts import Network
-from tracegrad.rewriting.planning.flatten import flatten, replace_values
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import handed_bytes, model
-from tracegrad.rewriting.planning.paths import frontier
-from tracegrad.rewriting.planning.regions import with_regions
-from tracegrad.rewriting.planning.residuals import nbytes
-from tracegrad.rewriting.planning.simulation import Piece, Segment, keep_all
+from tracegrad.planning.activity import active_in_body
+from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten, replace_values
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import handed_bytes, model
+from tracegrad.planning.paths import frontier
+from tracegrad.planning.regions import with_regions
+from tracegrad.planning.residuals import nbytes
+from tracegrad.planning.simulation import Piece, Segment, keep_all
 
 MOST_SAVE_SETS = 4
 MOST_OPTIONS = 8

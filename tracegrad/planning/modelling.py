@@ -22,16 +22,16 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
-from tracegrad.rewriting.planning.activity import (
+from tracegrad.planning.activity import (
     active_in_body,
     active_operands,
     active_values,
 )
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.flops import elements, node_flops
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.residuals import NodeResiduals, Residuals, nbytes
-from tracegrad.rewriting.planning.simulation import keep_all
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.flops import elements, node_flops
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
+from tracegrad.planning.simulation import keep_all
 
 VIEWS = frozenset(
     [

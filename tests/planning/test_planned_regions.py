@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.regions import with_regions
-from tracegrad.rewriting.planning.simulation import Segment
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.modelling import model
+from tracegrad.planning.regions import with_regions
+from tracegrad.planning.simulation import Segment
 
 
 @jax.custom_jvp

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tracegrad.tracing import trace
-from tracegrad.tracing.variable import (
+from tracegrad.variables.variable import (
     Variable,
     assign_values,
     listening,

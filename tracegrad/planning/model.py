@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.rewriting.planning.residuals import NodeResiduals
+from tracegrad.planning.residuals import NodeResiduals
 
 
 @dataclass

@@ -14,10 +14,10 @@ import pytest
 
 import tracegrad
 from tracegrad.ir import Graph, Recompute
-from tracegrad.rewriting.planning import load_plan, plan_recompute, recompute_to_fit
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.simulation import keep_all
+from tracegrad.planning import load_plan, plan_recompute, recompute_to_fit
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.modelling import model
+from tracegrad.planning.simulation import keep_all
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

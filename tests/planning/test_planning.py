@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import tracegrad
-from tracegrad.rewriting.planning import BudgetTooSmall, plan_recompute
-from tracegrad.rewriting.planning import cuts as cuts_module
-from tracegrad.rewriting.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.rewriting.planning.budget import budget_bytes
-from tracegrad.rewriting.planning.cuts import Network
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.flops import node_flops
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.planner import EXACT, Planner
-from tracegrad.rewriting.planning.residuals import NodeResiduals
-from tracegrad.rewriting.planning.simulation import (
+from tracegrad.planning import BudgetTooSmall, plan_recompute
+from tracegrad.planning import cuts as cuts_module
+from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
+from tracegrad.planning.budget import budget_bytes
+from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.flops import node_flops
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.planner import EXACT, Planner
+from tracegrad.planning.residuals import NodeResiduals
+from tracegrad.planning.simulation import (
     Leaving,
     Piece,
     Segment,

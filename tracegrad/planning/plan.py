@@ -16,17 +16,17 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.lowering import to_callable
+from tracegrad.planning.bounds import FlopsBound, lowest_peak_bound
+from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
+from tracegrad.planning.fingerprint import fingerprint
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import model
+from tracegrad.planning.planner import BudgetTooSmall, Planner
+from tracegrad.planning.regions import nodes_of, with_regions
+from tracegrad.planning.scans import Variant, variants
+from tracegrad.planning.simulation import Segment, Simulation, keep_all, simulate
 from tracegrad.rewriting.edits import refuse_differentiated
-from tracegrad.rewriting.planning.bounds import FlopsBound, lowest_peak_bound
-from tracegrad.rewriting.planning.budget import MemoryBudget, budget_bytes, in_units
-from tracegrad.rewriting.planning.fingerprint import fingerprint
-from tracegrad.rewriting.planning.flatten import flatten
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.modelling import model
-from tracegrad.rewriting.planning.planner import BudgetTooSmall, Planner
-from tracegrad.rewriting.planning.regions import nodes_of, with_regions
-from tracegrad.rewriting.planning.scans import Variant, variants
-from tracegrad.rewriting.planning.simulation import Segment, Simulation, keep_all, simulate
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.graphs import graph as trace_graph
 

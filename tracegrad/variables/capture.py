@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.tracing.reading import without_variables
-from tracegrad.tracing.variable import FROZEN, Variable, innermost_listener, listening
+from tracegrad.variables.reading import without_variables
+from tracegrad.variables.variable import FROZEN, Variable, innermost_listener, listening
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
 # `assigned(value, entry)` is the first, and is differentiated as the second. So whoever

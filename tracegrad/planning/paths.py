@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.simulation import Segment
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.simulation import Segment
 
 
 @dataclass(frozen=True)

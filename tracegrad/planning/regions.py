@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.rewriting.planning.activity import active_operands
-from tracegrad.rewriting.planning.model import MemoryModel
-from tracegrad.rewriting.planning.names import name_results
-from tracegrad.rewriting.planning.simulation import Segment
+from tracegrad.planning.activity import active_operands
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.names import name_results
+from tracegrad.planning.simulation import Segment
 
 
 def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:

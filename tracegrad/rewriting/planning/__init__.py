@@ -1,8 +1,0 @@
-"""What to keep and what to compute again, so that a program fits a memory budget."""
-
-from tracegrad.rewriting.planning.plan import RecomputePlan as RecomputePlan
-from tracegrad.rewriting.planning.plan import load_plan as load_plan
-from tracegrad.rewriting.planning.plan import plan_graph as plan_graph
-from tracegrad.rewriting.planning.plan import plan_recompute as plan_recompute
-from tracegrad.rewriting.planning.plan import recompute_to_fit as recompute_to_fit
-from tracegrad.rewriting.planning.planner import BudgetTooSmall as BudgetTooSmall
