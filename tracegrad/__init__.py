@@ -4,6 +4,7 @@ import os as _os
 
 from tracegrad import _jax as _jax
 from tracegrad import ir as ir
+from tracegrad._jax.caches import clear_caches as clear_caches
 from tracegrad.annotations import custom_gradient as custom_gradient
 from tracegrad.annotations import grad_pass_through as grad_pass_through
 from tracegrad.annotations import gradient_override_map as gradient_override_map

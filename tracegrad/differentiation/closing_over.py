@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, RegionNode, Source
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.closed_over import refuse_derivatives
@@ -101,8 +101,6 @@ def _may_close_over(function: Any) -> bool:
 
 # ------------------------------------------------------------------------- programs as operations
 
-_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
 
 def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> Any:
     """The node of an operation with programs in which something closes over; else None."""
@@ -118,13 +116,11 @@ def has_closed_over(params: Mapping[str, Any]) -> bool:
     return any(_program_closes_over(program) for _, program in sub_programs(params))
 
 
+@of_program
 def _program_closes_over(program: Any) -> bool:
-    known = _known.get(program)
-    if known is None:
-        known = _known[program] = any(
-            equation.params.get("num_consts", 0) > 0
-            if equation.primitive is _jax.CUSTOM_JVP
-            else has_closed_over(equation.params)
-            for equation in _jax.opened(program).eqns
-        )
-    return known
+    return any(
+        equation.params.get("num_consts", 0) > 0
+        if equation.primitive is _jax.CUSTOM_JVP
+        else has_closed_over(equation.params)
+        for equation in _jax.opened(program).eqns
+    )

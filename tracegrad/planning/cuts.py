@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +24,6 @@ _SCALE = 1 << 44
 _INFINITE = 2 * _SCALE
 
 
-@cache
 def _max_flow() -> Any:
     """OR-tools' module for maximum flows (64-bit capacities, which SciPy's has not)."""
     try:

@@ -6,11 +6,11 @@ error; to a tape, and to `gradients()`, it ends what is connected, as `stop_grad
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from tracegrad import _jax
+from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 from tracegrad.tracing.importer import sub_programs
 
@@ -52,18 +52,13 @@ def calls_host(params: Mapping[str, Any]) -> bool:
     return any(program_calls_host(program) for _, program in sub_programs(params))
 
 
-_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
+@of_program
 def program_calls_host(program: Any) -> bool:
     """Whether something is handed to the host anywhere in a program."""
-    known = _known.get(program)
-    if known is None:
-        known = _known[program] = any(
-            equation.primitive is TO_HOST or calls_host(equation.params)
-            for equation in _jax.opened(program).eqns
-        )
-    return known
+    return any(
+        equation.primitive is TO_HOST or calls_host(equation.params)
+        for equation in _jax.opened(program).eqns
+    )
 
 
 def end_gradients_at_host(node: Node) -> None:

@@ -10,7 +10,6 @@ NaN or Inf first stands.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import of_program
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
 from tracegrad.insight.explaining.authors import may_change
 from tracegrad.insight.explaining.statistics import difference, edge, exact, norms, units
@@ -539,18 +539,13 @@ def is_entered(node: Node) -> bool:
     )
 
 
+@of_program
 def _has_references(graph: Graph) -> bool:
-    known = _with_references.get(graph)
-    if known is None:
-        known = _with_references[graph] = any(
-            any(is_reference(v.aval) for v in node.outputs)
-            or any(map(_has_references, node.regions.values()))
-            for node in graph.nodes
-        )
-    return known
-
-
-_with_references: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
+    return any(
+        any(is_reference(v.aval) for v in node.outputs)
+        or any(map(_has_references, node.regions.values()))
+        for node in graph.nodes
+    )
 
 
 def _perturbed(node: Node, active: Sequence[int], first: int, count: int) -> list[bool]:

@@ -1,0 +1,156 @@
+"""What is remembered from one call to the next is bounded, and forgetting it changes nothing."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad._jax.caches import Cache, WeakCache, cached, clear_caches, of_program
+
+
+def on_a_tape(fun, x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = fun(x)
+    return y, tape.gradient(y, x)
+
+
+def doubled(x):
+    @tg.custom_gradient
+    def rule(x):
+        return x**2, lambda dy: dy * 4 * x  # twice the derivative
+
+    return jnp.sum(rule(jnp.tanh(x)))
+
+
+WAYS = {
+    "tape": lambda x: on_a_tape(doubled, x),
+    "tape over a jitted function": lambda x: on_a_tape(jax.jit(doubled), x),
+    "traced": lambda x: (tg.trace(doubled)(x), jax.grad(tg.trace(doubled))(x)),
+    "grad": lambda x: tg.value_and_grad(doubled)(x),
+    "rewritten": lambda x: jax.value_and_grad(
+        tg.rewrite(doubled, tg.rules.scale_gradient(tg.match.op("tanh"), 1.0))
+    )(x),
+    "forward": lambda x: jax.jvp(lambda x: jnp.sum(jnp.tanh(x)), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_after_clearing_everything_gives_the_same(way):
+    x = jnp.linspace(-1.0, 2.0, 4)
+    before = WAYS[way](x)
+    tg.clear_caches()
+    after = WAYS[way](x)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_clearing_between_two_operations_leaves_what_a_tape_has_recorded():
+    x = jnp.float32(0.5)
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = jnp.sin(x)
+        tg.clear_caches()
+        z = jnp.exp(y) * x
+        first = tape.gradient(z, x)
+        tg.clear_caches()
+        second = tape.gradient(z, x)
+    expected = np.exp(np.sin(0.5)) * (1 + 0.5 * np.cos(0.5))
+    np.testing.assert_allclose([first, second], expected, rtol=1e-6)
+
+
+def test_clearing_leaves_variables_and_traced_functions_that_hold_them():
+    count = tg.Variable(0.0)
+    step = tg.trace(lambda x: count.assign_add(x))
+    step(1.0)
+    clear_caches()
+    step(2.0)
+    assert float(count.value) == 3.0
+
+
+def test_a_cache_drops_what_came_first_and_keeps_what_another_thread_has_put():
+    squares = Cache(2)
+    for i in (3, 4, 3, 5):
+        squares.put(i, i * i)
+    assert dict(squares) == {4: 16, 5: 25}
+    assert squares.put(5, 0) == 25
+
+
+class Equal:
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+def test_a_weak_cache_tells_equal_objects_apart_and_lets_go_of_them():
+    names, one, other = WeakCache(2), Equal(), Equal()
+    names.put(one, "one")
+    assert (names.get(one), names.get(other)) == ("one", None)
+    names.put(other, "other")
+    names.put(other, "again")
+    assert (names.get(one), names.get(other)) == ("one", "again")
+    del one
+    assert len(names._entries) == 1
+    kept = [Equal(), Equal()]
+    for item in kept:
+        names.put(item, "new")
+    assert (names.get(other), names.get(kept[1])) == (None, "new")
+
+
+def test_a_fact_is_found_once_for_each_program_and_again_when_caches_are_cleared():
+    asked = []
+
+    @of_program
+    def names(program):
+        asked.append(program)
+        return [equation.primitive.name for equation in program.eqns]
+
+    @of_program
+    def length(program):
+        return len(program.eqns)
+
+    program = jax.make_jaxpr(jnp.tanh)(1.0).jaxpr
+    assert names(program) == names(program) == ["tanh"]
+    assert length(program) == 1
+    assert asked == [program]
+    clear_caches()
+    assert names(program) == ["tanh"]
+    assert len(asked) == 2
+
+
+def test_clearing_forgets_what_a_function_of_values_has_returned():
+    asked = []
+    half = cached(4)(lambda x: asked.append(x) or x / 2)
+    assert [half(2), half(2)] == [1.0, 1.0]
+    clear_caches()
+    assert half(2) == 1.0
+    assert asked == [2, 2]
+
+
+def objects_after(steps):
+    x = jnp.ones(3)
+    counts = []
+    for many in steps:
+        for _ in range(many):
+            on_a_tape(lambda x: jnp.sum(x * 2), x)
+            tg.grad(lambda x: jnp.sum(x * 2))(x)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    return counts
+
+
+def test_steps_with_a_fresh_function_each_do_not_grow():
+    before, after = objects_after([60, 60])
+    assert after - before < 60
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_with_a_fresh_function_each_do_not_grow():
+    before, after = objects_after([1000, 10_000])
+    assert after - before < 1000
