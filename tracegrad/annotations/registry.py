@@ -23,7 +23,7 @@ from tracegrad.ir.occurrence import Path, calling_line
 from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.rewriting.rules import OverrideGradient, override, with_gradient
+from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
 from tracegrad.tape.keys import Remembered
 from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
@@ -137,7 +137,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         yield
         return
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
-    rules = [_Override(_Named(name), grad, missing_ok=True) for name, grad in named.items()]
+    rules = [_override(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
     trace = _Overrides(_jax.current_trace(None), named, rules)
     with in_force(force), _jax.set_current_trace(trace):
@@ -181,11 +181,11 @@ class _Registered:
         return hash((self.name, id(self.function)))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class _Override(OverrideGradient):
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        assert isinstance(self.where, _Named)
-        override(graph, nodes[0], self.grad, match, name=f"{_MARK}{self.where.name}")
+def _override(name: str, grad: _Registered) -> MatchRule:
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        override(graph, nodes[0], grad, match, name=f"{_MARK}{name}")
+
+    return MatchRule("override_gradient", _Named(name), at_each(edit), missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Named(Selector):
 class _Overrides(OverridingTrace):
     """Gives the operations of some names their gradients, and lets all go to its parent."""
 
-    def __init__(self, parent: Any, overrides: dict[str, _Registered], rules: Sequence[_Override]):
+    def __init__(self, parent: Any, overrides: dict[str, _Registered], rules: Sequence[MatchRule]):
         super().__init__(parent)
         self._overrides = overrides
         self._rules = rules

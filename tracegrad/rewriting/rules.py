@@ -17,9 +17,9 @@ matched keeps its program. A rule of your own is any function from graph to grap
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,8 +31,15 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
-from tracegrad.rewriting.edits import check_selector, edited, leaving, matches_of, place_name
-from tracegrad.rewriting.norms import over_largest
+from tracegrad.rewriting.edits import (
+    Edit,
+    check_selector,
+    edited,
+    leaving,
+    matches_of,
+    place_name,
+)
+from tracegrad.rewriting.norms import at_least_32_bits, within_norm, within_value
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
 
@@ -40,8 +47,10 @@ GradientFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class MatchRule(ABC):
-    """A rule that edits a graph at each match of a selector, in the order of execution.
+class MatchRule:
+    """A rule: what it is called, the selector that says where, and what is done at the matches.
+
+    `edit` gives a copy of a graph that is edited at some occurrences in it; see `at_each`.
 
     Raises, when it is applied:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -49,8 +58,9 @@ class MatchRule(ABC):
         gradient, where an edit would do nothing; or its nodes cannot be taken together.
     """
 
+    name: str
     where: Selector
-    _: KW_ONLY
+    edit: Callable[[Graph, Sequence[Occurrence]], Graph]
     missing_ok: bool = False
 
     def __post_init__(self) -> None:
@@ -58,15 +68,15 @@ class MatchRule(ABC):
 
     def __call__(self, graph: Graph) -> Graph:
         matches = matches_of(self.where, graph, self.missing_ok, self)
-        return edited(graph, matches, self.edit) if matches else graph
-
-    @abstractmethod
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        """Edits a graph at the nodes of one match."""
+        return self.edit(graph, matches) if matches else graph
 
     def __repr__(self) -> str:
-        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
-        return f"rules.{name.lstrip('_')}({self.where!r})"
+        return f"rules.{self.name}({self.where!r})"
+
+
+def at_each(edit: Edit) -> Callable[[Graph, Sequence[Occurrence]], Graph]:
+    """What edits the nodes of one match, for each match in the order of execution."""
+    return functools.partial(edited, edit=edit)
 
 
 # --------------------------------------------------------------------------- overriding a gradient
@@ -107,18 +117,12 @@ def override_gradient(
     """
     if not callable(grad):
         raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
-    return OverrideGradient(where, grad, missing_ok=missing_ok)
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class OverrideGradient(MatchRule):
-    """See `override_gradient`."""
-
-    grad: GradientFunction
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
-        override(graph, node, self.grad, match)
+        override(graph, node, grad, match)
+
+    return MatchRule("override_gradient", where, at_each(edit), missing_ok)
 
 
 def override(
@@ -193,20 +197,8 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    return StopGradient(where, _positions(inputs), missing_ok=missing_ok)
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class StopGradient(MatchRule):
-    """See `stop_gradient`."""
-
-    inputs: tuple[int, ...] | None = None
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        if self.inputs is None:
-            replace_outputs(graph, nodes, jax.lax.stop_gradient)
-        else:
-            replace_inputs(graph, nodes, match, self.inputs, jax.lax.stop_gradient)
+    edit = _through(jax.lax.stop_gradient, inputs)
+    return MatchRule("stop_gradient", where, at_each(edit), missing_ok)
 
 
 def recompute(
@@ -236,17 +228,11 @@ def recompute(
 
     As ``jax.checkpoint`` and ``tf.recompute_grad``, around parts of an unmodified model.
     """
-    return Recompute(where, policy, missing_ok=missing_ok)
 
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        graph.group(nodes, recompute=True, policy=policy, name=match.name)
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Recompute(MatchRule):
-    """See `recompute`."""
-
-    policy: Callable[..., Any] | None = None
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        graph.group(nodes, recompute=True, policy=self.policy, name=match.name)
+    return MatchRule("recompute", where, at_each(edit), missing_ok)
 
 
 # --------------------------------------------------------------- the cotangents of what comes out
@@ -288,81 +274,16 @@ def clip_gradient(
     for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
         if limit is not None and not limit > 0:
             raise ValueError(f"clip_gradient wants a positive {name}, not {limit!r}")
-    return ClipGradient(where, max_norm, max_value, missing_ok=missing_ok)
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class ClipGradient(MatchRule):
-    """See `clip_gradient`."""
-
-    max_norm: float | None = None
-    max_value: float | None = None
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        replace_outputs(graph, nodes, through(self.clip, "clip_gradient"))
-
-    def clip(self, cotangent: Any) -> Any:
-        """The cotangent within the limits."""
-        if self.max_value is not None:
-            cotangent = _within_value(cotangent, self.max_value)
-        if self.max_norm is not None:
-            cotangent = _within_norm(cotangent, self.max_norm)
+    def clip(cotangent: Any) -> Any:
+        if max_value is not None:
+            cotangent = within_value(cotangent, max_value)
+        if max_norm is not None:
+            cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-
-_finfo: Any = jnp.finfo  # has no types
-
-
-def _within_value(x: Any, limit: float) -> Any:
-    """Clips each entry; a complex one by its absolute value."""
-    limit = _reachable(limit, x.dtype)
-    if not jnp.iscomplexobj(x):
-        bound = jnp.asarray(limit, x.dtype)
-        # `jnp.clip` halves the derivative of what stands at the limit exactly.
-        return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-    is_over, direction = _over(_parts(x), limit, axis=0)
-    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
-
-
-def _within_norm(x: Any, limit: float) -> Any:
-    """Scales an array down to a Euclidean norm."""
-    limit = _reachable(limit, x.dtype)
-    is_over, direction = _over(_parts(x), limit, axis=None)
-    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
-
-
-def _reachable(limit: float, dtype: Any) -> float:
-    """A limit that the type can hold, so that infinite entries do not stay it."""
-    return min(float(limit), float(_finfo(dtype).max)) if limit < jnp.inf else jnp.inf
-
-
-def _parts(x: Any) -> Any:
-    """An array as reals of 32 bits at least: one part, or the real and the imaginary one."""
-    if jnp.iscomplexobj(x):
-        return jnp.stack([jnp.real(x), jnp.imag(x)])
-    return _wide(x)[None]
-
-
-def _of_parts(parts: Any, dtype: Any) -> Any:
-    return jax.lax.complex(*parts) if len(parts) == 2 else parts[0].astype(dtype)
-
-
-def _wide(x: Any) -> Any:
-    """Half precision and less as float32: in that, their squares and products are numbers still."""
-    return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
-
-
-def _over(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
-    """Whether the Euclidean norm along an axis is above a limit, and if so the unit vector."""
-    infinite = jnp.isinf(x)
-    has_infinite = jnp.any(infinite, axis, keepdims=True)
-    has_infinite &= ~jnp.any(jnp.isnan(x), axis, keepdims=True)
-    x = jnp.where(has_infinite, jnp.where(infinite, jnp.sign(x), 0), x)
-    x, largest = over_largest(x, axis)
-    squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
-    norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
-    is_over = has_infinite | ((squares > 0) & (largest > limit / norm))
-    return jnp.squeeze(is_over, axis), x / norm
+    edit = _through(with_cotangent(clip, "clip_gradient"))
+    return MatchRule("clip_gradient", where, at_each(edit), missing_ok)
 
 
 def scale_gradient(
@@ -393,24 +314,8 @@ def scale_gradient(
     """
     if jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not the shape {jnp.shape(factor)}")
-    return ScaleGradient(where, factor, _positions(inputs), missing_ok=missing_ok)
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class ScaleGradient(MatchRule):
-    """See `scale_gradient`."""
-
-    factor: Any = 1.0
-    inputs: tuple[int, ...] | None = None
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        def scaled(value: Any) -> Any:
-            return _scaled(value, self.factor)
-
-        if self.inputs is None:
-            replace_outputs(graph, nodes, scaled)
-        else:
-            replace_inputs(graph, nodes, match, self.inputs, scaled)
+    edit = _through(lambda value: _scaled(value, factor), inputs)
+    return MatchRule("scale_gradient", where, at_each(edit), missing_ok)
 
 
 @jax.custom_jvp
@@ -421,7 +326,7 @@ def _scaled(value: Any, factor: Any) -> Any:
 @_scaled.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (value, factor), (tangent, _) = primals, tangents
-    wide = _wide(tangent)  # a factor beyond the range of half precision is common: loss scaling
+    wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
     scaled = wide * jnp.asarray(factor).astype(wide.dtype)
     return _scaled(value, factor), scaled.astype(tangent.dtype)
 
@@ -465,34 +370,42 @@ def tap_gradient(
         raise ValueError("a tap wants a name")
     if callback is not None and not callable(callback):
         raise TypeError(f"expected a function callback(place, cotangent), got {callback!r}")
-    return TapGradient(where, name, callback, missing_ok=missing_ok)
+    if callback is None:
 
+        def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+            return with_taps(graph, name, matches)
 
-@dataclass(frozen=True, repr=False, eq=False)
-class TapGradient(MatchRule):
-    """See `tap_gradient`."""
+        return MatchRule("tap_gradient", where, tapped, missing_ok)
 
-    name: str = "tap"
-    callback: Callable[[str, Any], Any] | None = None
-
-    def __call__(self, graph: Graph) -> Graph:
-        if self.callback is not None:
-            return super().__call__(graph)
-        matches = matches_of(self.where, graph, self.missing_ok, self)
-        return with_taps(graph, self.name, matches) if matches else graph
-
-    def edit(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        callback, place = self.callback, place_name(match)
-        assert callback is not None
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        place = place_name(match)
 
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
             return cotangent
 
-        replace_outputs(graph, nodes, through(show, "tap_gradient"))
+        replace_outputs(graph, nodes, with_cotangent(show, "tap_gradient"))
+
+    return MatchRule("tap_gradient", where, at_each(edit), missing_ok)
 
 
 # ------------------------------------------------------------------------------------------ parts
+
+
+def _through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
+    """Sends what leaves a match, or what enters it at some positions, through a function that
+    returns it as it is."""
+    if isinstance(inputs, int):
+        inputs = (inputs,)
+    positions = None if inputs is None else tuple(inputs)
+
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        if positions is None:
+            replace_outputs(graph, nodes, identity)
+        else:
+            replace_inputs(graph, nodes, match, positions, identity)
+
+    return edit
 
 
 def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any], Any]) -> None:
@@ -534,13 +447,7 @@ def replace_inputs(
         graph.replace_uses(value, new, where=members.__contains__, outputs=False)
 
 
-def _positions(inputs: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if inputs is None:
-        return None
-    return (inputs,) if isinstance(inputs, int) else tuple(inputs)
-
-
-def through(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     """The identity, whose cotangent is changed."""
 
     def identity(value: Any) -> Any:
