@@ -11,18 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, operations
 
 Function = Callable[[Sequence[Any]], list[Any]]
-
-# Of each of these a complex number differs from a real one by its derivative alone.
-_ANALYTIC = frozenset(
-    """
-    add sub mul div neg exp log sin cos tan tanh sinh cosh sqrt integer_pow square
-    logistic log1p expm1 dot_general reduce_sum broadcast_in_dim reshape transpose
-    concatenate slice squeeze expand_dims add_any copy pad rev cumsum jit
-    """.split()  # noqa: SIM905
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ def limits_of(program: Graph, rtol: float | None, atol: float | None) -> Limits:
     eps = float(np.finfo(np.float64).eps)
     exact = True
     for found in program.walk():
-        exact = exact and found.node.op in _ANALYTIC
+        exact = exact and found.node.op in operations.ANALYTIC
         for value in found.node.outputs:
             dtype = getattr(value.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node
+from tracegrad.ir import Graph, Node, operations
 
 Shape = Sequence[int]
 
@@ -119,24 +119,6 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
     "hessenberg": _square_matrices(10 / 3),
     "tridiagonal_solve": _elementwise,
 } | dict.fromkeys(
-    [
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "slice",
-        "rev",
-        "copy",
-        "copy_p",
-        "name",
-        "iota",
-        "stop_gradient",
-        "assigned",
-        "split",
-        "optimization_barrier",
-        "device_put",
-        "sharding_constraint",
-    ],
+    (operations.VIEWS - {"convert_element_type"}) | {"iota", "device_put"},
     _nothing,
 )

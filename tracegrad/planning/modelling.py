@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value, operations
 from tracegrad.planning.activity import (
     active_in_body,
     active_operands,
@@ -33,122 +33,7 @@ from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
 from tracegrad.planning.simulation import keep_all
 
-VIEWS = frozenset(
-    [
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "slice",
-        "rev",
-        "copy",
-        "copy_p",
-        "name",
-        "split",
-        "stop_gradient",
-        "assigned",
-        "convert_element_type",
-        "optimization_barrier",
-        "sharding_constraint",
-    ]
-)
-CHEAP = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "max",
-        "min",
-        "select_n",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "abs",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "integer_pow",
-        "square",
-        "clamp",
-        "is_finite",
-        "iota",
-        "add_any",
-        "real",
-        "imag",
-        "conj",
-        "complex",
-        "nextafter",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "reduce_precision",
-    ]
-)
-COSTLY_ELEMENTWISE = frozenset(
-    [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "pow",
-        "div",
-        "rem",
-        "lgamma",
-        "digamma",
-    ]
-)
-REDUCTIONS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "argmax",
-        "argmin",
-        "reduce",
-    ]
-)
 LIBRARY_ELEMENTS = 4096  # XLA leaves no element-wise operation on fewer to the library
-RESHAPES = frozenset(["reshape", "squeeze", "expand_dims"])
-# The same elements, maybe in another order.
-REARRANGES = frozenset(
-    ["transpose", "rev", "copy", "copy_p", "name", "convert_element_type"]
-).union(RESHAPES)
-# The cotangent of an operand is that of the result.
-PASSES_ON = frozenset(["add", "add_any", "sub", "copy", "copy_p", "name"]).union(RESHAPES)
 
 
 def model(
@@ -400,7 +285,7 @@ class _Modelling:
                 continue
             # An element-wise operation writes its result over its operand.
             in_place = self.category[node] in ("view", "cheap", "costly")
-            shares = given[0] if node.op in PASSES_ON and len(given) == 1 else None
+            shares = given[0] if node.op in operations.PASSES_ON and len(given) == 1 else None
             for shared in given:
                 shared[1] -= 1
             freed = sum(size for size, users in given if users == 0)
@@ -445,7 +330,7 @@ class _Modelling:
         the gradient is written at once to where that of the argument belongs."""
         found = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
         for node in self.graph.nodes:
-            if node.op in RESHAPES and node.outputs[0] not in self.is_output:
+            if node.op in operations.RESHAPES and node.outputs[0] not in self.is_output:
                 source = node.inputs[0]
                 if isinstance(source, Value) and source in found:
                     found[node.outputs[0]] = found[source]
@@ -584,13 +469,13 @@ def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
 def _category(node: Node) -> str:
     """How XLA treats a node: ``view``, ``cheap`` and ``costly`` element-wise, ``reduction``, or
     ``kernel``, which reads its operands from memory and writes its result there."""
-    if node.op in VIEWS:
+    if node.op in operations.VIEWS:
         return "view"
-    if node.op in CHEAP:
+    if node.op in operations.CHEAP:
         return "cheap"
-    if node.op in COSTLY_ELEMENTWISE:
+    if node.op in operations.COSTLY:
         return "costly"
-    if node.op in REDUCTIONS:
+    if node.op in operations.REDUCTIONS:
         return "reduction"
     if isinstance(node, (CustomGradient, RegionNode)) and not isinstance(node, Recompute):
         if not isinstance(node, CustomGradient) and node.primitive is not _jax.JIT:
@@ -624,7 +509,7 @@ def _is_broadcast(operand: Value, node: Node) -> bool:
 
 def _is_spread(value: Value) -> bool:
     producer = value.producer
-    while producer is not None and producer.op in REARRANGES and _values(producer):
+    while producer is not None and producer.op in operations.REARRANGES and _values(producer):
         producer = _values(producer)[0].producer
     return producer is not None and producer.op in ("broadcast_in_dim", "iota")
 
@@ -632,7 +517,7 @@ def _is_spread(value: Value) -> bool:
 def _distinct_elements(value: Value) -> int:
     """How many elements a value has before it is broadcast."""
     found, producer = elements(value.aval), value.producer
-    while producer is not None and producer.op in {*REARRANGES, "broadcast_in_dim"}:
+    while producer is not None and producer.op in operations.REARRANGES | {"broadcast_in_dim"}:
         (source,) = _values(producer) or (None,)
         if source is None:
             return 1

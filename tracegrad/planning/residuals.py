@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Node, Occurrence, RegionNode
+from tracegrad.ir import Node, Occurrence, RegionNode, operations
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.planning.flops import elements
@@ -54,34 +54,6 @@ class Derived:
     derived: tuple[int, ...]
     is_read: bool
     is_extra: bool
-
-
-# Done again in the backward pass, fused into what reads them.
-_COSTLY = frozenset(
-    [
-        "dot_general",
-        "conv_general_dilated",
-        "scan",
-        "while",
-        "cond",
-        "sort",
-        "top_k",
-        "fft",
-        "cholesky",
-        "lu",
-        "qr",
-        "eigh",
-        "eig",
-        "svd",
-        "triangular_solve",
-        "custom_linear_solve",
-        "pallas_call",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "random_bits",
-    ]
-)
 
 
 def nbytes(aval: Any) -> int:
@@ -167,7 +139,7 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
         reads[var] = []
         if var in producer and var not in result:
             equation = producer[var]
-            if equation.primitive.name in _COSTLY or _has_costly(equation):
+            if equation.primitive.name in operations.KERNELS or _has_costly(equation):
                 extra.add(var)
             else:
                 reads[var] = [v for v in equation.invars if not hasattr(v, "val")]
@@ -214,6 +186,6 @@ def _has_costly(equation: Any) -> bool:
     for value in equation.params.values():
         if _jax.is_program(value):
             inner = _jax.opened(value).eqns
-            if any(e.primitive.name in _COSTLY or _has_costly(e) for e in inner):
+            if any(e.primitive.name in operations.KERNELS or _has_costly(e) for e in inner):
                 return True
     return False

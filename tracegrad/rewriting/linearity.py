@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tracegrad.ir import Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import Graph, Literal, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 
 
@@ -24,26 +24,6 @@ class Part(Enum):
     ZERO = "zero whatever they are"
     CONSTANT = "independent of them"
     LINEAR = "dependent on them"
-
-
-# The operands of which the result is a sum, or is put together.
-_ADDITIVE: dict[str, tuple[int, ...] | None] = {
-    "add": None,
-    "add_any": None,
-    "sub": None,
-    "concatenate": None,
-    "pad": None,
-    "dynamic_update_slice": (0, 1),
-    "scatter": (0, 2),
-    "scatter-add": (0, 2),
-}
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-_REARRANGEMENTS = frozenset(
-    """
-    neg convert_element_type broadcast_in_dim reshape squeeze expand_dims transpose rev slice copy
-    copy_p reduce_sum cumsum real imag conj reduce_precision dynamic_slice gather
-    """.split()  # noqa: SIM905
-)
 
 
 def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
@@ -83,12 +63,12 @@ def _through(node: Node, ins: list[Part], found: list[str], path: Path) -> list[
     whole = Part.LINEAR if Part.LINEAR in ins else Part.CONSTANT
     if node.op == "select_n":
         summands = ins[1:]
-    elif node.op in _ADDITIVE:
-        places = _ADDITIVE[node.op]
+    elif node.op in operations.ADDITIVE:
+        places = operations.ADDITIVE[node.op]
         summands = ins if places is None else [ins[i] for i in places]
     else:
-        is_zero = (node.op in _PRODUCTS and Part.ZERO in ins) or (
-            node.op in _REARRANGEMENTS and ins[0] is Part.ZERO
+        is_zero = (node.op in operations.PRODUCTS and Part.ZERO in ins) or (
+            node.op in operations.LINEAR and ins[0] is Part.ZERO
         )
         return [Part.ZERO if is_zero else whole] * len(node.outputs)
     if Part.LINEAR in summands and Part.CONSTANT in summands:

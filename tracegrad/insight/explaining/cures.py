@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tracegrad.ir import operations
+
 _DOUBLE_WHERE = (
     "choose twice: `safe = jnp.where(ok, x, 1.0)`, compute with `safe`, then "
     "`jnp.where(ok, result, 0.0)`; the side that `where` does not take has a gradient as well, and "
     "0 * inf is NaN"
 )
-_SQUARES = frozenset({"reduce_sum", "square", "integer_pow", "dot_general"})
 
 
 def backward_cure(
@@ -34,7 +35,7 @@ def backward_cure(
     first = operands[0] if operands else float("nan")
     masked = given == 0
     if op in ("sqrt", "rsqrt", "cbrt", "pow"):
-        if op == "sqrt" and _SQUARES.intersection(makers[:1]):
+        if op == "sqrt" and operations.SQUARES.intersection(makers[:1]):
             return (
                 "a safe norm: `jnp.sqrt(jnp.sum(x**2) + eps)`; or choose twice: "
                 "`jnp.where(s > 0, jnp.sqrt(jnp.where(s > 0, s, 1.0)), 0.0)` for the sum s"
@@ -51,11 +52,11 @@ def backward_cure(
         if "softmax" in makers or "div" in makers[:1]:
             return "`jax.nn.log_softmax(logits)` in place of the log of a softmax"
         return "eps inside: `jnp.log(x + eps)`, or " + _DOUBLE_WHERE
-    if op in ("exp", "exp2", "expm1", "cosh", "sinh"):
+    if op in operations.EXPONENTIALS:
         return _overflow(users)
     if op in ("div", "integer_pow", "reciprocal"):
         return "the divisor is (close to) zero: " + _DOUBLE_WHERE
-    if op in ("acos", "asin", "acosh", "atanh", "erf_inv"):
+    if op in operations.INVERSES:
         return (
             f"the derivative of {op} is infinite at the end of its domain: clip the argument a "
             "little inside, `jnp.clip(x, -1 + eps, 1 - eps)`"
@@ -85,7 +86,7 @@ def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
       operands: the operations that made its operands.
       users: the operations that use its result.
     """
-    if op in ("exp", "exp2", "expm1", "cosh", "sinh"):
+    if op in operations.EXPONENTIALS:
         return _overflow(users)
     if op == "log":
         return (
@@ -107,7 +108,7 @@ def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
         return (
             "the numbers overflow (or an Inf meets a zero): normalise, or compute with logarithms"
         )
-    if op in ("acos", "asin", "atanh", "acosh"):
+    if op in operations.INVERSES:
         return "the argument is outside of the domain: clip it"
     if op in ("cholesky", "eigh", "svd", "lu"):
         return "the matrix is not (positive) definite: add `eps * jnp.eye(n)`"

@@ -13,14 +13,10 @@ from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, e
 from tracegrad.insight.explaining.measuring import Steps
 from tracegrad.insight.explaining.observed import Observed, Spot
 from tracegrad.insight.explanation import Finding
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path, is_own_file
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
-_CHOICES = frozenset({"argmax", "argmin", "sort", "top_k", "approx_top_k"})
-_ROUNDINGS = frozenset({"floor", "ceil", "round", "sign", "nextafter"})
-_HOST = frozenset({"pure_callback", "io_callback", "debug_callback"})
 _CUT_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",
     "rounding": "a straight-through gradient: `tracegrad.grad_pass_through(jnp.round)(x)`",
@@ -98,15 +94,15 @@ def _cause_of_cut(cut: Cut) -> str:
         return "stop_gradient"
     if isinstance(node, CustomGradient):
         return "custom rule"
-    if node.op in _HOST:
+    if node.op in operations.CALLBACKS:
         return "host conversion"
     if node.op in ("convert_element_type", "bitcast_convert_type") or _called(node, "astype"):
         return "cast"
-    if node.op in _CHOICES:
+    if node.op in operations.CHOICES:
         return "argmax"
-    if node.op in _COMPARISONS:
+    if node.op in operations.COMPARISONS:
         return "comparison"
-    if node.op in _ROUNDINGS:
+    if node.op in operations.ROUNDINGS:
         return "rounding"
     return "zero derivative"
 
@@ -187,7 +183,7 @@ def refusals(observed: Observed, refused: Mapping[tuple[Steps, int], str]) -> It
     for (at, number), words in refused.items():
         found = observed.occurrence(Spot(at, number))
         op = found.node.op
-        cause = "host conversion" if op in _HOST else "not differentiable"
+        cause = "host conversion" if op in operations.CALLBACKS else "not differentiable"
         yield Finding(
             cause,
             f"JAX cannot differentiate {found.node.name}: {words}",
