@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,21 @@ def check(fun: Callable[..., Any], wrt: Any, unconnected: str = "zero") -> None:
     check_wrt(wrt)
     if unconnected not in UNCONNECTED:
         raise ValueError(f"unconnected is one of {', '.join(UNCONNECTED)}; got {unconnected!r}")
+
+
+def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
+    """What is differentiated: said by `wrt`, or by its name in JAX, which takes positions alone."""
+    if argnums is None:
+        return 0 if wrt is None else wrt
+    if wrt is not None:
+        raise TypeError(f"wrt={wrt!r} and argnums={argnums!r} say the same: give one of them")
+    positions = argnums if isinstance(argnums, Sequence) else [argnums]
+    if isinstance(argnums, str) or not all(hasattr(i, "__index__") for i in positions):
+        raise TypeError(
+            f"argnums is a position or several of them, as in jax.grad; got {argnums!r}. Names and "
+            "predicates are given as wrt="
+        )
+    return argnums
 
 
 def named_after(

@@ -20,6 +20,7 @@ from tracegrad.differentiation.checks import (
     named_after,
     pair,
     scalar_result,
+    wrt_or_argnums,
 )
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
@@ -33,11 +34,12 @@ from tracegrad.tracing.in_force import under_rules
 
 def grad(
     fun: Callable[..., Any],
-    wrt: Wrt = 0,
+    wrt: Wrt | None = None,
     has_aux: bool = False,
     unconnected: str = "zero",
     sparse: bool = False,
     *,
+    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -45,7 +47,7 @@ def grad(
 
     Args:
       fun: a traced or plain function that returns one float scalar (shape ``[]``).
-      wrt: what to differentiate with respect to:
+      wrt: what to differentiate with respect to; the first argument unless it is said:
 
         - a position, or an argument's name, however the argument is passed: all its leaves;
         - several of these: the answer is a tuple;
@@ -67,6 +69,7 @@ def grad(
         Then `fun` is traced, and takes what `jax.jit` takes. What is used in another way too, was
         computed, or is looked up in the body of a loop, a branch or a recomputed function, or on
         a mesh with explicit axes, gets an array.
+      argnums: what JAX calls a `wrt` of positions; give one of the two.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
       allow_int: whether integer leaves may be selected; their gradients have dtype ``float0``.
 
@@ -77,8 +80,9 @@ def grad(
       is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
 
     Raises:
-      TypeError: `wrt` is of no such kind; a selected leaf is no float or complex array (but with
-        ``unconnected="none"`` it gets None); the result is no scalar.
+      TypeError: `wrt` is of no such kind, or `argnums` is given as well; a selected leaf is no
+        float or complex array (but with ``unconnected="none"`` it gets None); the result is no
+        scalar.
       ValueError: another `unconnected`; `wrt` selects nothing, or what the call does not have.
       UnconnectedError: see `unconnected`.
 
@@ -112,7 +116,13 @@ def grad(
     IndexedSlices(values=f32[3,4], indices=i32[3], dense_shape=(1000, 4)) [7 0 7]
     """
     both = value_and_grad(
-        fun, wrt, has_aux, unconnected, sparse, holomorphic=holomorphic, allow_int=allow_int
+        fun,
+        wrt_or_argnums(wrt, argnums),
+        has_aux,
+        unconnected,
+        sparse,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
     )
 
     @named_after(fun, "Gradient")
@@ -125,11 +135,12 @@ def grad(
 
 def value_and_grad(
     fun: Callable[..., Any],
-    wrt: Wrt = 0,
+    wrt: Wrt | None = None,
     has_aux: bool = False,
     unconnected: str = "zero",
     sparse: bool = False,
     *,
+    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -148,6 +159,7 @@ def value_and_grad(
     >>> print(value, dx, dy)
     0.0 3.0 0.0
     """
+    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
     @named_after(fun, "Value and gradient")
@@ -173,10 +185,11 @@ def value_and_grad(
 
 def jacobian(
     fun: Callable[..., Any],
-    wrt: Wrt = 0,
+    wrt: Wrt | None = None,
     has_aux: bool = False,
     unconnected: str = "zero",
     *,
+    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -184,7 +197,7 @@ def jacobian(
 
     Args:
       fun: a traced or plain function that returns a pytree of float arrays.
-      wrt, holomorphic, allow_int: as in `grad`.
+      wrt, argnums, holomorphic, allow_int: as in `grad`.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       unconnected: as in `grad`, for each pair of an output leaf and a selected leaf by itself.
 
@@ -209,6 +222,7 @@ def jacobian(
     [[1. 0.]
      [0. 1.]]
     """
+    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
     @named_after(fun, "Jacobian")

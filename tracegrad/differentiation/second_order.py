@@ -15,6 +15,7 @@ from tracegrad.differentiation.checks import (
     named_after,
     pair,
     scalar_result,
+    wrt_or_argnums,
 )
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.forward import jvp
@@ -27,9 +28,10 @@ from tracegrad.tracing.in_force import under_rules
 
 def hessian(
     fun: Callable[..., Any],
-    wrt: Wrt = 0,
+    wrt: Wrt | None = None,
     has_aux: bool = False,
     *,
+    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """The matrix of second derivatives of a function: forward mode over reverse mode.
@@ -37,7 +39,7 @@ def hessian(
     Args:
       fun: a traced or plain function of what `jax.jit` takes, that returns a float scalar (or a
         pytree of float arrays: then one Hessian for each element of each).
-      wrt: as in `grad`.
+      wrt, argnums: as in `grad`.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       holomorphic: as in `grad`.
 
@@ -56,6 +58,7 @@ def hessian(
     [[10.  6.]
      [ 6.  0.]]
     """
+    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt)
 
     @named_after(fun, "Hessian")
