@@ -172,7 +172,7 @@ def test_it_knows_whether_a_transformation_is_around():
     found = {}
 
     def look(name):
-        top = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
+        top = _jax.is_top_level()
         found[name] = (top, _jax.under_jit())
 
     look("nothing")
@@ -447,10 +447,15 @@ def test_a_jitted_call_without_options_is_told_from_others():
     assert _jax.is_plain_jit(params(donate_argnums=0))
     assert not _jax.is_plain_jit(params(in_shardings=device))
     assert not _jax.is_plain_jit(params(out_shardings=device))
-    settings = _jax.jit_settings_getter()
+    settings = _jax.jit_settings
     assert settings(params()) == settings(params())
     assert settings(params()) != settings(params(donate_argnums=0))
     assert settings(params()) != settings(params(out_shardings=device))
+
+
+def test_a_jitted_call_is_known_where_jit_is_disabled_too():
+    with jax.disable_jit():
+        assert _jax.programs._plain_jit().keys() == _jax.programs._PLAIN_JIT.keys()
 
 
 def test_primitives_that_jax_compiles_alone_are_told_from_others():

@@ -14,7 +14,6 @@ error, because the gradient function has no way to give their gradient.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -180,15 +179,12 @@ class _Within(threading.local):
 _within = _Within()
 
 
-_top_level = functools.cache(_jax.top_level_trace_type)
-
-
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function with a custom gradient."""
     reads, trace = Reads(fun, args), _jax.current_trace(None)
     args = without_variables(args)
     recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
-    if recorder is not None or type(trace) is _top_level():
+    if recorder is not None or isinstance(trace, _jax.TopLevelTrace):
         return _call_on_values(reads, fun, args, kwargs, recorder)
     return _call_listening(reads, fun, args, kwargs)
 

@@ -279,12 +279,9 @@ def _text(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-_top_level = functools.cache(_jax.top_level_trace_type)
-
-
 def _is_transformed() -> bool:
     """Whether anything is there that could ask for a gradient."""
-    return type(_jax.current_trace(None)) is not _top_level()
+    return not _jax.is_top_level()
 
 
 def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:

@@ -34,7 +34,7 @@ from tracegrad.tape.lifting import (
 from tracegrad.tracing.importer import sub_programs
 
 _JIT = _jax.JIT
-jit_settings = _jax.jit_settings_getter()
+jit_settings = _jax.jit_settings
 
 # A program of so many operations is compiled once more for the tape, so that it is called fast:
 # compiling takes little. A larger one shares what JAX has compiled.

@@ -6,7 +6,6 @@ called between the programs of what was recorded after it and before it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import weakref
@@ -182,7 +181,7 @@ def _compiled(
     """
     # One that only runs serves every block of the same gradient; one that may be differentiated in
     # its turn (by another tape, or a transformation) only those of the same derivatives.
-    runs = isinstance(_jax.current_trace(None), _top_level())
+    runs = _jax.is_top_level()
     rules = rules_in_force()
     here = kind, sources, targets, given, runs, rules, how, sparse
     programs = record.step.programs if piece is None else piece.programs
@@ -218,10 +217,7 @@ def _is_transforming() -> bool:
     trace = _jax.current_trace(None)
     while isinstance(trace, Recorder):
         trace = trace.parent_trace
-    return not isinstance(trace, _top_level())
-
-
-_top_level = functools.cache(_jax.top_level_trace_type)
+    return not isinstance(trace, _jax.TopLevelTrace)
 
 
 def _compile(

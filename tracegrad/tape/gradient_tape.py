@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -368,7 +367,7 @@ class GradientTape:
             self._used = True
             self._stop()
         record = self._record
-        if not isinstance(_jax.current_trace(None), _top_level()):
+        if not _jax.is_top_level():
             record.hand_out()
         if any(isinstance(leaf, Variable) for leaf in leaves):
             # A Variable is all its reads: each is a value of its own, the more so after an
@@ -472,6 +471,3 @@ def _real(target: Any) -> Any:
             "part, which are real"
         )
     return target
-
-
-_top_level = functools.cache(_jax.top_level_trace_type)

@@ -56,7 +56,7 @@ class Recorder(ForwardingTrace):
         super().__init__(parent)
         self.records: list[Record] = []
         self._installed: Any = None
-        self.is_top = isinstance(parent, _jax.top_level_trace_type())
+        self.is_top = isinstance(parent, _jax.TopLevelTrace)
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
@@ -617,7 +617,7 @@ def recorder_here() -> Recorder:
     current = _jax.current_trace(None)
     if isinstance(current, Recorder):
         return current
-    if type(current) is not _jax.top_level_trace_type():
+    if not isinstance(current, _jax.TopLevelTrace):
         return Recorder(current)
     # One serves all tapes that come one after the other: the caches of jitted functions have an
     # entry for every trace that they were called under, and take longer the more there are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -145,7 +144,6 @@ class Tangents(Record):
 # ----------------------------------------------------------------------------- compiled operations
 
 _programs = Remembered(1024)
-_top_level = functools.cache(_jax.top_level_trace_type)
 
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
@@ -153,7 +151,7 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     trace, computation = _jax.current_trace(None), operation.computation
     # As with a tape: what only runs serves all rules of the same derivative, what may be
     # differentiated in its turn those of which all derivatives are the same.
-    exact = not isinstance(trace, _top_level())
+    exact = not isinstance(trace, _jax.TopLevelTrace)
     types = tuple(map(jax.typeof, operation.args))
     key = computation.keys[exact], tuple(active), types
     program: PushForward | None = _programs.get(key)
@@ -162,7 +160,7 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
         while isinstance(trace, Recorder):
             trace = trace.parent_trace
         # A rule made under a transformation may hold values of it, which would outlive it here.
-        if computation.rule is None or isinstance(trace, _top_level()):
+        if computation.rule is None or isinstance(trace, _jax.TopLevelTrace):
             _programs.put(key, program)
     return program
 

@@ -247,7 +247,7 @@ class Program:
         donated = (*written_over, *options.pop("donate_argnums"))
         self.outermost = jax.jit(self.body, **options, donate_argnums=donated)
         # Where it writes over the old values: at top level, and nowhere if it calls the host.
-        self._writes_over_in = None if self.roles.calls_host else _jax.top_level_trace_type()
+        self._writes_over_in = None if self.roles.calls_host else _jax.TopLevelTrace
 
     def _with_shardings(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with shardings for the values too, where the user gave some."""
@@ -277,7 +277,7 @@ class Program:
         read: Any = [ref() for ref in roles.read] if roles.read else ()
         written: Any = [ref() for ref in roles.written] if roles.written else ()
         if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
-            is_alone = type(_jax.current_trace(None)) is _jax.top_level_trace_type()
+            is_alone = _jax.is_top_level()
             call = self._held if is_alone and not listened() else self._watched
             return call(updated, read, written, args, kwargs)
         constants = peek(read) if read else ()

@@ -231,7 +231,7 @@ class Jits:
         recompute (which shows when it is traced), with no transformation around them. A warm call
         costs as little more than the jit's as Python allows, hence the local names."""
         nested, pipeline, options = self.nested, self._pipeline, self._options
-        current, top_level = _jax.current_trace, _jax.top_level_trace_type()
+        current, top_level = _jax.current_trace, _jax.TopLevelTrace
         jits = weakref.ref(self)  # which hold what is returned here
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class Jits:
                     return nested(*args, **kwargs)
                 except RecomputeFound:
                     pass
-            if type(current(None)) is top_level:
+            if isinstance(current(None), top_level):
                 return (jits() or Jits(pipeline, options)).outermost(*args, **kwargs)
             result = nested(*args, **kwargs)
             pipeline.warn_of_merging()

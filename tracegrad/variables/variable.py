@@ -268,7 +268,7 @@ class Variable:
         # Of what is neither an array nor a number the sum may be anything, and anybody's.
         kind = type(self._value)
         is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
-        if _listeners.stack or not is_new or not _is_top_level():
+        if _listeners.stack or not is_new or not _jax.is_top_level():
             return self.assign(value)
         # An array that nobody else has: it needs no alias.
         value = self._checked(value)
@@ -280,7 +280,7 @@ class Variable:
 
     def _stored(self) -> Any:
         """What is read where nobody listens."""
-        if not _is_top_level() and _jax.staging_trace() is not None:
+        if not _jax.is_top_level() and _jax.staging_trace() is not None:
             raise RuntimeError(FROZEN.format(name=self._name))
         return self._handed()
 
@@ -705,11 +705,6 @@ _OF_THE_VALUE = frozenset(
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
 
 
-def _is_top_level() -> bool:
-    """Whether what is bound now runs at once, with no transformation around it."""
-    return type(_jax.current_trace(None)) is _jax.top_level_trace_type()
-
-
 def _operand(other: Any) -> Any:
     return other.value if isinstance(other, Variable) else other
 
@@ -782,7 +777,7 @@ def _unflatten(origin: _Whose, children: Iterable[Any]) -> Any:
     (value,) = children
     if _jax.is_tracer(value):
         trace = _jax.trace_of(value)
-        if isinstance(trace, _jax.staging_trace_type()):
+        if isinstance(trace, _jax.StagingTrace):
             known = _unflattened.trace
             if known is None or known() is not trace:
                 _unflattened.trace, _unflattened.values = weakref.ref(trace), {}

@@ -1,0 +1,131 @@
+"""Arrays and their types: what is differentiated in them, how they are written, and aliases."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad._jax.caches import cached
+
+
+def has_gradient(aval: Any) -> bool:
+    """Whether an array, or a type, has cotangents: the float and complex ones."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and _is_inexact(dtype)
+
+
+@cached(256)
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+def no_cotangent(aval: Any) -> Any:
+    """What JAX takes for the (co)tangent of an integer: zeros of the empty dtype ``float0``."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
+    """One (co)tangent for every type: the given ones, and JAX's empty ones for integers."""
+    rest = iter(flowing)
+    return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
+
+
+def of_some(
+    run: Callable[[list[Any]], Any], args: Sequence[Any], positions: Sequence[int]
+) -> Callable[..., Any]:
+    """``run(operands)`` as a function of the operands at some positions, to be differentiated with
+    respect to these; the others are those of `args`."""
+
+    def along(*chosen: Any) -> Any:
+        operands = list(args)
+        for i, value in zip(positions, chosen, strict=True):
+            operands[i] = value
+        return run(operands)
+
+    return along
+
+
+def type_text(aval: Any) -> str:
+    """``f32[8,4]``; a leading ``~`` marks a weak type."""
+    text = aval.str_short(short_dtypes=True)
+    return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
+
+
+def type_key(value: Any) -> Any:
+    """Equal for values for which one program serves. (With explicit shardings a type has more
+    than shape and dtype.)"""
+    if isinstance(value, (bool, int, float, complex)):
+        return (), type(value), True
+    aval = getattr(value, "aval", None)
+    return aval or (value.shape, value.dtype, bool(getattr(value, "weak_type", False)))
+
+
+def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
+    """A `jax.ShapeDtypeStruct`, which has no types of its own in the versions that we know."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
+
+
+def without_devices(aval: Any) -> Any:
+    """A type without the devices that its values happen to lie on; with them, where the type says
+    how values are split (explicit shardings), so that programs depend on it.
+
+    The type of an array on several devices names their mesh in either case, and what is exported
+    for it runs on as many devices only.
+    """
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    kinds = getattr(mesh, "axis_types", None) or ()
+    if any(kind != jax.sharding.AxisType.Auto for kind in kinds):
+        return aval
+    return struct(aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
+
+
+def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
+    """The constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
+
+    `jax.export` does not write them, and has no public way to ask for them.
+    """
+    found: dict[str, None] = {}
+    for aval in avals:
+        for dimension in aval.shape:
+            for constraint in getattr(
+                getattr(dimension, "scope", None), "_explicit_constraints", ()
+            ):
+                found[constraint.debug_str] = None
+    return list(found)
+
+
+# Waits for the arrays of a tree; raises what the program raised that was to compute them.
+wait_for: Callable[[Any], Any] = jax.block_until_ready
+
+
+def is_tracer(value: object) -> bool:
+    """Whether a value exists only inside a transformation."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def fresh_alias(array: Any) -> Any:
+    """Another array object for the same value: what is told apart by identity is another.
+
+    The first one shares the buffers, so that donating it deletes both, and takes a microsecond.
+    An array on one device keeps that one and would give it again, so each further one is a copy:
+    what else shares a buffer commits it to its device, or makes a weak type strong.
+    """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return jax.numpy.array(array, copy=True)
+    if len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    shared = array.addressable_data(0)
+    identity = id(shared)
+    known = weakref.ref(shared, lambda _: _given_out.pop(identity, None) and None)
+    if shared is not array and _given_out.setdefault(identity, known) is known:
+        return shared
+    with jax.ensure_compile_time_eval():  # not recorded by a tape
+        return jax.numpy.array(array, copy=True)
+
+
+_given_out: dict[int, weakref.ref[Any]] = {}  # by identity, as long as they live

@@ -1,0 +1,76 @@
+"""Where JAX's versions differ: nothing else looks at a version.
+
+Each difference has a name that says what is wanted, the reason, and the release at which it can go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jaxlib.version
+
+VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+config: Any = jax.config  # whose settings have types on newer JAX alone
+
+
+def versions() -> dict[str, str]:
+    """What is running, to be written down."""
+    return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+
+
+# One class from 0.12 on, two before.
+PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
+
+
+def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are loop constants, and how many are the carry.
+
+    0.12 replaced ``num_consts`` and ``num_carry`` by a description of the operands' tree.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def policy_name(policy: Any) -> str:
+    """The name of a checkpoint policy; 0.10 has objects (``DotsSaveable(...)``) where 0.12 has
+    functions (``dots_saveable``)."""
+    name = getattr(policy, "__name__", None) or type(policy).__name__
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
+
+
+def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords with which `jax.shard_map` makes such an equation again, but for mesh and specs.
+
+    Its manual axes are called ``newly_manual_axes`` in the versions that we know.
+    """
+    axes = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
+    return {"axis_names": axes, "check_vma": params["check_vma"]}
+
+
+def keep_recompute_options(backend: str) -> dict[str, str] | None:
+    """The compiler options without which XLA merges recomputed code with the original, or None.
+
+    Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits ahead of common
+    subexpression elimination, which then merges both copies, so that every activation stays
+    alive. With the barrier kept, the pass that makes one kernel of a small loop aborts the process
+    when it meets one in the loop, so it must be off as well. That changes programs with small
+    loops: the options are for programs that recompute, and for no others.
+    Can go when 0.11.2 is the oldest supported JAX.
+    """
+    if VERSION < (0, 11, 2) and backend == "cpu":
+        return {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
+    return None
+
+
+def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
+    """Options of `jax.jit` with more compiler options; lists of XLA's passes are joined."""
+    own = options.get("compiler_options") or {}
+    joined = {key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()}
+    return {**options, "compiler_options": {**own, **joined}}

@@ -1,0 +1,248 @@
+"""JAX's programs (jaxprs): their parts, how they run and what they call; two primitives of ours."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import primitives
+from jax.extend.mlir import deserialize_portable_artifact
+from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
+
+from tracegrad._jax.arrays import struct
+from tracegrad._jax.compat import PROGRAM_TYPES
+from tracegrad._jax.traces import in_a_new_thread
+
+JIT = primitives.jit_p
+REMAT = primitives.remat_p
+SCAN = primitives.scan_p
+COND = primitives.cond_p
+WHILE = primitives.while_p
+STOP_GRADIENT = primitives.stop_gradient_p
+CUSTOM_JVP = primitives.custom_jvp_call_p
+CUSTOM_VJP = primitives.custom_vjp_call_p
+
+
+# Their sub-programs are laid out for their own lowering (grids, references), and mean nothing
+# outside it: such a node is one operation to us.
+OPAQUE_PRIMITIVES = frozenset({"pallas_call", "call_hi_primitive", "core_map", "mpmd_map"})
+
+
+# These bind a program without constants of its own: what it closes over must be an operand.
+OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
+
+
+def calls_host(primitive: str) -> bool:
+    """Whether the primitive of this name runs code that XLA did not compile.
+
+    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is that of
+    checkify, which raises from the host where JAX was told to lower it.
+    """
+    return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
+
+
+def is_program(value: object) -> bool:
+    """Whether a parameter of a primitive is a sub-program."""
+    return isinstance(value, PROGRAM_TYPES)
+
+
+def constants_of(program: Any) -> Sequence[Any]:
+    """The values of ``program.constvars``; an open program has none."""
+    return getattr(program, "consts", ())
+
+
+def opened(program: Any) -> Any:
+    """The open form of a program: where the two forms differ, the one that holds no values."""
+    return program.jaxpr if hasattr(program, "jaxpr") else program
+
+
+def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Binds every equation of a program as it was: same parameters, scopes and source lines."""
+    return list(jax.core.eval_jaxpr(opened(program), constants_of(program), *args))
+
+
+def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Binds one primitive; the results are always a list."""
+    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextmanager
+def equation_context(source_info: Any, settings: Any) -> Iterator[None]:
+    """Binds what is inside it under the scope, source line and settings of an equation.
+
+    `settings` is None for what was recorded as it ran: the settings are those around it then.
+    """
+    stack = source_info_util.current_name_stack() + source_info.name_stack
+    with (
+        source_info_util.user_context(source_info.traceback, name_stack=stack),
+        nullcontext() if settings is None else settings.manager,
+    ):
+        yield
+
+
+def abstract_eval(
+    primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]
+) -> list[Any] | None:
+    """The result types of a primitive by JAX's own typing rule; None where it has none."""
+    try:
+        out = primitive.abstract_eval(*avals, **params)
+    except NotImplementedError:
+        return None
+    types = out[0] if isinstance(out, tuple) and len(out) == 2 else out
+    return list(types) if primitive.multiple_results else [types]
+
+
+def _plain_jit() -> Mapping[str, Any]:
+    with jax.disable_jit(False):
+        program = jax.make_jaxpr(jax.jit(lambda x: x))(struct((), np.float32))
+    (equation,) = opened(program).eqns
+    return {name: value for name, value in equation.params.items() if name != "jaxpr"}
+
+
+# What belongs to a call of `jax.jit` without options, but for the program.
+_PLAIN_JIT = in_a_new_thread(_plain_jit)
+
+# Takes out of the parameters of a jitted call all but the program.
+jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
+
+# These change nothing about what a program computes from its arguments.
+_ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})
+
+
+def is_plain_jit(params: Mapping[str, Any]) -> bool:
+    """Whether a jitted function around the program of such a call is called as this one is: there
+    are no shardings, layouts, meshes or options of the compiler."""
+    for name, usual in _PLAIN_JIT.items():
+        value = params[name]
+        if name in _ANY or value == usual:
+            continue
+        if not isinstance(value, tuple) or not usual or any(v != usual[0] for v in value):
+            return False
+    return True
+
+
+def runs_compiled(primitive: Any) -> bool:
+    """Whether JAX runs a primitive outside of all transformations by compiling it alone."""
+    usual = getattr(primitives.mul_p.impl, "func", None)
+    return usual is not None and getattr(primitive.impl, "func", None) is usual
+
+
+@contextmanager
+def without_folders() -> Iterator[None]:
+    """Leaves the folders of source files out of programs that are lowered inside it: what is
+    written to be given away does not tell where it was made, and is the same wherever that was.
+
+    JAX's setting for that holds for the whole process; a user's own is left as it is.
+    """
+    name = "jax_hlo_source_file_canonicalization_regex"
+    is_free = getattr(jax.config, name) is None
+    if is_free:
+        jax.config.update(name, r".*[/\\]")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if is_free:
+            jax.config.update(name, None)  # type: ignore[no-untyped-call]
+
+
+# The dialects in which `jax.export` writes programs, with what holds the functions together.
+_DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
+
+
+def outside_calls(exported: Any) -> list[str]:
+    """What a written program (`jax.export.Exported`) calls that is not in it, by its names: the
+    targets of XLA's custom calls, and operations of no dialect that JAX writes.
+
+    JAX shows a program as text only; that of a large one is several times its size. Raises
+    whatever XLA raises; of bytes that no JAX wrote it may end the process.
+    """
+    found: set[str] = set()
+    with mlir.make_ir_context():
+        module = deserialize_portable_artifact(exported.mlir_module_serialized)
+        waiting: list[Any] = [module.operation]
+        while waiting:
+            operation = waiting.pop()
+            name: str = operation.name
+            if name == "stablehlo.custom_call":
+                target = operation.attributes["call_target_name"]
+                found.add(target.value_bytes.decode("utf-8", "backslashreplace"))
+            elif name.partition(".")[0] not in _DIALECTS:
+                found.add(name)
+            waiting += [
+                inner.operation
+                for region in operation.regions
+                for block in region
+                for inner in block
+            ]
+    return sorted(found)
+
+
+def identity_primitive(
+    name: str,
+    differentiated: Callable[..., Exception],
+    exported: Callable[..., Exception],
+    batched: Callable[..., Exception | None],
+) -> Any:
+    """A primitive that hands on its one operand, and may neither be differentiated nor exported.
+
+    `differentiated` and `exported` make, of its parameters, what is raised then; `batched` too,
+    under `jax.vmap`, or None. The tables of
+    rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
+    other contents JAX takes away release by release; what tells an export from other lowerings has
+    no documentation.
+    """
+    primitive: Any = jex.Primitive(name)
+
+    def batch(args: Any, axes: Any, **params: Any) -> Any:
+        error = batched(**params)
+        if error is not None:
+            raise error
+        return primitive.bind(args[0], **params), axes[0]
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        raise differentiated(**params)  # JAX does not come here where all tangents are zeros
+
+    def lower(context: Any, operand: Any, **params: Any) -> Any:
+        if context.module_context.lowering_parameters.for_export:
+            raise exported(**params)
+        return [operand]
+
+    primitive.def_impl(lambda operand, **params: operand)
+    primitive.def_abstract_eval(lambda aval, **params: aval)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+def standing_in_primitive(name: str) -> Any:
+    """A primitive of two operands of one type, which hands on the first; its derivative is that of
+    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)"""
+    primitive: Any = jex.Primitive(name)
+
+    def batch(args: Any, axes: Any) -> Any:
+        size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
+        mapped = [
+            jax.numpy.broadcast_to(a, (size, *a.shape))
+            if i is None
+            else jax.numpy.moveaxis(a, i, 0)
+            for a, i in zip(args, axes, strict=True)
+        ]
+        return primitive.bind(*mapped), 0
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return primitive.bind(*primals), tangents[1]
+
+    primitive.def_impl(lambda value, other: value)
+    primitive.def_abstract_eval(lambda value, other: value)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, lambda context, value, other: [value])
+    return primitive

@@ -1,0 +1,81 @@
+"""Where in the user's code an equation comes from: frames, scopes and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+from tracegrad._jax.programs import opened
+
+
+def frames(source_info: Any) -> Sequence[Any]:
+    """The Python frames that bound an equation, innermost first.
+
+    Each has ``file_name``, ``function_name`` (qualified) and ``line_num``.
+    """
+    traceback = source_info.traceback
+    return () if traceback is None else tuple(traceback.frames)
+
+
+def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
+    """A context whose value is part of the key under which JAX keeps traces and programs."""
+    make: Callable[[Any], Callable[[Any], AbstractContextManager[Any]]] = jax.make_user_context
+    return make(())
+
+
+def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
+    """The code object of each of those frames, and the offsets of the instructions they were at."""
+    traceback = source_info.traceback
+    return ([], []) if traceback is None else traceback.raw_frames()
+
+
+def name_stack(source_info: Any) -> str:
+    """The named scopes around an equation, relative to its region: ``block_0/attention``."""
+    return str(source_info.name_stack)
+
+
+# A name, and whether it is that of a transformation; else it is that of a scope.
+Around = tuple[str, bool]
+
+
+def around(source_info: Any) -> tuple[Around, ...]:
+    """The same apart: the scopes around an equation, from the outside in, and between them the
+    transformations that it came through."""
+    return tuple((x.name, isinstance(x, _Transformation)) for x in source_info.name_stack.stack)
+
+
+# The class of a transformation in a stack of names: it has no public name.
+_Transformation = type(source_info_util.new_name_stack().transform("jvp").stack[0])
+
+
+# The traceback and the named scopes of what is being bound now.
+current_source_info: Callable[[], Any] = source_info_util.current
+
+
+def function_name(program: Any) -> str:
+    """The name of the Python function that a program was traced from."""
+    return str(opened(program).debug_info.func_name)
+
+
+def function_source(program: Any) -> str:
+    """That function and where it stands: ``relu at /usr/lib/.../functions.py:71``."""
+    return str(opened(program).debug_info.func_src_info or "")
+
+
+def argument_names(program: Any) -> tuple[str, ...]:
+    """Argument names with their pytree paths (``params['w']``), one per input; () if unknown."""
+    return tuple(str(name) for name in opened(program).debug_info.arg_names or ())
+
+
+def hide_frames(directory: str) -> None:
+    """Keeps the files below a directory out of JAX's tracebacks and source lines."""
+    source_info_util.register_exclusion(directory)
+
+
+def filters_tracebacks() -> bool:
+    """Whether the user wants tracebacks without frames of libraries (JAX's own setting)."""
+    return str(getattr(jax.config, "jax_traceback_filtering", "")) != "off"

@@ -1,0 +1,113 @@
+"""Functions with derivatives of their own, as JAX hands them to a trace.
+
+They come wrapped: the user's function, what JAX puts around it, and places in which a run of it
+leaves the tree of its results for its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import jax
+
+
+def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """The user's functions of a rule, and the trees of its arguments (None: not of the plain form,
+    as where some arguments are not differentiated)."""
+    functions = tuple(fun.f for fun in wrapped)
+    if any(len(fun.transforms) != 1 for fun in wrapped):
+        return functions, None
+    ((_, trees),) = wrapped[0].transforms
+    return functions, trees
+
+
+def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The user's backward function of a rule that stands in a program, and what transformations
+    have put around it since: (function, its parameters) of each, without that which flattens the
+    arguments."""
+    return wrapped.f, tuple(wrapped.transforms[:-1])
+
+
+def inside_of_rule(wrapped: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
+    """What is inside a function of a rule that stands in a program: the user's functions, and all
+    types, trees and positions that JAX's functions around them hold. Nothing if that is not all
+    that they hold (as values of arguments that are not differentiated).
+
+    Each transformation that a rule has come through is one more function of JAX around it, which
+    closes over those further inside; so is each time that it was bound as it stands in a program.
+    """
+    functions: list[Any] = []
+    around: set[Any] = set()
+    pending, seen = [wrapped], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if len(seen) > _MOST_INSIDE:
+            return (), frozenset()
+        if hasattr(value, "transforms"):
+            if not all(f.__name__ in _KNOWN_AROUND_RULES for f, _ in value.transforms):
+                return (), frozenset()
+            pending.append(value.f)
+            pending.extend(item for _, parameters in value.transforms for item in parameters)
+        elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
+            pending.extend(map(_content, value.__closure__ or ()))
+        elif isinstance(value, jax.tree_util.PyTreeDef):
+            around.add(value)
+        elif isinstance(value, list | tuple):
+            if value and all(isinstance(item, _TYPES_AND_POSITIONS) for item in value):
+                around.add(tuple(value))
+        elif callable(value) and not isinstance(value, type):
+            functions.append(value)
+    return tuple(functions), frozenset(around)
+
+
+_KNOWN_AROUND_RULES = frozenset(
+    {
+        "_flatten_fwd",
+        "_flatten_bwd",
+        "_flatten_jvp",
+        "_handle_consts_in_bwd",
+        "batch_subtrace",
+        "batch_custom_jvp_subtrace",
+    }
+)
+_MOST_INSIDE = 256
+_TYPES_AND_POSITIONS = (int, type(None), jax.core.AbstractValue)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def result_trees(wrapped: Any) -> tuple[Any, ...]:
+    """What a run of a wrapped function has left about the trees of its results."""
+    return tuple(store and SimpleNamespace(val=store.val) for store in wrapped.stores)
+
+
+def leave_result_trees(wrapped: Any, trees: tuple[Any, ...]) -> None:
+    """Leaves that for the caller in the place of a run."""
+    wrapped.populate_stores(trees)
+
+
+def forget_result_trees(wrapped: Any) -> None:
+    """Makes it as if the function had not been run."""
+    for store in filter(None, wrapped.stores):
+        store.reset()
+
+
+def has_run(wrapped: Any) -> bool:
+    """Whether a wrapped function has left the tree of its results."""
+    for store in filter(None, wrapped.stores):
+        try:
+            if store.val is not None:
+                return True
+        except Exception:
+            pass
+    return False

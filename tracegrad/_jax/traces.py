@@ -1,0 +1,116 @@
+"""The transformation that what is bound now goes to, those around it, and placeholders in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex
+
+T = TypeVar("T")
+
+# `current_trace(None)`: the transformation, if any, that what is bound now goes to.
+current_trace: Callable[[None], Any] = jex.find_top_trace
+
+# What is bound inside it goes to the given trace.
+set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
+
+
+def in_a_new_thread(fun: Callable[[], T]) -> T:
+    """Calls a function where nothing is being transformed and there is no mesh, whoever asks."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(fun).result()
+
+
+def _kinds_of_traces() -> tuple[type, type]:
+    found: list[Any] = [current_trace(None)]
+    jax.make_jaxpr(lambda: found.append(current_trace(None)))()
+    return type(found[0]), type(found[1])
+
+
+# The class of `current_trace(None)` where nothing is being transformed; and that of the
+# transformations that make programs (`jax.make_jaxpr`, the body of a scan).
+TopLevelTrace, StagingTrace = in_a_new_thread(_kinds_of_traces)
+
+
+def is_top_level() -> bool:
+    """Whether nothing is being transformed: what is bound now runs at once."""
+    return isinstance(current_trace(None), TopLevelTrace)
+
+
+def under_jit() -> bool:
+    """Whether what is bound now becomes part of a program that something around it compiles."""
+    under: Callable[[], bool] = getattr(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")  # noqa: B009
+    return under()
+
+
+def staging_trace() -> Any:
+    """The innermost program that what is bound now becomes a part of; None where there is none."""
+    trace = current_trace(None)
+    while trace is not None and not isinstance(trace, StagingTrace):
+        trace = parent_trace(trace)
+    return trace
+
+
+def is_part_of_a_program() -> bool:
+    """Whether the program that is being traced now becomes a part of another one."""
+    trace, count = current_trace(None), 0
+    while trace is not None:
+        count += isinstance(trace, StagingTrace)
+        trace = parent_trace(trace)
+    return count > 1
+
+
+def parent_trace(trace: Any) -> Any:
+    """The transformation around a transformation; None outside of all."""
+    return getattr(trace, "parent_trace", None)
+
+
+def trace_of(tracer: Any) -> Any:
+    """The transformation to which a tracer belongs."""
+    return tracer._trace
+
+
+@contextmanager
+def outside_of(trace: Any) -> Iterator[None]:
+    """What is inside it is bound to whatever is around a transformation."""
+    with set_current_trace(parent_trace(trace)):
+        yield
+
+
+class _Nowhere(jax.core.Trace):
+    """The transformation to which a `Placeholder` belongs: nothing is computed in it."""
+
+    __slots__ = ("_check",)
+
+    def __init__(self, check: Callable[[], None]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
+
+    def is_valid(self) -> bool:  # asked by JAX for every operand of everything that is bound
+        self._check()
+        return True
+
+    def process_primitive(self, primitive: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{primitive} is computed where a placeholder has no value")
+
+
+class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
+    """A traced value of a type, and no more: what a program computes with it has it as a constant.
+
+    `check` is called whenever something is computed with it, and may raise.
+    """
+
+    __slots__ = ("_check", "stands_for")
+
+    def __init__(self, aval: Any, stands_for: Any, check: Callable[[], None]):
+        super().__init__(_Nowhere(check), aval)
+        self.stands_for = stands_for
+        self._check = check
+
+    @property
+    def _debug_info(self) -> None:  # asked by JAX for the message that a tracer has escaped
+        self._check()
