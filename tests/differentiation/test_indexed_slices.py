@@ -354,6 +354,28 @@ def test_each_leaf_gets_what_it_can_get():
     np.testing.assert_allclose(found["scale"], dense["scale"], rtol=1e-6)
 
 
+def test_any_auxiliary_result_is_handed_on_as_it_is():
+    def name():
+        return "a function"
+
+    static = object()
+
+    def loss(t):
+        return jnp.sum(t[IDS]), {"text": "a", "fun": name, "any": static, "seen": t[0], "n": 3}
+
+    for sparse in (False, True):
+        (_, aux), slices = value_and_grad(loss, has_aux=True, sparse=sparse)(TABLE)
+        assert aux["text"] == "a"
+        assert aux["fun"] is name
+        assert aux["any"] is static
+        assert aux["n"] == 3
+        np.testing.assert_array_equal(aux["seen"], TABLE[0])
+    np.testing.assert_array_equal(slices.indices, IDS)
+    slices, aux = grad(loss, has_aux=True, sparse=True, unconnected="none")(TABLE)
+    assert isinstance(slices, IndexedSlices)
+    assert aux["fun"] is name
+
+
 def test_integers_may_be_among_the_leaves():
     found = grad(lambda t, i: jnp.sum(t[i]), (0, 1), sparse=True, allow_int=True)(TABLE, IDS)
     assert isinstance(found[0], IndexedSlices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,8 +51,9 @@ def of_some(
 
 
 def type_text(aval: Any) -> str:
-    """``f32[8,4]``; a leading ``~`` marks a weak type."""
-    text = aval.str_short(short_dtypes=True)
+    """``f32[8,4]``; a leading ``~`` marks a weak type. Of a type of keys with an explanation in
+    its name (``key<name: explanation>[4]``) only the name."""
+    text = re.sub(r"(key<[^:>]*):[^>]*>", r"\1>", aval.str_short(short_dtypes=True))
     return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.differentiation.row_ids import integers, opaque
 
 LARGE = 100_000_000  # elements: from here on turning slices dense warns, as in TensorFlow
 
@@ -26,8 +27,12 @@ class IndexedSlices:
     ``table - 0.1 * slices`` is a step of gradient descent that touches the looked-up rows alone
     (in place where `table` is donated); for optimisers with a state see `apply_rows`.
 
-    A pytree of `values` and `indices`; to map over whole slices give
-    ``is_leaf=lambda x: isinstance(x, IndexedSlices)``.
+    A pytree, to go through `jax.jit`, loops and meshes. Its leaves alone are no gradient: whatever
+    computes with them (``jax.tree.map``, an optimiser, a norm) would take the slices of one row for
+    several rows. So the ids in it are of a type that can be moved and not computed with, and JAX
+    raises rather than give another number. What the slices in a tree of gradients shall be is said
+    before: arrays, or slices as a whole, by ``is_leaf`` (see the example). A norm is that of
+    ``slices.deduplicated().values``.
 
     Args:
       values: ``[n, ...]``, of any dtype.
@@ -51,12 +56,25 @@ class IndexedSlices:
      [0. 0.]
      [2. 2.]
      [0. 0.]]
+
+    Dense gradients for whoever knows of arrays alone, and updates for ``optax.apply_updates``:
+
+    >>> import jax
+    >>> gradients = {"table": slices, "bias": jnp.ones(2)}
+    >>> def is_slices(g):
+    ...     return isinstance(g, IndexedSlices)
+    >>> def dense(g):
+    ...     return g.to_dense() if is_slices(g) else g
+    >>> print(jax.tree.map(dense, gradients, is_leaf=is_slices)["table"].shape)
+    (4, 2)
+    >>> jax.tree.map(lambda g: -0.1 * g, gradients, is_leaf=is_slices)["table"]
+    IndexedSlices(values=f32[3,2], indices=i32[3], dense_shape=(4, 2))
     """
 
-    __slots__ = ("dense_shape", "indices", "values")
+    __slots__ = ("_rows", "dense_shape", "values")
 
     values: Any
-    indices: Any
+    _rows: Any  # the ids as they stand in the tree: see `row_ids`
     dense_shape: tuple[int, ...] | None
 
     # NumPy's operators leave the operation to ours.
@@ -68,12 +86,12 @@ class IndexedSlices:
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise TypeError(f"indices are integers; these are {indices.dtype}")
         self.dense_shape = _static_shape(dense_shape)
-        self.indices = row_indices(indices, (self.dense_shape or (0,))[0])
-        if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
+        if indices.ndim != 1 or self.values.shape[:1] != indices.shape:
             raise ValueError(
                 f"there is one index for each slice: values of shape [n, ...] and indices [n]; got "
-                f"{list(self.values.shape)} and {list(self.indices.shape)}"
+                f"{list(self.values.shape)} and {list(indices.shape)}"
             )
+        self._rows = opaque(row_indices(indices, (self.dense_shape or (0,))[0]))
         if self.dense_shape is not None and (
             not self.dense_shape or self.values.shape[1:] != self.dense_shape[1:]
         ):
@@ -81,6 +99,11 @@ class IndexedSlices:
                 f"slices of the shape {list(self.values.shape[1:])} are no rows of an array "
                 f"{list(self.dense_shape)}"
             )
+
+    @property
+    def indices(self) -> Any:
+        """The row of each slice, ``int[n]``."""
+        return integers(self._rows)
 
     @property
     def dtype(self) -> Any:
@@ -114,7 +137,7 @@ class IndexedSlices:
         if int(np.prod(shape)) >= LARGE:
             size = int(np.prod(shape)) * self.dtype.itemsize / 2**20
             warnings.warn(
-                f"turning {len(self.indices)} slices of {self.dtype}{list(shape)} dense takes "
+                f"turning {len(self.values)} slices of {self.dtype}{list(shape)} dense takes "
                 f"{size:,.0f} MiB",
                 stacklevel=2,
             )
@@ -136,7 +159,7 @@ class IndexedSlices:
     def shaped_as(self, aval: Any) -> IndexedSlices:
         """The same slices, of the shape of an array of this type if they know none and fit."""
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
-        return self if known else _make(self.values, self.indices, tuple(aval.shape))
+        return self if known else _make(self.values, self._rows, tuple(aval.shape))
 
     def _added_to(self, array: Any) -> Any:
         return jnp.asarray(array).at[self.indices].add(self.values, mode="drop")
@@ -144,12 +167,18 @@ class IndexedSlices:
     def _known_shape(self) -> tuple[int, ...]:
         if self.dense_shape is None:
             raise ValueError(
-                f"{self!r} does not know the shape of the array that it stands for: make it with "
-                "dense_shape=..."
+                f"{self!r} does not know the shape of the array that it stands for, "
+                "[rows, ...]: give it as IndexedSlices(slices.values, slices.indices, "
+                "dense_shape=table.shape)"
             )
         return self.dense_shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if _jax.is_tracer(self.values) or _jax.is_tracer(self._rows):
+            raise TypeError(
+                f"{self!r} is traced, and an array of NumPy has its values: write .to_dense() for "
+                "an array of JAX"
+            )
         return np.asarray(self.to_dense(), dtype)
 
     # --------------------------------------------------------------------------------- arithmetic
@@ -176,7 +205,7 @@ class IndexedSlices:
         place = jnp.cumsum(is_first) - 1
         return _make(
             jnp.zeros_like(values).at[place].add(values),
-            jnp.full_like(indices, rows).at[place].set(indices),
+            opaque(jnp.full_like(indices, rows).at[place].set(indices)),
             self.dense_shape,
         )
 
@@ -192,7 +221,7 @@ class IndexedSlices:
                 raise TypeError(f"cannot add {self!r} and {other!r}: of another dtype")
             return _make(
                 jnp.concatenate([self.values, other.values]),
-                jnp.concatenate([self.indices, other.indices]),
+                opaque(jnp.concatenate([self.indices, other.indices])),
                 self.dense_shape,
             )
         if type(other) is int and other == 0:  # what `sum` starts from
@@ -214,42 +243,42 @@ class IndexedSlices:
         return -self + other
 
     def __neg__(self) -> IndexedSlices:
-        return _make(-self.values, self.indices, self.dense_shape)
+        return _make(-self.values, self._rows, self.dense_shape)
 
     def __mul__(self, number: Any) -> IndexedSlices:
         """Scaled by a number, or by an array of shape ``[]``."""
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values * number, self.indices, self.dense_shape)
+        return _make(self.values * number, self._rows, self.dense_shape)
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> IndexedSlices:
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values / number, self.indices, self.dense_shape)
+        return _make(self.values / number, self._rows, self.dense_shape)
 
 
-def _make(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
+def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
     """Slices of what is known to fit, or of whatever JAX puts in the place of arrays."""
     new = object.__new__(IndexedSlices)
-    new.values, new.indices, new.dense_shape = values, indices, dense_shape
+    new.values, new._rows, new.dense_shape = values, rows, dense_shape
     return new
 
 
 def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], Any]:
-    return (slices.values, slices.indices), slices.dense_shape
+    return (slices.values, slices._rows), slices.dense_shape
 
 
 def _flatten_with_keys(slices: IndexedSlices) -> tuple[Any, Any]:
     key = jax.tree_util.GetAttrKey
-    children = ((key("values"), slices.values), (key("indices"), slices.indices))
+    children = ((key("values"), slices.values), (key("indices"), slices._rows))
     return children, slices.dense_shape
 
 
 def _unflatten(dense_shape: tuple[int, ...] | None, children: Any) -> IndexedSlices:
-    values, indices = children
-    return _make(values, indices, dense_shape)
+    values, rows = children
+    return _make(values, rows, dense_shape)
 
 
 jax.tree_util.register_pytree_with_keys(IndexedSlices, _flatten_with_keys, _unflatten, _flatten)
@@ -355,8 +384,10 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
             )
     unique = slices.deduplicated()
 
+    indices = unique.indices
+
     def read(leaf: Any) -> Any:
-        return leaf.at[unique.indices].get(mode="clip")
+        return leaf.at[indices].get(mode="clip")
 
     def written(leaf: Any, old: Any, new: Any) -> Any:
         if jnp.shape(new) != jnp.shape(old):
@@ -364,7 +395,7 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
                 f"the function of apply_rows returned {list(jnp.shape(new))} for rows of the shape "
                 f"{list(jnp.shape(old))}"
             )
-        return leaf.at[unique.indices].set(new, mode="drop")
+        return leaf.at[indices].set(new, mode="drop")
 
     rows = jax.tree.map(read, table)
     return jax.tree.map(written, table, rows, fn(rows, unique.values))

@@ -71,22 +71,31 @@ def call_with_slices(
 ) -> tuple[Any, list[Any]]:
     """Calls a function that returns ``(values, gradients)``; the gradients may be slices then.
 
-    It is traced, and so takes what `jax.jit` takes. It may read Variables as if it were not.
+    It is traced, and so takes what `jax.jit` takes. It may read Variables as if it were not, and
+    what is not computed from the leaves may be anything among the values, which is handed on.
     """
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     variables = ReadsOutside()
+    returned: Any = None
 
     # Under a new identity: JAX remembers traces by that of the function.
-    def listened(leaves: list[Any]) -> tuple[Any, list[Any]]:
+    def listened(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        nonlocal returned
         with variables.around():
-            return fun(leaves)
+            values, gradients = fun(leaves)
+        returned = jax.tree.map(lambda leaf: _COMPUTED if _jax.is_tracer(leaf) else leaf, values)
+        return list(filter(_jax.is_tracer, jax.tree.leaves(values))), gradients
 
-    program, shapes = jax.make_jaxpr(listened, return_shape=True)(leaves)
-    values, gradients = shapes
-    count = len(jax.tree.leaves(values))
-    flags = [i >= count for i in range(count + len(gradients))]
+    program = jax.make_jaxpr(listened)(leaves)
+    count = sum(leaf is _COMPUTED for leaf in jax.tree.leaves(returned))
+    flags = [i >= count for i in range(len(program.out_avals))]
     flat = with_slices(program, flags)(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(values), flat[:count]), flat[count:]
+    computed = iter(flat[:count])
+    values = jax.tree.map(lambda leaf: next(computed) if leaf is _COMPUTED else leaf, returned)
+    return values, flat[count:]
+
+
+_COMPUTED = object()  # what the program gives, in a tree of what the function returned
 
 
 # ---------------------------------------------------------------------------- programs as entered
