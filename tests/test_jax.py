@@ -144,9 +144,10 @@ def test_functions_and_arguments_of_a_program_have_names():
         return params["w"] * x
 
     program = jax.make_jaxpr(loss)({"w": 1.0}, 2.0)
-    assert _jax.function_name(program) == "loss"
-    assert _jax.function_source(program).endswith(f"{__file__}:{loss.__code__.co_firstlineno}")
-    assert _jax.argument_names(program) == ("params['w']", "x")
+    function = _jax.function_of(program)
+    assert function.name == "loss"
+    assert function.source.endswith(f"{__file__}:{loss.__code__.co_firstlineno}")
+    assert function.arguments == ("params['w']", "x")
 
 
 def test_types_print_with_their_weakness():

@@ -37,6 +37,7 @@ from tracegrad._jax.programs import STOP_GRADIENT as STOP_GRADIENT
 from tracegrad._jax.programs import WHILE as WHILE
 from tracegrad._jax.programs import abstract_eval as abstract_eval
 from tracegrad._jax.programs import bind as bind
+from tracegrad._jax.programs import bind_under as bind_under
 from tracegrad._jax.programs import calls_host as calls_host
 from tracegrad._jax.programs import constants_of as constants_of
 from tracegrad._jax.programs import equation_context as equation_context
@@ -51,14 +52,12 @@ from tracegrad._jax.programs import runs_compiled as runs_compiled
 from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
 from tracegrad._jax.programs import without_folders as without_folders
 from tracegrad._jax.provenance import Around as Around
-from tracegrad._jax.provenance import argument_names as argument_names
 from tracegrad._jax.provenance import around as around
 from tracegrad._jax.provenance import current_source_info as current_source_info
 from tracegrad._jax.provenance import filters_tracebacks as filters_tracebacks
 from tracegrad._jax.provenance import frame_positions as frame_positions
 from tracegrad._jax.provenance import frames as frames
-from tracegrad._jax.provenance import function_name as function_name
-from tracegrad._jax.provenance import function_source as function_source
+from tracegrad._jax.provenance import function_of as function_of
 from tracegrad._jax.provenance import hide_frames as hide_frames
 from tracegrad._jax.provenance import name_stack as name_stack
 from tracegrad._jax.provenance import user_context as user_context

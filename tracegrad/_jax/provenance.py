@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -56,19 +56,23 @@ _Transformation = type(source_info_util.new_name_stack().transform("jvp").stack[
 current_source_info: Callable[[], Any] = source_info_util.current
 
 
-def function_name(program: Any) -> str:
-    """The name of the Python function that a program was traced from."""
-    return str(opened(program).debug_info.func_name)
+class TracedFrom(NamedTuple):
+    """The Python function that a program was traced from.
+
+    `name` and `source` say which (``relu at /usr/lib/.../functions.py:71``), `arguments` are the
+    names of its arguments with their pytree paths (``params['w']``), one per input; () if unknown.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
 
 
-def function_source(program: Any) -> str:
-    """That function and where it stands: ``relu at /usr/lib/.../functions.py:71``."""
-    return str(opened(program).debug_info.func_src_info or "")
-
-
-def argument_names(program: Any) -> tuple[str, ...]:
-    """Argument names with their pytree paths (``params['w']``), one per input; () if unknown."""
-    return tuple(str(name) for name in opened(program).debug_info.arg_names or ())
+def function_of(program: Any) -> TracedFrom:
+    """The function that a program was traced from."""
+    told = opened(program).debug_info
+    arguments = tuple(str(name) for name in told.arg_names or ())
+    return TracedFrom(str(told.func_name), str(told.func_src_info or ""), arguments)
 
 
 def hide_frames(directory: str) -> None:

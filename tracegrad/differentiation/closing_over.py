@@ -17,7 +17,6 @@ import jax
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, RegionNode, Source
-from tracegrad.lowering import Lowering
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tracing.importer import lone_node, sub_programs
@@ -50,7 +49,7 @@ class _Checking(ForwardingTrace):
         if node is None:
             return self.parent_trace.process_primitive(primitive, args, params)
         with _jax.set_current_trace(self.parent_trace):
-            results = evaluate_node(node, list(args), Lowering())
+            results = evaluate_node(node, args)
             return results if primitive.multiple_results else results[0]
 
     def run_rule(

@@ -12,7 +12,6 @@ zeros, or the same whatever the cotangent is: an auxiliary loss is added to a mo
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.ir import Apply, CustomGradient, Graph, Node, StopGradient
 from tracegrad.ir.dependence import (
     ARRAY,
@@ -32,7 +32,7 @@ from tracegrad.ir.dependence import (
     node_dependence,
     spread,
 )
-from tracegrad.lowering import Lowering, evaluate_node
+from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.lowering.returned import returned_gradients, written_tangents
 from tracegrad.tracing.importer import import_program
@@ -64,7 +64,6 @@ def _sources(graph: Graph) -> Masks:
     return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
 def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
     return is_reference(aval) or _jax.has_gradient(aval)
@@ -99,8 +98,7 @@ class Walk:
                 return entered[0]
         reached = tuple(mask != 0 for mask in ins)
         rows = self.vjp_rows(node, reached)
-        carried = ([m for i, m in enumerate(ins) if row >> i & 1] for row in rows)
-        return [functools.reduce(operator.or_, masks, 0) for masks in carried]
+        return [joined(m for i, m in enumerate(ins) if row >> i & 1) for row in rows]
 
     def region(self, graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
@@ -214,10 +212,10 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
     """A node as it is now: its parameters hold regions and rules as they were before any edit."""
-    return lambda operands: evaluate_node(node, list(operands), Lowering())
+    return lambda operands: evaluate_node(node, operands)
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@cached(_REMEMBERED)
 def _remembered_rows(
     primitive: Any,
     params: Params,

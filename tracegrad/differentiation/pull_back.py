@@ -17,10 +17,9 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
 from tracegrad.ir.dependence import joined
-from tracegrad.lowering import Lowering
-from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.lowering import evaluate_node, read
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
 Aggregation = Callable[[Sequence[Any]], Any]
@@ -148,13 +147,13 @@ def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int
 def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    args = [v.value if isinstance(v, Literal) else values[v] for v in node.inputs]
+    args = read(node.inputs, values)
     # Results without a cotangent are left out, not given zeros: a rule on the way to such a result
     # alone is then not called. It may return a gradient whatever its cotangent is.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
 
     def run(operands: list[Any]) -> list[Any]:
-        results = evaluate_node(node, operands, Lowering())
+        results = evaluate_node(node, operands)
         return [results[i] for i in given]
 
     bound = _jax.of_some(run, args, active)

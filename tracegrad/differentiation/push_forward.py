@@ -16,7 +16,7 @@ import jax.extend
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
 from tracegrad.ir.dependence import Masks, dependence, enter, is_reference, joined, spread
-from tracegrad.lowering import Lowering, evaluate
+from tracegrad.lowering import evaluate
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing.importer import import_program
 
@@ -46,9 +46,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     function = with_forward_mode(graph)
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        along = _jax.of_some(
-            lambda operands: evaluate(function, operands, Lowering()), args, active
-        )
+        along = _jax.of_some(lambda operands: evaluate(function, operands), args, active)
         _, found = jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 
@@ -62,7 +60,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
         quiet = _without_past_effects(imported, len(types))
 
         def run(*operands: Any) -> list[Any]:
-            return evaluate(quiet, operands, Lowering())
+            return evaluate(quiet, operands)
 
     def connected_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         found = run(*args, *tangents)

@@ -26,7 +26,7 @@ from tracegrad.insight.grad_check import Checked
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import is_own_file, origin_of_function
-from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.lowering import evaluate, evaluate_node
 
 
 def check_rules(
@@ -112,10 +112,10 @@ def _check_rule(
     ]
 
     def primal(given: Sequence[Any]) -> list[Any]:
-        return evaluate(node.primal, given, Lowering())
+        return evaluate(node.primal, given)
 
     def with_rule(given: Sequence[Any]) -> list[Any]:
-        return evaluate_node(node, list(given), Lowering())
+        return evaluate_node(node, given)
 
     compiled = jax.jit(primal)
     for step in dict.fromkeys((first, last)):

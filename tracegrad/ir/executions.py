@@ -5,7 +5,6 @@ The operations of one execution are told from those of the next by the Python fr
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from abc import abstractmethod
@@ -181,7 +180,6 @@ class CallOf(_ByFrame):
         return f"match.call({', '.join(map(repr, self.patterns_))})"
 
 
-@functools.lru_cache(maxsize=16384)
 def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
     names = {qualname, _short(qualname), qualname.rsplit(".", 1)[-1]}
     return any(fits_any(name, patterns) for name in names)

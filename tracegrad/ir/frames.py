@@ -7,12 +7,12 @@ instruction tells the first apart, and whether instructions jump back to before 
 from __future__ import annotations
 
 import dis
-import functools
 from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import origin_of_function
 
@@ -102,14 +102,14 @@ def loops_between(back: Frame, ahead: Frame) -> bool:
     return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """The first and last instruction of each loop."""
     jumps = (i for i in dis.get_instructions(code) if "BACKWARD" in i.opname)
     return tuple((int(i.argval), i.offset) for i in jumps if isinstance(i.argval, int))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def _lines(code: CodeType) -> dict[int, int]:
     lines: dict[int, int] = {}
     for start, end, line in code.co_lines():

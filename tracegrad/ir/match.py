@@ -24,12 +24,12 @@ The idea of selecting by name is that of TensorFlow's ``gradient_override_map``,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from tracegrad._jax.caches import cached
 from tracegrad.ir.executions import CallOf, SourceOf
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
@@ -210,7 +210,7 @@ class _Scope(Grouping):
         return f"match.scope({', '.join(map(repr, self.patterns_))})"
 
 
-@functools.lru_cache(maxsize=16384)
+@cached(16384)
 def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:
     """After how many components a pattern is first fulfilled; None if it never is."""
     anchored = pattern.startswith("/")

@@ -9,7 +9,6 @@ the call.
 
 from __future__ import annotations
 
-import functools
 import os.path
 import re
 import sys
@@ -25,6 +24,7 @@ import jax
 import jaxlib
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.ir import scopes
 from tracegrad.ir.nodes import Node
 
@@ -217,7 +217,7 @@ def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     return stack
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def origin_of_function(function_source: str) -> Origin | None:
     """What `Graph.function_source` says: ``f at /path/file.py:12``. None if that is no place."""
     match = re.fullmatch(r"(.+?) at (.+):(\d+)", function_source)
@@ -277,7 +277,7 @@ def is_jaxs_file(file: str) -> bool:
     return file.startswith(_JAX)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def _owner(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""
     if file.startswith((_PACKAGE, *_JAX)):

@@ -8,8 +8,9 @@ that it made; the others go to `regions`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
@@ -38,38 +39,60 @@ class Lowering:
         return not closes_over(graph, self.closing_over)
 
 
-def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering) -> list[Any]:
+def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering | None = None) -> list[Any]:
     """Runs or traces a graph on flat arguments; returns its flat outputs."""
+    lowering = lowering or Lowering()
     if lowering.keeps(graph):
         return _jax.eval_program(graph.program, args)
+
+    def on_node(node: Node, operands: list[Any]) -> list[Any]:
+        return evaluate_node(node, operands, lowering)
+
+    return read(graph.outputs, run_nodes(graph, args, on_node, _last_uses(graph)))
+
+
+def run_nodes(
+    graph: Graph,
+    args: Sequence[Any],
+    on_node: Callable[[Node, list[Any]], Sequence[Any]],
+    freed: Mapping[Node, Sequence[Value]] = MappingProxyType({}),
+) -> dict[Value, Any]:
+    """Runs the nodes of a graph in order; returns what its values are.
+
+    Args:
+      graph: whose inputs are `args`.
+      on_node: gives the results of a node on its operands.
+      freed: the values that are given up after a node.
+    """
     values: dict[Value, Any] = dict(graph.constants)
     values.update(zip(graph.inputs, args, strict=True))
-
-    def read(value: Value | Literal) -> Any:
-        return value.value if isinstance(value, Literal) else values[value]
-
-    last_use = _last_uses(graph)
     for node in graph.nodes:
-        results = evaluate_node(node, [read(value) for value in node.inputs], lowering)
-        values.update(zip(node.outputs, results, strict=True))
-        for value in last_use.get(node, ()):
+        values.update(zip(node.outputs, on_node(node, read(node.inputs, values)), strict=True))
+        for value in freed.get(node, ()):
             del values[value]
-    return [read(value) for value in graph.outputs]
+    return values
 
 
-def evaluate_node(node: Node, args: list[Any], lowering: Lowering) -> list[Any]:
+def read(wanted: Sequence[Value | Literal], values: Mapping[Value, Any]) -> list[Any]:
+    """What some values are, and what literals say."""
+    return [v.value if isinstance(v, Literal) else values[v] for v in wanted]
+
+
+def evaluate_node(node: Node, args: Sequence[Any], lowering: Lowering | None = None) -> list[Any]:
     """The results of one node on `args`, under its own scope, source line and settings."""
-    assert node.source is not None
+    lowering = lowering or Lowering()
+    source = node.source
+    assert source is not None
     try:
-        with _jax.equation_context(node.source.info, node.source.settings):
-            if not isinstance(node, RegionNode):
-                return _jax.bind(node.primitive, args, node.params)
+        if not isinstance(node, RegionNode):
+            return _jax.bind_under(source.info, source.settings, node.primitive, args, node.params)
+        with _jax.equation_context(source.info, source.settings):
             if isinstance(node, CustomGradient):
                 args = refuse_derivatives(node, args)
             unchanged = not (node.is_new or node.replaced)
             if unchanged and all(map(lowering.keeps, node._regions.values())):
                 return _jax.bind(node.primitive, args, node.params)
-            return regions.bind(node, args, lowering, evaluate)
+            return regions.bind(node, list(args), lowering, evaluate)
     except Exception as error:
         # The innermost node only: a caller's node adds nothing that the traceback lacks.
         if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):

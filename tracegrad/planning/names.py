@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Value
-from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
 from tracegrad.tracing.importer import trace_jvp
 
@@ -64,7 +63,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     """The function of a node with names for its results, wherever they are read."""
 
     def run(*args: Any) -> list[Any]:
-        return evaluate_node(node, list(args), Lowering())
+        return evaluate_node(node, args)
 
     def original(*args: Any) -> list[Any]:
         return [_naming(name)(result) for result, name in zip(run(*args), names, strict=True)]
@@ -82,7 +81,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
                 _name(graph, value.producer, [value], [name])
-        found = evaluate(graph, [*primals, *(tangents[i] for i in moving)], Lowering())
+        found = evaluate(graph, [*primals, *(tangents[i] for i in moving)])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)
 

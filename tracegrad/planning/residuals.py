@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence, RegionNode, operations
-from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.planning.flops import elements
 
@@ -101,9 +100,7 @@ class NodeResiduals:
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
-        bound = _jax.of_some(
-            lambda operands: evaluate_node(node, operands, Lowering()), args, active
-        )
+        bound = _jax.of_some(lambda operands: evaluate_node(node, operands), args, active)
         results, vjp = jax.vjp(bound, *(args[i] for i in active))
         if node.regions:  # a loop shows only now that it cannot be run backwards
             jax.eval_shape(

@@ -60,12 +60,14 @@ def matches_of(
       GraphError: one lies in a custom gradient or, about gradients, in code that JAX has
         differentiated already.
     """
-    found = where.look(graph).matches
-    matches = [match for match in found if not (gradients and is_under_rules(match))]
-    for match in matches:
-        if gradients:
+    matches = where.look(graph).matches
+    if gradients:
+        matches = [match for match in matches if not is_under_rules(match)]
+        for match in matches:
             refuse_differentiated(match, asked)
-        _refuse_inside_custom_gradient(match, asked)
+    for match in matches:
+        if match.path:
+            _refuse_inside_custom_gradient(match, asked)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches

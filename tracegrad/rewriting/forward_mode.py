@@ -21,7 +21,7 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import Path, origin_of_function
-from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.tracing.importer import import_program
 
@@ -85,10 +85,10 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     out_avals = [value.aval for value in node.outputs]
 
     def primal(*args: Any) -> list[Any]:
-        return evaluate(primal_region, args, Lowering())
+        return evaluate(primal_region, args)
 
     def original(*args: Any) -> list[Any]:
-        return evaluate_node(node, list(args), Lowering())
+        return evaluate_node(node, args)
 
     primal.__name__ = primal.__qualname__ = node.name
     rule = jax.custom_jvp(primal)
@@ -143,12 +143,12 @@ class _Passes:
 
     def forward(self, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results and the residuals."""
-        outs = evaluate(self.forward_graph, primals, Lowering())
+        outs = evaluate(self.forward_graph, primals)
         return outs[: self.result_count], outs[self.result_count :]
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the inputs that are differentiated."""
-        return evaluate(self.backward_graph, [*residuals, *cotangents], Lowering())
+        return evaluate(self.backward_graph, [*residuals, *cotangents])
 
     def transposed(
         self, residuals: Sequence[Any], outs: Sequence[Any], tangents: Sequence[Any]

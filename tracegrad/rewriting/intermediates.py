@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
-from tracegrad.lowering import Lowering, evaluate
+from tracegrad.lowering import evaluate
 from tracegrad.rewriting.edits import check_selector, matches_of, place_names
 from tracegrad.rewriting.threading import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
@@ -160,7 +160,7 @@ def _run(
 ) -> list[Any]:
     flat = jax.tree.leaves((args, kwargs))
     values = [variable.value for variable in program.variables]
-    return evaluate(program, [*flat, *values, *taps], Lowering())
+    return evaluate(program, [*flat, *values, *taps])
 
 
 def _assign(program: Graph, results: Sequence[Any]) -> None:

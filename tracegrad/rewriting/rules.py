@@ -30,7 +30,7 @@ from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
-from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.edits import (
     Edit,
     check_selector,
@@ -133,8 +133,8 @@ def override(
 
     def primal(*args: Any) -> list[Any]:
         if is_group:
-            return evaluate(node.region("jaxpr"), args, Lowering())
-        return evaluate_node(node, list(args), Lowering())
+            return evaluate(node.region("jaxpr"), args)
+        return evaluate_node(node, args)
 
     primal.__name__ = primal.__qualname__ = name or match.name
     params = {} if is_group else node.params

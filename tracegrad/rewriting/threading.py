@@ -18,7 +18,7 @@ from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, RegionN
 from tracegrad.ir.dependence import is_reference
 from tracegrad.ir.graph import Tap
 from tracegrad.ir.occurrence import Path
-from tracegrad.lowering import Lowering, evaluate_node, has_jit_settings
+from tracegrad.lowering import evaluate_node, has_jit_settings
 from tracegrad.rewriting.edits import leaving, made_different, place_names
 
 
@@ -103,7 +103,7 @@ def with_steps(graph: Graph) -> tuple[Graph, list[Any]]:
         step = here.add_input(jax.core.ShapedArray((), jnp.dtype(bool)), "step")
 
         def run(*operands: Any) -> list[Any]:
-            return evaluate_node(node, list(operands), Lowering())
+            return evaluate_node(node, operands)
 
         def either(step: Any, *operands: Any) -> Any:
             return jax.lax.cond(step, run, lambda *operands: run(*operands), *operands)

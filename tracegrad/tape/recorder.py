@@ -502,9 +502,9 @@ class Recorder(ForwardingTrace):
         constants = int(params.get("num_consts", 0))
         if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
             raise ValueError(
-                f"the custom derivative of {_jax.function_name(params['call_jaxpr'])} closes over "
-                "an array that a tape watches: its rule cannot tell the derivative with respect to "
-                "it. Pass the array as an argument"
+                f"the custom derivative of {_jax.function_of(params['call_jaxpr']).name} closes "
+                "over an array that a tape watches: its rule cannot tell the derivative with "
+                "respect to it. Pass the array as an argument"
             )
         args = self._own_operands(primitive, args)
         if is_new:

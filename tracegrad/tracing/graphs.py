@@ -152,8 +152,9 @@ def trace_to_graph(
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
     if capture.read:
-        graph.function_source = _jax.function_source(program)
-        names = (*_jax.argument_names(program), *(variable.name for variable in capture.read))
+        function = _jax.function_of(program)
+        graph.function_source = function.source
+        names = (*function.arguments, *(variable.name for variable in capture.read))
         for value, name in zip(graph.inputs, names, strict=True):
             value.hint = name
     graph.variables = tuple(capture.read)

@@ -50,15 +50,14 @@ def _import(
 ) -> Graph:
     if id(program) in seen:  # alive as long as the root program, which holds it
         return seen[id(program)]
-    source = _jax.function_source(program)
+    function = _jax.function_of(program)
     open_form, constants = _jax.opened(program), _jax.constants_of(program)
-    names = _jax.argument_names(program)
-    graph = Graph(name or _jax.function_name(program), function_source=source)
+    graph = Graph(name or function.name, function_source=function.source)
     seen[id(program)] = graph
     values: dict[Any, Value] = {}
     for var, constant in zip(open_form.constvars, constants, strict=True):
         values[var] = graph.add_constant(constant, var.aval)
-    count = len(open_form.invars)
+    count, names = len(open_form.invars), function.arguments
     if len(names) != count:  # JAX does not know them: then as the caller calls its operands
         names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
     names = names if len(names) == count else ("",) * count

@@ -40,7 +40,7 @@ from tracegrad.ir.occurrence import (
     Origin,
     line_of_error,
 )
-from tracegrad.lowering import Lowering, evaluate_node
+from tracegrad.lowering import evaluate_node
 
 # Where a node stands, by numbers, so that it means the same in a graph that was traced anew: the
 # regions that lead to it, each by its node's number and its own name.
@@ -194,7 +194,7 @@ class MeasuredPass:
         self, node: Node, args: list[Any], kept: Kept, at: Steps, number: int
     ) -> list[Any]:
         if not is_entered(node):
-            return evaluate_node(node, args, Lowering())
+            return evaluate_node(node, args)
         if node.primitive is _jax.SCAN:
             results, carries = self._forward_scan(node, args, at, number)
             kept.inner[node] = args, carries
