@@ -122,9 +122,15 @@ class WeakCache(Generic[V]):
         entries[identity] = ref, value
         return value
 
-    def pop(self, owner: Any) -> None:
-        """Forgets `owner`."""
-        self._entries.pop(id(owner), None)
+    def forget(self, unwanted: Callable[[V], bool]) -> None:
+        """Forgets all of which the value is not wanted any more."""
+        for identity, (_, value) in list(self._entries.items()):
+            if unwanted(value):
+                self._entries.pop(identity, None)
+
+    def values(self) -> list[V]:
+        """What is remembered."""
+        return [value for _, value in list(self._entries.values())]
 
 
 def _drop_oldest(entries: dict[Any, Any]) -> None:

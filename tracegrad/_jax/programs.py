@@ -112,18 +112,36 @@ def abstract_eval(
     return list(types) if primitive.multiple_results else [types]
 
 
-def _plain_jit() -> Mapping[str, Any]:
+def _call_of_plain_jit() -> Any:
     with jax.disable_jit(False):
         program = jax.make_jaxpr(jax.jit(lambda x: x))(struct((), np.float32))
     (equation,) = opened(program).eqns
-    return {name: value for name, value in equation.params.items() if name != "jaxpr"}
+    return equation
 
+
+_CALL = in_a_new_thread(_call_of_plain_jit)
 
 # What belongs to a call of `jax.jit` without options, but for the program.
-_PLAIN_JIT = in_a_new_thread(_plain_jit)
+_PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "jaxpr"}
 
 # Takes out of the parameters of a jitted call all but the program.
 jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
+
+_SETTINGS = tuple(
+    [
+        name
+        for name in dir(type(_CALL.ctx))
+        if not name.startswith("_")
+        and name != "manager"
+        and not callable(getattr(type(_CALL.ctx), name))
+    ]
+)
+
+
+def settings_of(context: Any) -> list[Any]:
+    """The settings of JAX in an equation's `ctx`: mesh, compute type, random numbers."""
+    return [getattr(context, name, None) for name in _SETTINGS]
+
 
 # These change nothing about what a program computes from its arguments.
 _ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, scopes
 from tracegrad.ir.occurrence import Path, calling_line
 from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
-from tracegrad.tape.keys import Remembered
 from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
@@ -317,7 +317,7 @@ def _times_differentiated() -> int:
 
 
 # Edited programs of calls, and what they were made of, which keeps its identity.
-_edited = Remembered(256)
+_edited: Cache[Any, Any] = Cache(256)
 
 
 def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -8,10 +8,8 @@ parameters), and takes the fast one for a function that stays the same object.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ import jax.extend
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import WeakCache, of_program, when_clearing
 from tracegrad.differentiation.closing_over import has_closed_over
 from tracegrad.ir import CustomGradient
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -150,17 +149,11 @@ def is_run_once(primitive: Any, params: Mapping[str, Any]) -> bool:
     return primitive in _RUN_ONCE or any(_runs_once(program) for _, program in sub_programs(params))
 
 
-_known_once: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
+@of_program
 def _runs_once(program: Any) -> bool:
-    known = _known_once.get(program)
-    if known is None:
-        known = _known_once[program] = any(
-            is_run_once(equation.primitive, equation.params)
-            for equation in _jax.opened(program).eqns
-        )
-    return known
+    return any(
+        is_run_once(equation.primitive, equation.params) for equation in _jax.opened(program).eqns
+    )
 
 
 # Their results are worth keeping for the backward pass.
@@ -267,11 +260,19 @@ def _clean_up() -> None:
             for key, computation in list(table.items()):
                 if not computation.is_used:
                     table.pop(key, None)
-        for identity, call in list(_calls.items()):  # each holds its program, or one like it
-            if not call.computation.is_used:
-                _calls.pop(identity, None)
+        # Each holds its program, or one like it.
+        _calls.forget(lambda call: not call.computation.is_used)
         for computation in (*_known.values(), *(call.computation for call in _calls.values())):
             computation.is_used = False
+    for forget in _forgetting:
+        forget()
+
+
+@when_clearing
+def _forget_all() -> None:
+    with _lock:
+        for table in (_by_values, _known):
+            table.clear()
     for forget in _forgetting:
         forget()
 
@@ -320,13 +321,12 @@ class JittedCall:
         )
 
 
-_calls: dict[int, JittedCall] = {}  # by the identity of programs, as long as they live
-_programs: dict[int, weakref.ref[Any]] = {}
+_calls: WeakCache[JittedCall] = WeakCache()  # of programs
 
 
 def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:
     """The call of a jitted function with these parameters, if there was one before."""
-    known = _calls.get(id(params["jaxpr"]))
+    known = _calls.get(params["jaxpr"])
     if known is None or known.settings != jit_settings(params):
         return None
     return known
@@ -334,23 +334,8 @@ def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:
 
 def new_jitted_call(params: Mapping[str, Any]) -> JittedCall:
     """That of another function, for the next time."""
-    program = params["jaxpr"]
-    identity = id(program)
     call = JittedCall(without_donation(params), jit_settings(params))
-    if call.has_tracers:
-        return call
-    if identity not in _programs:
-        _programs[identity] = weakref.ref(program, functools.partial(_forget_call, identity))
-    _calls[identity] = call
-    return call
-
-
-def _forget_call(
-    identity: int, _: Any, calls: dict[int, Any] = _calls, programs: dict[int, Any] = _programs
-) -> None:
-    # The tables are arguments since at the end of the process modules are emptied before programs.
-    calls.pop(identity, None)
-    programs.pop(identity, None)
+    return call if call.has_tracers else _calls.put(params["jaxpr"], call)
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:

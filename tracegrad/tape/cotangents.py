@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.tape.backward import Traced, sum_of_known, trace_backward
-from tracegrad.tape.keys import Remembered, Structure
+from tracegrad.tape.keys import Structure
 from tracegrad.tape.record import ON_VALUES, Block, Operation, Record, block_between, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.in_force import rules_in_force
@@ -115,7 +116,7 @@ class _Ready(NamedTuple):
     slots: tuple[int, ...]
 
 
-_programs = Remembered(256)
+_programs: Cache[Any, _Compiled] = Cache(256)
 
 
 def cotangents(
@@ -187,8 +188,8 @@ def _compiled(
     programs = record.step.programs if piece is None else piece.programs
     placed = programs.get(here)
     if placed is not None:
-        known = placed.compiled()
-        if known is not None and _programs.get(known.key) is known:
+        known: _Compiled | None = placed.compiled()
+        if known is not None and known is _programs.get(known.key):
             return _Ready(known.run, known.connected, placed.slots)
     operations = record.operations()
     if piece is not None:

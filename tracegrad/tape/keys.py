@@ -6,11 +6,7 @@ parameters) counts by identity, and is held by the key, so that the identity sta
 
 from __future__ import annotations
 
-import functools
 import operator
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -20,6 +16,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import WeakCache, of_program
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.tracing.importer import lone_node, sub_programs
 
@@ -59,10 +56,6 @@ class _ById:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ById) and self._value is other._value
-
-
-Keys = weakref.WeakKeyDictionary[Any, Structure]
-_known: tuple[Keys, Keys] = (weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary())
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,24 +101,30 @@ def _jit_key(params: Mapping[str, Any]) -> Structure:
     if known is not None and all(map(operator.is_, known[0], settings)):
         return known[1]
     key = Structure((program_key(program), *(_value_key(value, EXACT) for value in settings)))
-    _jit_keys[program] = settings, key
+    _jit_keys.put(program, (settings, key))
     return key
 
 
-_jit_keys: weakref.WeakKeyDictionary[Any, tuple[list[Any], Structure]] = weakref.WeakKeyDictionary()
+_jit_keys: WeakCache[tuple[list[Any], Structure]] = WeakCache()  # of programs
 
 
 def program_key(program: Any, within: Within | None = EXACT) -> Structure:
     """A key equal for programs of the same operations on the same constants (by identity)."""
-    if within is not None and within.rules:
-        if has_rules(program):
-            return Structure(_parts(program, within))
-        within = EXACT
-    known = _known[within is AS_RUN]
-    key = known.get(program)
-    if key is None:
-        key = known[program] = Structure(_parts(program, within))
-    return key
+    if within is AS_RUN:
+        return _key_as_run(program)
+    if within.rules and has_rules(program):
+        return Structure(_parts(program, within))
+    return _exact_key(program)
+
+
+@of_program
+def _key_as_run(program: Any) -> Structure:
+    return Structure(_parts(program, AS_RUN))
+
+
+@of_program
+def _exact_key(program: Any) -> Structure:
+    return Structure(_parts(program, EXACT))
 
 
 # ------------------------------------------------------------------------------------------ rules
@@ -206,20 +205,15 @@ def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
     return primitive, functions, around, program_key(params["call_jaxpr"]), params["num_consts"]
 
 
+@of_program
 def has_rules(program: Any) -> bool:
     """Whether a function with a derivative of its own is anywhere in a program."""
-    known = _with_rules.get(program)
-    if known is None:
-        known = _with_rules[program] = any(
-            equation.primitive in RULES
-            or "bwd" in equation.params
-            or any(has_rules(inner) for _, inner in sub_programs(equation.params))
-            for equation in _jax.opened(program).eqns
-        )
-    return known
-
-
-_with_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+    return any(
+        equation.primitive in RULES
+        or "bwd" in equation.params
+        or any(has_rules(inner) for _, inner in sub_programs(equation.params))
+        for equation in _jax.opened(program).eqns
+    )
 
 
 class MadeOf(NamedTuple):
@@ -237,12 +231,9 @@ class MadeOf(NamedTuple):
     settings: tuple[Any, ...]
 
 
-_made_of: weakref.WeakKeyDictionary[Any, MadeOf] = weakref.WeakKeyDictionary()
-
-
 def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
     """Tells what a rule, known by its backward function, was made of."""
-    _made_of[backward] = parts
+    backward.made_of = parts  # type: ignore[attr-defined]
 
 
 def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
@@ -250,8 +241,8 @@ def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
     if "bwd" not in params:
         return None
     backward, around = _jax.rule_and_what_is_around(params["bwd"])
-    parts = _made_of.get(backward) if isinstance(backward, FunctionType) else None
-    return None if parts is None else (parts, around)
+    parts = getattr(backward, "made_of", None) if isinstance(backward, FunctionType) else None
+    return (parts, around) if isinstance(parts, MadeOf) else None
 
 
 # Of the parameters of a rule in a program: what its backward function tells of.
@@ -330,14 +321,7 @@ def _parts(program: Any, within: Within | None) -> Any:
 
 def _settings_key(settings: Any) -> Any:
     """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
-    values = (getattr(settings, name, None) for name in _setting_names(settings.__class__))
-    return tuple(_value_key(value, EXACT) for value in values)
-
-
-@functools.cache
-def _setting_names(kind: type) -> tuple[str, ...]:
-    names = (name for name in dir(kind) if not name.startswith("_") and name != "manager")
-    return tuple(name for name in names if not callable(getattr(kind, name)))
+    return tuple([_value_key(value, EXACT) for value in _jax.settings_of(settings)])
 
 
 # ---------------------------------------------------------------------------- JAX's own functions
@@ -346,15 +330,12 @@ def _setting_names(kind: type) -> tuple[str, ...]:
 def is_jaxs_own(function: Any) -> bool:
     """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
     that its identity tells what it does."""
-    if not _is_from_jax(function):  # and perhaps not hashable
-        return False
-    known = _known_own.get(function)
-    if known is None:
-        known = _known_own[function] = _is_jaxs_own(function, depth=6)
-    return known
+    return _is_from_jax(function) and _is_jaxs_own_function(function)
 
 
-_known_own: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+@of_program
+def _is_jaxs_own_function(function: Any) -> bool:
+    return _is_jaxs_own(function, depth=6)
 
 
 def _is_jaxs_own(value: Any, depth: int) -> bool:
@@ -388,27 +369,3 @@ _settings = operator.attrgetter(
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
 )
-
-
-# ----------------------------------------------------------------------------- what is remembered
-
-
-class Remembered:
-    """The latest of what was put into it, for all threads."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Any, Any] = OrderedDict()
-
-    def get(self, key: Any) -> Any:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Any, value: Any) -> None:
-        with self._lock:
-            self._values[key] = value
-            if len(self._values) > self._limit:
-                self._values.popitem(last=False)

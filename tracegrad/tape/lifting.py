@@ -6,7 +6,6 @@ silently have none.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import WeakCache, of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
@@ -30,34 +30,23 @@ def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
     return tuple(found.values()) if found else ()
 
 
-# A program holds its constants as long as it lives, so they can be remembered with it.
-_known_constants: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-
-
+@of_program
 def constants_below(program: Any) -> tuple[Any, ...]:
     """The arrays among the constants of a program and of those in it, each once."""
-    known = _known_constants.get(program)
-    if known is None:
-        found = [c for c in _jax.constants_of(program) if isinstance(c, jax.Array)]
-        for equation in _jax.opened(program).eqns:
-            found += captured_arrays(equation.params)
-        known = _known_constants[program] = tuple({id(array): array for array in found}.values())
-    return known
+    found = [c for c in _jax.constants_of(program) if isinstance(c, jax.Array)]
+    for equation in _jax.opened(program).eqns:
+        found += captured_arrays(equation.params)
+    return tuple({id(array): array for array in found}.values())
 
 
+@of_program
 def numpy_constants_below(program: Any) -> tuple[Any, ...]:
     """The NumPy arrays among the constants of a program and of those in it, each once."""
-    known = _known_numpy.get(program)
-    if known is None:
-        found = [c for c in _jax.constants_of(program) if isinstance(c, np.ndarray)]
-        for equation in _jax.opened(program).eqns:
-            for _, inner in sub_programs(equation.params):
-                found += numpy_constants_below(inner)
-        known = _known_numpy[program] = tuple({id(array): array for array in found}.values())
-    return known
-
-
-_known_numpy: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+    found = [c for c in _jax.constants_of(program) if isinstance(c, np.ndarray)]
+    for equation in _jax.opened(program).eqns:
+        for _, inner in sub_programs(equation.params):
+            found += numpy_constants_below(inner)
+    return tuple({id(array): array for array in found}.values())
 
 
 def lift(
@@ -75,13 +64,13 @@ def lift(
         tuple(map(_jax.type_key, args)),
     )
     # Remembered with a program, which holds the captured arrays, so that their identities are good.
-    known = _lifted.setdefault(first, {})
+    known = _lifted.get(first) or _lifted.put(first, {})
     if key not in known:
         known[key] = lift_anew(primitive, params, captured, args)
     return known[key]
 
 
-_lifted: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_lifted: WeakCache[dict[Any, dict[str, Any]]] = WeakCache()  # of programs
 
 
 def lift_anew(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Source, Value
@@ -31,7 +32,7 @@ from tracegrad.rewriting.host_calls import (
 from tracegrad.rewriting.threading import with_steps
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence, silence_in
-from tracegrad.tape.keys import RULES, Remembered, has_rules
+from tracegrad.tape.keys import RULES, has_rules
 from tracegrad.tracing.importer import import_program, make_node
 
 # As many derivatives as are taken of one another get what they need from the forward pass; a
@@ -209,7 +210,7 @@ def _silent(node: Node) -> Node:
     return node
 
 
-_known = Remembered(256)
+_known: Cache[Any, Any] = Cache(256)
 
 
 def linearised(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -33,7 +34,7 @@ from tracegrad.tape.computations import (
 )
 from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import has_effects, reads_the_host
-from tracegrad.tape.keys import Remembered, is_jaxs_own, settings_now
+from tracegrad.tape.keys import is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
 from tracegrad.tape.record import ON_VALUES, Record, Rule
@@ -575,7 +576,7 @@ class _OwnRule:
             self.lone = rule_computation(call.primitive, call.params)
 
 
-_own_rules = Remembered(1024)
+_own_rules: Cache[Any, Any] = Cache(1024)
 
 
 def _own_rule_key(

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.tape.computations import Computation, when_forgetting
 
 
@@ -89,8 +90,8 @@ when_forgetting(begin_anew)  # structures hold computations
 # -------------------------------------------------------------------------------------- types
 
 _TYPES = 4096
-_numbers: dict[Any, int] = {}
-_by_aval: dict[int, tuple[Any, int]] = {}  # holds the type, so that its identity stays its own
+_numbers: Cache[Any, int] = Cache(_TYPES)
+_by_aval: Cache[int, tuple[Any, int]] = Cache(_TYPES)  # holds types: their identity stays theirs
 _count = itertools.count()
 
 
@@ -101,19 +102,13 @@ def type_number(value: Any) -> int:
         return _number(_jax.type_key(value))
     known = _by_aval.get(id(aval))
     if known is None:
-        if len(_by_aval) >= _TYPES:
-            _by_aval.clear()
-        known = _by_aval[id(aval)] = aval, _number(_jax.type_key(value))
+        known = _by_aval.put(id(aval), (aval, _number(_jax.type_key(value))))
     return known[1]
 
 
 def _number(key: Any) -> int:
     number = _numbers.get(key)
-    if number is None:
-        if len(_numbers) >= _TYPES:
-            _numbers.clear()
-        number = _numbers.setdefault(key, next(_count))
-    return number
+    return _numbers.put(key, next(_count)) if number is None else number
 
 
 def types_of(values: Sequence[Any]) -> list[Any]:

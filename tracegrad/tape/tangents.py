@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
 from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.keys import Remembered
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.importer import make_node
@@ -143,7 +143,7 @@ class Tangents(Record):
 
 # ----------------------------------------------------------------------------- compiled operations
 
-_programs = Remembered(1024)
+_programs: Cache[Any, Any] = Cache(1024)
 
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:

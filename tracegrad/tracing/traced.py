@@ -19,6 +19,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import WeakCache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
@@ -566,29 +567,28 @@ def trace(
 
 # ------------------------------------------------------------------------------------------ caches
 
-# By identity: functions that are equal (objects with an `__eq__`) may do different things, and one
-# may live on when the other is gone. So may rules, which the pipelines hold.
-_pipelines: dict[int, tuple[weakref.ref[Any], dict[Any, Pipeline]]] = {}
-_lock = threading.Lock()
+# Of functions; then by the identity of rules, which the pipelines hold.
+_pipelines: WeakCache[dict[Any, Pipeline]] = WeakCache()
+_MOST_RULES = 256  # that one function is traced with
+_lock = threading.RLock()  # a pipeline that is let go of here may run anything
 
 
 def _shared_pipeline(
     fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
 ) -> Pipeline:
     """One pipeline for all wrappers of a function with the same rules: they share its programs."""
-    identity = id(fun)
-    try:
-        hash(fun)  # what has none may change, and be traced again for that
-        # Its entry goes with it; by one step, for this can run at any time, with the lock held.
-        ref = weakref.ref(fun, lambda _: _pipelines.pop(identity, None) and None)
-    except TypeError:  # or cannot be held weakly
-        return Pipeline(fun, rules, static)
     if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
         return Pipeline(fun, rules, static)
     key = tuple(map(id, rules)), static
     with _lock:
-        _, known = _pipelines.setdefault(identity, (ref, {}))
+        try:
+            hash(fun)  # what has none may change, and be traced again for that
+            known = _pipelines.get(fun) or _pipelines.put(fun, {})
+        except TypeError:  # or cannot be held weakly
+            return Pipeline(fun, rules, static)
         if key not in known:
+            if len(known) >= _MOST_RULES:
+                known.clear()
             known[key] = Pipeline(fun, rules, static)
         return known[key]
 

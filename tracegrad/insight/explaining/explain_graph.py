@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.authors import is_jaxs_rule
@@ -23,7 +24,7 @@ from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, N
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
-from tracegrad.tape.keys import AS_RUN, Remembered, program_key, rule_keys
+from tracegrad.tape.keys import AS_RUN, program_key, rule_keys
 
 
 def explain_graph(
@@ -166,7 +167,7 @@ def _output_text(stat: np.ndarray[Any, Any]) -> str:
 # ------------------------------------------------------------------- programs that were seen before
 
 
-_programs = Remembered(32)
+_programs: Cache[Any, Any] = Cache(32)
 T = TypeVar("T")
 
 
