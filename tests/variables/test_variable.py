@@ -12,14 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tracegrad.tracing import trace
-from tracegrad.variables.variable import (
-    Variable,
-    assign_values,
-    listening,
-    start_listening,
-    stop_listening,
-    values_of,
-)
+from tracegrad.variables.listening import listening, start_listening, stop_listening
+from tracegrad.variables.trees import assign_values, values_of
+from tracegrad.variables.variable import Variable
 
 
 def test_it_has_the_type_of_its_value():

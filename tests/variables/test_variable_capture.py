@@ -22,7 +22,8 @@ import tracegrad as tg
 from tracegrad import _jax
 from tracegrad.lowering import to_callable
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.variable import Variable, listening
+from tracegrad.variables.listening import listening
+from tracegrad.variables.variable import Variable
 
 
 def address(v):
@@ -1089,6 +1090,37 @@ def test_a_host_function_may_run_a_step_of_its_own():
     )
     assert (float(look(1.0)), float(w[0])) == (63.0, 31.0)
     assert (float(look(1.0)), float(w[0])) == (93.0, 41.0)
+
+
+@pytest.mark.parametrize("size", [3, 300_000])  # large ones run on a thread of XLA's
+@pytest.mark.parametrize("how", ["assign", "step", "step that only assigns"])
+@pytest.mark.parametrize("kind", ["pure", "io", "debug"])
+def test_what_a_step_assigns_is_not_assigned_by_the_host_too(kind, how, size):
+    w = Variable(np.ones(size, np.float32))
+    assigns = {
+        "assign": lambda: w.assign(np.zeros(size, np.float32)),
+        "step": tg.trace(lambda: w.assign_add(w)),
+        "step that only assigns": tg.trace(lambda: w.assign(jnp.zeros(size))),
+    }[how]
+    assigns(), assigns()  # what it compiles it has compiled
+    w.assign(np.ones(size, np.float32))
+
+    def host(x):
+        assigns()
+        return np.asarray(x)
+
+    @tg.trace
+    def step(x):
+        w.assign(through_host(kind, host, w * x))
+
+    with pytest.raises(Exception, match="one of the two values would be lost"):
+        step(2.0)
+    seen = []
+    read = threading.Thread(target=lambda: seen.append(w.numpy()), daemon=True)
+    read.start()
+    read.join(20)
+    np.testing.assert_array_equal(seen[0], np.ones(size))  # and nobody waits for ever
+    assigns()  # outside of the step it may
 
 
 def test_whether_the_host_is_called_may_depend_on_the_arguments():

@@ -54,7 +54,8 @@ from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.tape.record import Rule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.reading import ReadsOutside, without_variables
+from tracegrad.variables.reading import ReadsOutside
+from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
 P = ParamSpec("P")

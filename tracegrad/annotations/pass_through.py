@@ -20,8 +20,9 @@ from tracegrad.annotations.custom_gradient import custom_gradient
 from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.wording import described
-from tracegrad.variables.reading import without_variables
-from tracegrad.variables.variable import Variable, listening
+from tracegrad.variables.listening import listening
+from tracegrad.variables.trees import without_variables
+from tracegrad.variables.variable import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")

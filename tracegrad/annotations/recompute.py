@@ -16,7 +16,8 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.ir.wording import brief, described
-from tracegrad.variables.reading import ReadsOutside, without_variables
+from tracegrad.variables.reading import ReadsOutside
+from tracegrad.variables.trees import without_variables
 
 P = ParamSpec("P")
 R = TypeVar("R")

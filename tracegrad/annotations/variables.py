@@ -16,7 +16,8 @@ import jax
 from tracegrad.ir.wording import described
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.reading import InOwnTrace, ReadsOutside
-from tracegrad.variables.variable import Variable, is_variable
+from tracegrad.variables.trees import is_variable
+from tracegrad.variables.variable import Variable
 
 
 class Reads(ReadsOutside):

@@ -18,7 +18,7 @@ from tracegrad.differentiation.selection import (
 )
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
-from tracegrad.variables.reading import without_variables
+from tracegrad.variables.trees import without_variables
 
 UNCONNECTED = ("zero", "none", "raise")
 

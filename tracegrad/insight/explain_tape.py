@@ -22,7 +22,8 @@ from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.record import Operation, Record, Rule, graph_of
-from tracegrad.variables.variable import Variable, is_variable
+from tracegrad.variables.trees import is_variable
+from tracegrad.variables.variable import Variable
 
 
 def explain_tape(

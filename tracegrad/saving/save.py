@@ -29,7 +29,8 @@ from tracegrad.saving.manifest import (
 from tracegrad.saving.tensors import Array, in_order
 from tracegrad.saving.variables import array_of, is_key
 from tracegrad.tracing.graphs import function_name
-from tracegrad.variables.variable import Variable, peek
+from tracegrad.variables.lending import peek
+from tracegrad.variables.variable import Variable
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 

@@ -28,7 +28,8 @@ from tracegrad.saving.structure import is_namedtuple
 from tracegrad.saving.tensors import bytes_of, header_of, in_order, read_tensors
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.traced import BoundTracedFunction
-from tracegrad.variables.variable import Variable, peek
+from tracegrad.variables.lending import peek
+from tracegrad.variables.variable import Variable
 
 Path = str | os.PathLike[str]
 

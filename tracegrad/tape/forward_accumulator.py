@@ -13,7 +13,9 @@ from tracegrad import _jax
 from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tape.tangents import Tangents
-from tracegrad.variables.variable import Variable, is_variable, start_listening, stop_listening
+from tracegrad.variables.listening import start_listening, stop_listening
+from tracegrad.variables.trees import is_variable
+from tracegrad.variables.variable import Variable
 
 
 class ForwardAccumulator:

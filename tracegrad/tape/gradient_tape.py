@@ -28,13 +28,10 @@ from tracegrad.tape.cotangents import (
 )
 from tracegrad.tape.record import Record, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.variables.variable import (
-    Variable,
-    is_only_shown,
-    is_variable,
-    start_listening,
-    stop_listening,
-)
+from tracegrad.variables.lending import is_only_shown
+from tracegrad.variables.listening import start_listening, stop_listening
+from tracegrad.variables.trees import is_variable
+from tracegrad.variables.variable import Variable
 
 
 class UnconnectedGradients(enum.Enum):

@@ -25,7 +25,8 @@ from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tracing.graphs import TraceAgain, tracing_depth
-from tracegrad.variables.variable import Variable, listening
+from tracegrad.variables.listening import listening
+from tracegrad.variables.variable import Variable
 
 
 class AggregationMethod(enum.Enum):

@@ -21,7 +21,8 @@ from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.structure import Step, root, type_number
 from tracegrad.tracing.importer import make_node
-from tracegrad.variables.variable import Variable, give_back
+from tracegrad.variables.lending import give_back
+from tracegrad.variables.variable import Variable
 
 
 class Operation(NamedTuple):

@@ -15,11 +15,11 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
-from tracegrad.tracing.given import given, taken
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture, ReadAgain
+from tracegrad.variables.trees import given, taken
 
 Rule = Callable[[Graph], Graph]
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def graph(
     @functools.wraps(fun, updated=())
     def make_graph(*args: Any, **kwargs: Any) -> Graph:
         try:
-            return trace_to_graph(fun, *given((args, kwargs)), static)
+            return trace_to_graph(fun, *given((args, kwargs))[0], static)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tracing.given import Given, is_given
+from tracegrad.variables.trees import Given, is_given
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8

@@ -32,17 +32,10 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.variables.lending import hold, lend, peek, settle, show, take_back
+from tracegrad.variables.listening import listened
 from tracegrad.variables.overriding import ForwardingTrace
-from tracegrad.variables.variable import (
-    Variable,
-    hold,
-    lend,
-    listened,
-    peek,
-    settle,
-    show,
-    take_back,
-)
+from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
     from tracegrad.tracing.traced import Pipeline
@@ -300,12 +293,15 @@ class Program:
     ) -> Any:
         """Calls a function that calls the host, with nobody around."""
         constants = [variable.value for variable in read]  # the host may run what writes over them
-        values = hold(updated)
+        assigned = (*updated, *written)
+        values = hold(assigned)[: len(updated)]
         try:
             new, result = self.outermost(*values, *constants, *args, **kwargs)
-            self._assign((*updated, *written), new)
-        finally:
-            take_back(updated)
+            _jax.wait_for(new)
+        except BaseException:
+            take_back(assigned)
+            raise
+        settle(assigned, new)
         return result
 
     def _watched(

@@ -24,14 +24,6 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.given import (
-    Given,
-    given,
-    given_before,
-    taken,
-    those_given,
-    with_those_given,
-)
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
@@ -46,7 +38,7 @@ from tracegrad.tracing.stateful import (
 )
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.reading import without_variables
+from tracegrad.variables.trees import Given, given, given_before, taken, without_variables
 
 T = TypeVar("T")
 
@@ -109,7 +101,7 @@ class Pipeline:
         if not self.rules:
             args, kwargs = taken((args, kwargs))
             return without_variables(self.__wrapped__(*args, **kwargs))
-        args, kwargs = given((args, kwargs))
+        args, kwargs = given((args, kwargs))[0]
         return run_eagerly(self.traced(args, kwargs), self.flatten(args, kwargs)[0])
 
     def __repr__(self) -> str:
@@ -300,7 +292,7 @@ class TracedFunction:
         if not self._pipeline.has_variables:
             self.__call__ = self._jits.call
         arguments = args, kwargs
-        found = given(arguments)
+        found = given(arguments)[0]
         if self._pipeline.takes_variables or found is not arguments:
             self._pipeline.take_variables()
         try:
@@ -312,7 +304,7 @@ class TracedFunction:
         """The call of a function that is given Variables."""
         if _jax.config.jax_disable_jit:
             return self._pipeline.eagerly(args, kwargs)
-        (args, kwargs), variables = with_those_given((args, kwargs))
+        (args, kwargs), variables = given((args, kwargs))
         try:
             if self._pipeline.has_variables:
                 return self._calls_of(variables)(*args, **kwargs)
@@ -352,7 +344,7 @@ class TracedFunction:
             found = expecting.found
             self._pipeline.meet_variables()
         self.use_variables()
-        calls = self._calls_of(those_given((args, kwargs)))
+        calls = self._calls_of(given((args, kwargs))[1])
         return calls.search(args, kwargs, stateful, found)
 
     def use_variables(self) -> None:
@@ -369,7 +361,7 @@ class TracedFunction:
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         try:
-            return self._pipeline.graph(*given((args, kwargs)))
+            return self._pipeline.graph(*given((args, kwargs))[0])
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -390,7 +382,7 @@ class TracedFunction:
         return traced
 
     def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = given((args, kwargs))
+        args, kwargs = given((args, kwargs))[0]
 
         def plain() -> Any:
             if not self._pipeline.recomputes:
@@ -405,7 +397,7 @@ class TracedFunction:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
-        args, kwargs = given((args, kwargs))
+        args, kwargs = given((args, kwargs))[0]
 
         def plain() -> Any:
             with suppress(RecomputeFound):

@@ -24,8 +24,10 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.variables.reading import without_variables
-from tracegrad.variables.variable import FROZEN, Variable, innermost_listener, listening
+from tracegrad.variables.lending import FROZEN
+from tracegrad.variables.listening import listeners, listening
+from tracegrad.variables.trees import without_variables
+from tracegrad.variables.variable import Variable
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
 # `assigned(value, entry)` is the first, and is differentiated as the second. So whoever
@@ -276,7 +278,7 @@ def stand_in(variable: Variable) -> Any:
 def _tell(variable: Variable | None) -> None:
     """Lets those who listen inside a traced function, as tapes do, hear of the read in a function
     whose program JAX has kept: when the program is called, with the stand-in for an operand."""
-    if variable is None or _active.telling or isinstance(innermost_listener(), Capture):
+    if variable is None or _active.telling or isinstance(listeners()[-1], Capture):
         return
     _active.telling = True
     try:

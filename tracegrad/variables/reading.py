@@ -1,29 +1,14 @@
-"""Variables in a function that is traced: when and where those are read that it is given, reads
-itself, and returns."""
+"""Where the Variables are read that a function reads which is traced for one call: around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-import jax
+from typing import Any
 
 from tracegrad import _jax
-from tracegrad.variables.variable import Variable, is_variable, listening, values_of
-
-T = TypeVar("T")
-
-
-def without_variables(tree: T) -> T:
-    """The tree with the value that each Variable in it has now in its place; the tree itself where
-    there is none.
-
-    JAX would read them when it flattens the tree, after what listens to a function has stopped.
-    """
-    if any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable))):
-        tree = values_of(tree)
-    return tree
+from tracegrad.variables.listening import listening
+from tracegrad.variables.variable import Variable
 
 
 class InOwnTrace:

@@ -1,110 +1,36 @@
-"""`Variable`: an array that can be assigned, and the hook by which it says when it is used.
-
-A Variable knows neither tapes nor traces. Whoever wants to know that one is read or assigned (a
-tape that watches it, a trace that makes an input and an output of it, a rule that collects those
-that a function uses) listens: see `Listener`. Listeners stand around one another, one stack per
-thread. The innermost is asked first, and asks the next one out itself, so that it decides what
-those outside of it learn.
-"""
+"""`Variable`: an array that can be assigned, and works like its value."""
 
 from __future__ import annotations
 
 import operator
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.variables.lending import keep, store, stored
+from tracegrad.variables.listening import heard_assignment, heard_read, listened
 
-# ------------------------------------------------------------------------------------------- hook
-
-
-class Listener(Protocol):
-    """Who is told that a Variable is read or assigned on its thread, while it listens."""
-
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Returns the value that the reader gets.
-
-        `outside()` is the value that the next listener out would give, in the end the stored
-        array; not to call it keeps the read from those outside.
-        """
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        """Is given the new value, of the Variable's shape and dtype.
-
-        `outside(value)` hands it on, in the end to be stored; not to call it keeps the assignment
-        from those outside.
-        """
+_Operator = Callable[[Any, Any], Any]
 
 
-class _Listeners(threading.local):
-    stack: tuple[Listener, ...] = ()  # outermost first
+def _both(apply: _Operator) -> tuple[_Operator, _Operator]:
+    """An operator as a method of the Variable on its left, and of that on its right."""
+
+    def reflected(self: Variable, other: Any) -> Any:
+        return apply(_operand(other), self.value)
+
+    return _on_left(apply), reflected
 
 
-_listeners = _Listeners()
+def _on_left(apply: _Operator) -> _Operator:
+    def method(self: Variable, other: Any) -> Any:
+        return apply(self.value, _operand(other))
 
-
-def start_listening(listener: Listener) -> None:
-    """Makes a listener the innermost one of this thread."""
-    _listeners.stack = (*_listeners.stack, listener)
-
-
-def stop_listening(listener: Listener) -> None:
-    """Takes a listener of this thread away, the innermost one or not."""
-    stack = _listeners.stack
-    if stack and stack[-1] is listener:
-        _listeners.stack = stack[:-1]
-        return
-    place = max((i for i, other in enumerate(stack) if other is listener), default=None)
-    if place is None:
-        raise RuntimeError("this listener does not listen on this thread")
-    _listeners.stack = stack[:place] + stack[place + 1 :]
-
-
-def innermost_listener() -> Listener | None:
-    """Who is asked first on this thread."""
-    return _listeners.stack[-1] if _listeners.stack else None
-
-
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Listens to the Variables that this thread reads and assigns inside the block."""
-    start_listening(listener)
-    try:
-        yield
-    finally:
-        stop_listening(listener)
-
-
-def _read(
-    variable: Variable, stack: tuple[Listener, ...], stored: Callable[[Variable], Any]
-) -> Any:
-    if not stack:
-        return stored(variable)
-    return stack[-1].on_read(variable, lambda: _read(variable, stack[:-1], stored))
-
-
-def _assign(variable: Variable, value: Any, stack: tuple[Listener, ...]) -> None:
-    if not stack:
-        variable._store(value)
-    else:
-        stack[-1].on_assign(variable, value, lambda new: _assign(variable, new, stack[:-1]))
-
-
-# --------------------------------------------------------------------------------------- variable
-
-FROZEN = (
-    "the Variable {name!r} is read inside a function that JAX compiles or stages (jax.jit, "
-    "jax.make_jaxpr, or the body of a scan, cond, while_loop or checkpoint), where its value would "
-    "be kept as a constant for all later calls. Compile the function with `tracegrad.trace` "
-    "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
-)
+    return method
 
 
 class Variable:
@@ -184,11 +110,11 @@ class Variable:
         self._aval = jax.typeof(value)
         self._value = value
         self._is_ours = False  # whether nobody was handed the array
-        self._keepers = 0  # how many listeners keep it, to whom it was shown; see `show`
-        # The thread on which a program has the array, see `lend`; its complement, where the program
-        # leaves the array as it is, see `hold`.
+        # See `lending`. How many listeners keep the array, to whom it was shown:
+        self._keepers = 0
+        # The thread on which a program has it; its complement, where that leaves it as it is:
         self._borrower: int | None = None
-        self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `capture`
+        self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `stand_in`
         self._given: Any = None  # what it is among arguments; see `given`
 
     # ---------------------------------------------------------------------- reading and assigning
@@ -200,7 +126,7 @@ class Variable:
         Raises RuntimeError where JAX would keep the value as a constant of a program, for all of
         its later calls: inside `jax.jit`, or a `jax.lax.scan` outside of a traced function.
         """
-        return _read(self, _listeners.stack, Variable._stored)
+        return heard_read(self, stored)
 
     def read_value(self) -> Any:
         """The current value, as `value`."""
@@ -214,7 +140,7 @@ class Variable:
 
         Raises ValueError for another shape, TypeError for another dtype.
         """
-        _assign(self, self._checked(value), _listeners.stack)
+        heard_assignment(self, self._checked(value), store)
         return self
 
     def assign_add(self, delta: Any) -> Variable:
@@ -268,48 +194,10 @@ class Variable:
         # Of what is neither an array nor a number the sum may be anything, and anybody's.
         kind = type(self._value)
         is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
-        if _listeners.stack or not is_new or not _jax.is_top_level():
+        if listened() or not is_new or not _jax.is_top_level():
             return self.assign(value)
-        # An array that nobody else has: it needs no alias.
-        value = self._checked(value)
-        with _lock:
-            self._value = value
-            self._is_ours = False
-            self._keepers = 0
+        keep(self, self._checked(value))  # an array that nobody else has: it needs no alias
         return self
-
-    def _stored(self) -> Any:
-        """What is read where nobody listens."""
-        if not _jax.is_top_level() and _jax.staging_trace() is not None:
-            raise RuntimeError(FROZEN.format(name=self._name))
-        return self._handed()
-
-    def _handed(self) -> Any:
-        """The array, for somebody who may keep it."""
-        value = self._value
-        self._is_ours = False
-        # `lend` looks at the two in the other order: it sees this, or is seen here.
-        if self._borrower is not None or self._value is not value:
-            return _awaited(self)
-        return value
-
-    def _store(self, value: Any) -> None:
-        """What is done by an assignment to which nobody listens."""
-        if _jax.is_tracer(value):
-            # What is differentiated carries its value, and assignment is not differentiated.
-            value = jax.lax.stop_gradient(value)
-        if _jax.is_tracer(value):
-            raise RuntimeError(
-                f"the Variable {self._name!r} is assigned a value that exists only inside a "
-                f"function that is being transformed ({value}): the assignment would be lost. "
-                "Compile the function with `tracegrad.trace` instead of `jax.jit`; inside "
-                "`jax.vmap` and the bodies of loops return the value, and assign it outside."
-            )
-        value = _jax.fresh_alias(value)
-        with _lock:
-            self._value = value
-            self._is_ours = False
-            self._keepers = 0
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -421,89 +309,26 @@ class Variable:
 
     # ------------------------------------------------------------------------------- operators
 
-    def __add__(self, other: Any) -> Any:
-        return self.value + _operand(other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _operand(other) + self.value
-
-    def __sub__(self, other: Any) -> Any:
-        return self.value - _operand(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _operand(other) - self.value
-
-    def __mul__(self, other: Any) -> Any:
-        return self.value * _operand(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _operand(other) * self.value
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.value / _operand(other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _operand(other) / self.value
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.value // _operand(other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _operand(other) // self.value
-
-    def __mod__(self, other: Any) -> Any:
-        return self.value % _operand(other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _operand(other) % self.value
-
-    def __divmod__(self, other: Any) -> Any:
-        return divmod(self.value, _operand(other))
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return divmod(_operand(other), self.value)
-
-    def __pow__(self, other: Any) -> Any:
-        return self.value ** _operand(other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return _operand(other) ** self.value
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.value @ _operand(other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _operand(other) @ self.value
-
-    def __and__(self, other: Any) -> Any:
-        return self.value & _operand(other)
-
-    def __rand__(self, other: Any) -> Any:
-        return _operand(other) & self.value
-
-    def __or__(self, other: Any) -> Any:
-        return self.value | _operand(other)
-
-    def __ror__(self, other: Any) -> Any:
-        return _operand(other) | self.value
-
-    def __xor__(self, other: Any) -> Any:
-        return self.value ^ _operand(other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return _operand(other) ^ self.value
-
-    def __lshift__(self, other: Any) -> Any:
-        return self.value << _operand(other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return _operand(other) << self.value
-
-    def __rshift__(self, other: Any) -> Any:
-        return self.value >> _operand(other)
-
-    def __rrshift__(self, other: Any) -> Any:
-        return _operand(other) >> self.value
+    __add__, __radd__ = _both(operator.add)
+    __sub__, __rsub__ = _both(operator.sub)
+    __mul__, __rmul__ = _both(operator.mul)
+    __truediv__, __rtruediv__ = _both(operator.truediv)
+    __floordiv__, __rfloordiv__ = _both(operator.floordiv)
+    __mod__, __rmod__ = _both(operator.mod)
+    __divmod__, __rdivmod__ = _both(divmod)
+    __pow__, __rpow__ = _both(operator.pow)
+    __matmul__, __rmatmul__ = _both(operator.matmul)
+    __and__, __rand__ = _both(operator.and_)
+    __or__, __ror__ = _both(operator.or_)
+    __xor__, __rxor__ = _both(operator.xor)
+    __lshift__, __rlshift__ = _both(operator.lshift)
+    __rshift__, __rrshift__ = _both(operator.rshift)
+    __lt__ = _on_left(operator.lt)
+    __le__ = _on_left(operator.le)
+    __gt__ = _on_left(operator.gt)
+    __ge__ = _on_left(operator.ge)
+    __eq__ = _on_left(operator.eq)
+    __ne__ = _on_left(operator.ne)
 
     def __neg__(self) -> Any:
         return -self.value
@@ -519,174 +344,6 @@ class Variable:
 
     def __round__(self, ndigits: int | None = None) -> Any:
         return round(self.value, ndigits or 0)
-
-    def __lt__(self, other: Any) -> Any:
-        return self.value < _operand(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.value <= _operand(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.value > _operand(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.value >= _operand(other)
-
-    def __eq__(self, other: Any) -> Any:
-        return self.value == _operand(other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self.value != _operand(other)
-
-
-# ---------------------------------------------------------------------------------------- lending
-
-
-_lock = threading.Lock()
-_returned = threading.Condition(_lock)
-_waiting = 0  # how many threads wait for it
-_lenders: set[int] = set()  # the threads that ever lent
-
-
-@jax.jit
-def _copies(arrays: list[Any]) -> list[Any]:
-    return [jnp.copy(array) for array in arrays]
-
-
-def listened() -> bool:
-    """Whether somebody listens to Variables on this thread."""
-    return bool(_listeners.stack)
-
-
-def lend(variables: Sequence[Variable]) -> list[Any]:
-    """Arrays with the values of Variables, which a program may be given for good.
-
-    They are the Variables' own where no one else can have them: where `settle` stored them, and
-    nobody has read them since. Others are copied. Until `settle` or `take_back`, readers wait.
-    """
-    me = threading.get_ident()
-    with _lock:
-        for variable in variables:
-            if variable._borrower is not None:
-                _wait_for(variables, me)
-        _lenders.add(me)
-        values: list[Any] = []
-        foreign = []
-        for variable in variables:
-            variable._borrower = me
-            if variable._keepers or not variable._is_ours:
-                foreign.append(len(values))
-                variable._is_ours, variable._keepers = False, 0
-            values.append(variable._value)
-    if foreign:
-        try:
-            copies = _copies([values[i] for i in foreign])
-        except BaseException:
-            take_back(variables)
-            raise
-        for i, copy in zip(foreign, copies, strict=True):
-            values[i] = copy
-    return values
-
-
-def hold(variables: Sequence[Variable]) -> list[Any]:
-    """The values of Variables for a program that computes their next ones, and leaves the arrays
-    as they are: until `take_back`, readers get them, and other programs that assign wait."""
-    me = threading.get_ident()
-    with _lock:
-        _wait_for(variables, me)
-        for variable in variables:
-            variable._borrower = ~me
-            variable._is_ours = False
-        return [variable._value for variable in variables]
-
-
-def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """Stores arrays that a program made, and that nobody else has."""
-    with _lock:
-        for variable, value in zip(variables, values):
-            variable._value = value
-            variable._is_ours = True
-            variable._borrower = None
-        if _waiting:
-            _returned.notify_all()
-
-
-def take_back(variables: Sequence[Variable]) -> None:
-    """Ends `hold`, and undoes `lend` where the program was not run."""
-    with _lock:
-        for variable in variables:
-            variable._borrower = None
-        if _waiting:
-            _returned.notify_all()
-
-
-def peek(variables: Sequence[Variable]) -> list[Any]:
-    """The stored values, for a program that only reads them: nobody is handed them.
-
-    Where other threads lend, the array might be written over before the program runs, so there it
-    is handed out.
-    """
-    if _lenders and (len(_lenders) > 1 or threading.get_ident() not in _lenders):
-        return [variable._handed() for variable in variables]
-    return [v._value if v._borrower is None else _awaited(v) for v in variables]
-
-
-def show(variables: Sequence[Variable]) -> list[Any]:
-    """The values, as this thread's listeners give them, for a program that only reads them.
-
-    They are handed to nobody but the listeners, each of which may keep them until it gives them
-    back.
-    """
-    stack = _listeners.stack
-    return [_read(variable, stack, _shown) for variable in variables]
-
-
-def _shown(variable: Variable) -> Any:
-    with _lock:
-        if variable._borrower is None:
-            # Who never gives it back has it for good: then it is copied once.
-            variable._keepers += len(_listeners.stack)
-            return variable._value
-    return variable._handed()
-
-
-def is_only_shown(variable: Variable, value: Any) -> bool:
-    """Whether a value that a listener has just got is to be given back."""
-    return variable._is_ours and variable._value is value
-
-
-def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
-    """Ends the use that a listener made of values, which it no longer keeps."""
-    with _lock:
-        for variable, value in shown:
-            if variable._value is value and variable._keepers:
-                variable._keepers -= 1
-
-
-def _awaited(variable: Variable) -> Any:
-    """The value of a Variable whose array a program has: the next one, or, where that program
-    itself is given the value on another way, a copy. Of one that is only held it is the array."""
-    me = threading.get_ident()
-    with _lock:
-        while (borrower := variable._borrower) is not None and borrower >= 0 and borrower != me:
-            _sleep()
-        variable._is_ours = False
-        return jnp.copy(variable._value) if variable._borrower == me else variable._value
-
-
-def _wait_for(variables: Sequence[Variable], me: int) -> None:
-    """Waits, with the lock, until no program of another thread has or holds any of the arrays."""
-    while any(variable._borrower not in (None, me, ~me) for variable in variables):
-        _sleep()
-
-
-def _sleep() -> None:
-    """Gives the lock away until some arrays have come back."""
-    global _waiting
-    _waiting += 1
-    _returned.wait()
-    _waiting -= 1
 
 
 # What is asked of the Variable and answered by its value.
@@ -729,115 +386,3 @@ def _own_array(value: Any, dtype: Any) -> Any:
     if getattr(jax.typeof(value), "weak_type", False):
         value = jax.lax.convert_element_type(value, value.dtype)
     return _jax.fresh_alias(value)
-
-
-class _Whose:
-    """Whose value a leaf is, as a tree knows it. All are equal: trees with Variables in the same
-    places have the same structure."""
-
-    __slots__ = ("variable",)
-
-    def __init__(self, variable: Variable):
-        self.variable = weakref.ref(variable)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Whose)
-
-    def __hash__(self) -> int:
-        return hash(_Whose)
-
-    def __repr__(self) -> str:
-        return "value"
-
-
-class _Unflattened(threading.local):
-    """The traced values that were put in the places of Variables, in the trace begun last."""
-
-    trace: Any = None  # weakly
-
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, _Whose]] = {}  # by identity, weakly
-
-
-_unflattened = _Unflattened()
-
-
-# The leaf is handed out, so the next program that assigns copies it, once. That nobody holds it any
-# more would not show that the buffer is free: `jax.device_put` gives it to arrays that do not hold
-# the leaf, and would die with it, whether the leaf is the array itself or an alias of it.
-def _flatten(variable: Variable) -> tuple[tuple[Any], _Whose]:
-    return (variable.value,), _Whose(variable)
-
-
-def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any]], _Whose]:
-    return ((jax.tree_util.GetAttrKey("value"), variable.value),), _Whose(variable)
-
-
-def _unflatten(origin: _Whose, children: Iterable[Any]) -> Any:
-    (value,) = children
-    if _jax.is_tracer(value):
-        trace = _jax.trace_of(value)
-        if isinstance(trace, _jax.StagingTrace):
-            known = _unflattened.trace
-            if known is None or known() is not trace:
-                _unflattened.trace, _unflattened.values = weakref.ref(trace), {}
-            _unflattened.values[id(value)] = weakref.ref(value), origin
-    return value
-
-
-def whose(value: object) -> Variable | None:
-    """The Variable that was in the place of a value, among the arguments of the function that JAX
-    has begun to trace; None if there was none."""
-    ref, origin = _unflattened.values.get(id(value), (None, None))
-    return origin.variable() if ref is not None and origin is not None and ref() is value else None
-
-
-jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten, _flatten)
-
-
-# ------------------------------------------------------------------------------ trees of Variables
-
-
-def is_variable(leaf: object) -> bool:
-    """For ``is_leaf=``, where a Variable itself is meant and not its value."""
-    return isinstance(leaf, Variable)
-
-
-def values_of(tree: Any) -> Any:
-    """The same tree with the value of each Variable in its place.
-
-    See `assign_values` for an example.
-    """
-    return jax.tree.map(lambda x: x.value if is_variable(x) else x, tree, is_leaf=is_variable)
-
-
-def assign_values(tree: Any, values: Any) -> None:
-    """Assigns to each Variable of a tree what stands in its place in another tree.
-
-    Other leaves of `tree` stay as they are. Nothing is assigned if one of the values does not fit.
-
-    Raises:
-      ValueError: the trees differ, or a shape.
-      TypeError: a dtype differs.
-
-    >>> import jax, optax
-    >>> weights = {"w": Variable([1.0, 2.0]), "b": Variable(0.5)}
-    >>> loss = lambda p, x: p["w"] @ x + p["b"]
-    >>> optimiser = optax.sgd(0.25)
-    >>> params = values_of(weights)
-    >>> state = optimiser.init(params)
-    >>> grads = jax.grad(loss)(params, jax.numpy.ones(2))
-    >>> updates, state = optimiser.update(grads, state)
-    >>> assign_values(weights, optax.apply_updates(params, updates))
-    >>> print(weights["w"].value, weights["b"].value)
-    [0.75 1.75] 0.25
-    """
-    pairs: list[tuple[Variable, Any]] = []
-
-    def pair(leaf: Any, value: Any) -> None:
-        if isinstance(leaf, Variable):
-            pairs.append((leaf, leaf._checked(value)))
-
-    jax.tree.map(pair, tree, values, is_leaf=is_variable)
-    for variable, value in pairs:
-        variable.assign(value)

@@ -1,0 +1,114 @@
+"""The hook by which a Variable says when it is used.
+
+A Variable knows neither tapes nor traces. Whoever wants to know that one is read or assigned (a
+tape that watches it, a trace that makes an input and an output of it, a rule that collects those
+that a function uses) listens: see `Listener`. Listeners stand around one another, one stack per
+thread. The innermost is asked first, and asks the next one out itself, so that it decides what
+those outside of it learn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tracegrad.variables.variable import Variable
+
+
+class Listener(Protocol):
+    """Who is told that a Variable is read or assigned on its thread, while it listens."""
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """Returns the value that the reader gets.
+
+        `outside()` is the value that the next listener out would give, in the end the stored
+        array; not to call it keeps the read from those outside.
+        """
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        """Is given the new value, of the Variable's shape and dtype.
+
+        `outside(value)` hands it on, in the end to be stored; not to call it keeps the assignment
+        from those outside.
+        """
+
+
+class _Listeners(threading.local):
+    stack: tuple[Listener, ...] = ()  # outermost first
+
+
+_listeners = _Listeners()
+
+
+def start_listening(listener: Listener) -> None:
+    """Makes a listener the innermost one of this thread."""
+    _listeners.stack = (*_listeners.stack, listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Takes a listener of this thread away, the innermost one or not."""
+    stack = _listeners.stack
+    if stack and stack[-1] is listener:
+        _listeners.stack = stack[:-1]
+        return
+    place = max((i for i, other in enumerate(stack) if other is listener), default=None)
+    if place is None:
+        raise RuntimeError("this listener does not listen on this thread")
+    _listeners.stack = stack[:place] + stack[place + 1 :]
+
+
+def listeners() -> tuple[Listener, ...]:
+    """Those of this thread, outermost first."""
+    return _listeners.stack
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Listens to the Variables that this thread reads and assigns inside the block."""
+    start_listening(listener)
+    try:
+        yield
+    finally:
+        stop_listening(listener)
+
+
+def listened() -> bool:
+    """Whether somebody listens to Variables on this thread."""
+    return bool(_listeners.stack)
+
+
+def heard_read(variable: Variable, stored: Callable[[Variable], Any]) -> Any:
+    """What a reader gets of a Variable: what the listeners of this thread make of `stored`."""
+    stack = _listeners.stack
+    return _read(variable, stored, stack) if stack else stored(variable)
+
+
+def heard_assignment(
+    variable: Variable, value: Any, store: Callable[[Variable, Any], None]
+) -> None:
+    """Tells the listeners of this thread of an assignment; what they let through is stored."""
+    stack = _listeners.stack
+    _assign(variable, value, store, stack) if stack else store(variable, value)
+
+
+def _read(
+    variable: Variable, stored: Callable[[Variable], Any], stack: tuple[Listener, ...]
+) -> Any:
+    if not stack:
+        return stored(variable)
+    return stack[-1].on_read(variable, lambda: _read(variable, stored, stack[:-1]))
+
+
+def _assign(
+    variable: Variable,
+    value: Any,
+    store: Callable[[Variable, Any], None],
+    stack: tuple[Listener, ...],
+) -> None:
+    if not stack:
+        store(variable, value)
+    else:
+        stack[-1].on_assign(variable, value, lambda new: _assign(variable, new, store, stack[:-1]))

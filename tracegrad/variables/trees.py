@@ -1,0 +1,265 @@
+"""Variables in trees: values to JAX, and to traced functions the Variables that they are.
+
+Among the arguments of a traced function a Variable is no array but a part of their structure
+(`Given`), so that there is a program for each that is given; in the function it is read and
+assigned like one that the function closes over.
+
+JAX takes Variables apart by itself where a call goes to it directly, which is where no call had any
+before. The traced values in their places then tell whose they are, once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir.engine import engine
+from tracegrad.variables.variable import Variable
+
+T = TypeVar("T")
+
+# For ``is_leaf=``, where a Variable itself is meant and not its value. (Asked of every leaf and
+# every node of a tree: a call in C.)
+is_variable = Variable.__instancecheck__
+
+
+class Given:
+    """A Variable among arguments: a node of their tree, without leaves. There is one of each."""
+
+    __slots__ = ("__weakref__", "_ref", "_text")
+
+    def __init__(self, variable: Variable):
+        # JAX's caches keep it, and may not keep the Variable.
+        self._ref = weakref.ref(variable)
+        self._text = f"<Variable {variable.name}>"
+
+    @property
+    def variable(self) -> Variable:
+        variable = self._ref()
+        assert variable is not None, "the caller of the function holds it"
+        return variable
+
+    @property
+    def is_gone(self) -> bool:
+        return self._ref() is None
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _given_of(variable: Variable) -> Given:
+    if variable._given is None:
+        variable._given = Given(variable)
+    given: Given = variable._given
+    return given
+
+
+is_given = Given.__instancecheck__  # for ``is_leaf=``
+
+
+class _Pass(threading.local):
+    """What a pass over a tree does with the Variables in it. By way of the functions by which JAX
+    flattens and unflattens them, so that it costs nothing for what else is in the tree."""
+
+    found: list[Given] | None = None  # Variables become parts of the structure, and are put here
+    takes = False  # the Variables themselves come back in the places of such parts
+
+
+_pass = _Pass()
+
+
+class _Whose:
+    """Whose value a leaf is, as a tree knows it. All are equal: trees with Variables in the same
+    places have the same structure."""
+
+    __slots__ = ("variable",)
+
+    def __init__(self, variable: Variable):
+        self.variable = weakref.ref(variable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Whose)
+
+    def __hash__(self) -> int:
+        return hash(_Whose)
+
+    def __repr__(self) -> str:
+        return "value"
+
+
+# The leaf is handed out, so the next program that assigns copies it, once. That nobody holds it any
+# more would not show that the buffer is free: `jax.device_put` gives it to arrays that do not hold
+# the leaf, and would die with it, whether the leaf is the array itself or an alias of it.
+def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
+    if _pass.found is None:
+        return (variable.value,), _Whose(variable)
+    given = _given_of(variable)
+    _pass.found.append(given)
+    return (), given
+
+
+def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    leaves, origin = _flatten(variable)
+    return tuple((jax.tree_util.GetAttrKey("value"), leaf) for leaf in leaves), origin
+
+
+def _unflatten(origin: Any, children: Iterable[Any]) -> Any:
+    if type(origin) is Given:
+        return _unflatten_given(origin, ())
+    (value,) = children
+    if _jax.is_tracer(value):
+        trace = _jax.trace_of(value)
+        if isinstance(trace, _jax.StagingTrace):
+            known = _unflattened.trace
+            if known is None or known() is not trace:
+                _unflattened.trace, _unflattened.values = weakref.ref(trace), {}
+            _unflattened.values[id(value)] = weakref.ref(value), origin
+    return value
+
+
+def _flatten_given(given: Given) -> tuple[tuple[()], Given]:
+    if _pass.found is not None:
+        _pass.found.append(given)
+    return (), given
+
+
+def _unflatten_given(given: Given, _: Iterable[Any]) -> Any:
+    return given.variable if _pass.takes else given
+
+
+jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_node(Given, _flatten_given, _unflatten_given)
+
+
+class _Unflattened(threading.local):
+    """The traced values that were put in the places of Variables, in the trace begun last."""
+
+    trace: Any = None  # weakly
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[Any, _Whose]] = {}  # by identity, weakly
+
+
+_unflattened = _Unflattened()
+
+
+def _whose(value: object) -> Variable | None:
+    """The Variable that was in the place of a value, among the arguments of the function that JAX
+    has begun to trace; None if there was none."""
+    ref, origin = _unflattened.values.get(id(value), (None, None))
+    return origin.variable() if ref is not None and origin is not None and ref() is value else None
+
+
+# --------------------------------------------------------------------------- arguments of a call
+
+
+def given(arguments: T) -> tuple[T, tuple[Given, ...]]:
+    """Arguments with Variables as parts of their structure (the same object if there are none), and
+    those Variables in order."""
+    leaves, tree, found = _flattened(arguments)
+    return (jax.tree.unflatten(tree, leaves) if found else arguments), tuple(found)
+
+
+def given_before(arguments: T) -> T:
+    """Arguments as JAX hands them to the function that it traces; what was a Variable when the
+    function was called is one again, as in `given`."""
+    leaves, tree, found = _flattened(arguments)
+    if _unflattened.values:
+        for i, leaf in enumerate(leaves):
+            variable = _whose(leaf)
+            if variable is not None:
+                leaves[i] = _given_of(variable)
+                found.append(leaves[i])
+    return jax.tree.unflatten(tree, leaves) if found else arguments
+
+
+def taken(arguments: T) -> T:
+    """Arguments with the Variables themselves, for the user's function."""
+    leaves, tree, found = _flattened(arguments)
+    if not found:
+        return arguments
+    _pass.takes = True
+    try:
+        new: T = jax.tree.unflatten(tree, leaves)
+    finally:
+        _pass.takes = False
+    return new
+
+
+def _flattened(arguments: Any) -> tuple[list[Any], Any, list[Given]]:
+    """The leaves and the structure, and the Variables that are parts of it."""
+    found: list[Given] = []
+    _pass.found = found
+    try:
+        leaves, tree = jax.tree.flatten(arguments)
+    finally:
+        _pass.found = None
+    return leaves, tree, found
+
+
+def _as_structure(arguments: T) -> T:
+    return given(arguments)[0]
+
+
+engine.given = _as_structure
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def without_variables(tree: T) -> T:
+    """The tree with the value that each Variable in it has now in its place; the tree itself where
+    there is none.
+
+    JAX would read them when it flattens the tree, after what listens to a function has stopped.
+    """
+    if any(isinstance(leaf, Variable) for leaf in jax.tree.leaves(tree, is_leaf=is_variable)):
+        tree = values_of(tree)
+    return tree
+
+
+def values_of(tree: Any) -> Any:
+    """The same tree with the value of each Variable in its place.
+
+    See `assign_values` for an example.
+    """
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Variable) else x, tree, is_leaf=is_variable
+    )
+
+
+def assign_values(tree: Any, values: Any) -> None:
+    """Assigns to each Variable of a tree what stands in its place in another tree.
+
+    Other leaves of `tree` stay as they are. Nothing is assigned if one of the values does not fit.
+
+    Raises:
+      ValueError: the trees differ, or a shape.
+      TypeError: a dtype differs.
+
+    >>> import jax, optax
+    >>> weights = {"w": Variable([1.0, 2.0]), "b": Variable(0.5)}
+    >>> loss = lambda p, x: p["w"] @ x + p["b"]
+    >>> optimiser = optax.sgd(0.25)
+    >>> params = values_of(weights)
+    >>> state = optimiser.init(params)
+    >>> grads = jax.grad(loss)(params, jax.numpy.ones(2))
+    >>> updates, state = optimiser.update(grads, state)
+    >>> assign_values(weights, optax.apply_updates(params, updates))
+    >>> print(weights["w"].value, weights["b"].value)
+    [0.75 1.75] 0.25
+    """
+    pairs: list[tuple[Variable, Any]] = []
+
+    def pair(leaf: Any, value: Any) -> None:
+        if isinstance(leaf, Variable):
+            pairs.append((leaf, leaf._checked(value)))
+
+    jax.tree.map(pair, tree, values, is_leaf=is_variable)
+    for variable, value in pairs:
+        variable.assign(value)
