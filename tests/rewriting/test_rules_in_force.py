@@ -6,11 +6,14 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax import grad as grad_by_name
 
 import tracegrad as tg
 from tracegrad import match, rules
@@ -59,6 +62,21 @@ WAYS = {
     "gradients": lambda x: tg.gradients(loss(x), [x])[0],
     "in a jitted function": lambda x: jax.jit(lambda x: tg.grad(loss)(x))(x),
     "in a scan": lambda x: jax.lax.scan(lambda c, _: (tg.grad(loss)(x), None), x, None, 1)[0],
+    "jax.grad": lambda x: jax.grad(loss)(x),
+    "jax.value_and_grad with aux": lambda x: jax.value_and_grad(
+        lambda x: (loss(x), ("text", x)), has_aux=True
+    )(x)[1],
+    "jax.vjp": lambda x: jax.vjp(loss, x)[1](1.0)[0],
+    "jax.linearize": lambda x: jax.vmap(jax.linearize(loss, x)[1])(jnp.eye(3)),
+    "jax.jacrev": lambda x: jax.jacrev(loss)(x),
+    "jax.jacfwd": lambda x: jax.jacfwd(loss)(x),
+    "jax.grad of a jitted loss, vmapped": lambda x: jax.vmap(jax.grad(jax.jit(loss)))(x[None])[0],
+    "jax.grad in a scan": lambda x: jax.lax.scan(
+        lambda c, _: (jax.grad(loss)(c), None), x, None, 1
+    )[0],
+    "equinox.filter_grad": lambda x: eqx.filter_grad(loss)(x),
+    "equinox.filter_vjp": lambda x: eqx.filter_vjp(loss, x)[1](1.0)[0],
+    "nnx.grad": lambda x: nnx.grad(lambda w: loss(w[...]))(nnx.Param(x))[...],
     "in a traced function": lambda x: tg.trace(lambda x: tg.grad(loss)(x))(x),
 }
 
@@ -85,8 +103,10 @@ def test_a_rule_reaches_every_way_of_differentiating(way):
         lambda x: tg.hessian(loss)(x),
         lambda x: jnp.stack([tg.hvp(loss, (x,), v) for v in jnp.eye(3)]),
         lambda x: tg.jacobian(tg.grad(loss))(x),
+        lambda x: jax.hessian(loss)(x),
+        lambda x: jax.jacfwd(jax.grad(loss))(x),
     ],
-    ids=["hessian", "hvp", "jacobian of grad"],
+    ids=["hessian", "hvp", "jacobian of grad", "jax.hessian", "jax.jacfwd of jax.grad"],
 )
 def test_second_derivatives_go_by_the_rule(way):
     expected = jax.jacobian(jax.grad(scaled_by_rule))(X)
@@ -233,15 +253,61 @@ def test_a_rule_that_matched_nothing_keeps_no_program():
     assert "matches nothing in loss" in str(error)
 
 
+def test_rewrite_reaches_what_is_differentiated_inside_as_trace_does():
+    edited = tg.rewrite(lambda x: jax.value_and_grad(loss)(x)[1], TRIPLE)
+    np.testing.assert_allclose(edited(X), EXPECTED, rtol=1e-6)
+
+
+def test_static_arguments_keywords_and_python_values_reach_the_loss_as_they_are():
+    def configured(x, n, *, name):
+        assert (type(n), name) == (int, "sine")
+        return sum(loss(x) for _ in range(n)) / n
+
+    step = tg.trace(lambda x: jax.grad(configured)(x, 2, name="sine"), rules=[TRIPLE])
+    np.testing.assert_allclose(step(X), EXPECTED, rtol=1e-6)
+
+
+def test_everybody_else_sees_jaxs_own_functions():
+    names = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "jacfwd", "hessian")
+    before = [getattr(jax, name) for name in names]
+    inside, elsewhere = [], []
+
+    def step(x):
+        inside.append(jax.grad)
+        with ThreadPoolExecutor(1) as thread:  # that traces, under no rules
+            elsewhere.append(thread.submit(lambda: jax.grad(loss)(X)).result())
+        assert jax.grad.__name__ == "grad"
+        assert jax.grad.__doc__ == before[0].__doc__
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tg.trace(step)(X)
+    assert inside == [before[0]]  # no rule waits
+    with pytest.raises(ZeroDivisionError):
+        tg.trace(step, rules=[TRIPLE])(X)
+    assert inside[1] is not before[0]
+    assert [getattr(jax, name) for name in names] == before
+    for gradient in elsewhere:
+        np.testing.assert_allclose(gradient, jax.grad(loss)(X))
+
+
+def test_a_derivative_in_a_gradient_function_is_not_under_the_rule_that_has_it():
+    twice = rules.override_gradient(
+        SIN, lambda op, dy: 2 * jax.vjp(jnp.sin, op.inputs[0])[1](dy)[0]
+    )
+    step = tg.trace(lambda x: jax.grad(loss)(x), rules=[twice])
+    np.testing.assert_allclose(step(X), jax.grad(by_hand(2.0))(X), rtol=1e-6)
+
+
 def test_a_match_that_jax_has_differentiated_raises_and_says_where():
     def step(x):
-        return jax.grad(loss)(x)  # here
+        return grad_by_name(loss)(x)  # here
 
     with pytest.raises(tg.GraphError, match=r"differentiated already \(by jax\.grad at ") as error:
         tg.trace(step, rules=[TRIPLE])(X)
     line = step.__code__.co_firstlineno + 1
     assert f"test_rules_in_force.py:{line} (" in str(error.value)
-    assert "jax.grad(tracegrad.rewrite(loss, rule))" in str(error.value)
+    assert "`import jax` rather than `from jax import grad`" in str(error.value)
     with pytest.raises(tg.GraphError, match="differentiated already"):
         tg.rewrite(step, TRIPLE)(X)
 
@@ -269,11 +335,12 @@ def temporary_bytes(traced, *args):
     return traced.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_a_memory_budget_reaches_the_loss_inside_a_step():
+@pytest.mark.parametrize("derivative", [tg.grad, lambda f: jax.grad(f)], ids=["tg", "jax"])
+def test_a_memory_budget_reaches_the_loss_inside_a_step(derivative):
     w, x = jnp.eye(64) / 8, jnp.ones((512, 64))
 
     def step(w, x):
-        return w - 0.1 * tg.grad(deep)(w, x)
+        return w - 0.1 * derivative(deep)(w, x)
 
     plain, fitted = tg.trace(step), tg.trace(step, memory_budget="60%")
     np.testing.assert_allclose(fitted(w, x), plain(w, x), rtol=1e-5)
@@ -281,7 +348,7 @@ def test_a_memory_budget_reaches_the_loss_inside_a_step():
     around = tg.trace(deep, memory_budget="60%")
     assert around.graph(w, x).recomputes
     with pytest.raises(tg.GraphError, match=r"memory_budget='60%'.*differentiated already"):
-        tg.trace(lambda w, x: jax.grad(deep)(w, x), memory_budget="60%")(w, x)
+        tg.trace(lambda w, x: grad_by_name(deep)(w, x), memory_budget="60%")(w, x)
 
 
 def test_a_budget_that_is_none_is_refused_at_once():

@@ -25,6 +25,12 @@ from tracegrad._jax.compat import scan_split as scan_split
 from tracegrad._jax.compat import shard_map_options as shard_map_options
 from tracegrad._jax.compat import versions as versions
 from tracegrad._jax.compat import with_compiler_options as with_compiler_options
+from tracegrad._jax.derivatives import grad as grad
+from tracegrad._jax.derivatives import jacfwd as jacfwd
+from tracegrad._jax.derivatives import jacrev as jacrev
+from tracegrad._jax.derivatives import linearize as linearize
+from tracegrad._jax.derivatives import value_and_grad as value_and_grad
+from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.programs import COND as COND
 from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
 from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP

@@ -116,13 +116,13 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
 
     In a block it acts on what is computed directly in it, whoever differentiates that afterwards;
     on the traced functions, tapes and `tracegrad.gradients` that are entered in it; and on what
-    `tracegrad.grad` and its like differentiate in it. It also reaches into jitted functions, loops
-    and branches, but not into custom rules. Of several blocks the innermost wins.
+    `tracegrad.grad`, `jax.grad` and their like differentiate in it. It also reaches into jitted
+    functions, loops and branches, but not into custom rules. Of several blocks the innermost wins.
 
     Raises:
       TypeError: `overrides` is no mapping from names to names.
-      GraphError: `jax.grad` (or another of JAX's own) differentiates such an operation inside the
-        block, where it would not see the override.
+      GraphError: such an operation is differentiated inside the block by a `jax.grad` (or another
+        of JAX's own) that was imported by name or made before, and does not see the override.
       LookupError: a gradient is taken, and none of that name is registered.
 
     As TensorFlow 1's ``Graph.gradient_override_map``; see `register_gradient` for an example.

@@ -1,5 +1,6 @@
 """Derivatives of functions: gradients, Jacobians, Hessians, and what is connected to what."""
 
+from tracegrad.differentiation import jax_derivatives as jax_derivatives  # put in place under rules
 from tracegrad.differentiation.connectivity import UnconnectedError as UnconnectedError
 from tracegrad.differentiation.forward import jvp as jvp
 from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSlices

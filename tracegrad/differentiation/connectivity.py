@@ -243,7 +243,7 @@ def _rows(
     flowing = [aval for aval in out_avals if is_connectable(aval)]
 
     def pullback(args: list[Any], cotangents: list[Any]) -> list[Any]:
-        _, vjp = jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
+        _, vjp = _jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
         return list(vjp(_jax.align(out_avals, cotangents)))
 
     try:

@@ -158,7 +158,7 @@ def _jax_vjp(
 
     bound = _jax.of_some(run, args, active)
     try:
-        _, vjp = jax.vjp(bound, *(args[i] for i in active))
+        _, vjp = _jax.vjp(bound, *(args[i] for i in active))
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         if not getattr(error, "__notes__", ()):  # lowering names the node as well

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
     differentiable_leaves,
@@ -172,7 +173,7 @@ def value_and_grad(
             return scalar_result(fun, chosen.call(leaves), has_aux)
 
         scalar = refusing(under_rules(result, function_name(fun)))
-        run = jax.value_and_grad(
+        run = _jax.value_and_grad(
             scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
         )
         value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
@@ -242,7 +243,7 @@ def jacobian(
 
         flat = refusing(under_rules(result, function_name(fun)))
         if chosen.leaves:
-            run = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+            run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
             rows, aux = run(chosen.leaves)
         else:  # which `jax.jacrev` does not take
             outputs, aux = flat([])

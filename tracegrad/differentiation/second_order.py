@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
     differentiable_leaves,
@@ -76,10 +77,10 @@ def hessian(
             return flat_outputs, aux
 
         flat = refusing(under_rules(result, function_name(fun)))
-        first = jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
+        first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = selection.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
-        blocks, aux = jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)(leaves)
+        blocks, aux = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)(leaves)
         structure, shapes = shape_of_result
         answer = jax.tree.unflatten(
             structure,
@@ -159,7 +160,7 @@ def hvp(
         def result(leaves: list[Any]) -> Any:
             return scalar_result(fun, selection.call(leaves))
 
-        results: list[Any] = jax.grad(refusing(under_rules(result, function_name(fun))))(leaves)
+        results: list[Any] = _jax.grad(refusing(under_rules(result, function_name(fun))))(leaves)
         return results
 
     _, product = jvp(gradient, (leaves,), (vector,))

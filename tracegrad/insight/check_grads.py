@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import is_differentiable, resolve
 from tracegrad.insight.check_rules import check_rules
@@ -185,7 +186,7 @@ def _check_leaves(
     directions = [estimate.direction for estimate in expected]
 
     def backward(given: Sequence[Any]) -> list[Any]:
-        outs, vjp = jax.vjp(of_flowing, list(given))
+        outs, vjp = _jax.vjp(of_flowing, list(given))
         cts = [jnp.asarray(weights[i], out.dtype) for i, out in zip(flowing, outs, strict=True)]
         return list(vjp(cts)[0])
 

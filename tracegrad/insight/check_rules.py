@@ -161,7 +161,7 @@ def _rule_along(
         if node.kind == "jvp":
             _, outs = jax.jvp(of_input, (args[i],), (tangent,))
             return weighed(outs, [weights[k] for k in flowing]), ""
-        outs, vjp = jax.vjp(of_input, args[i])
+        outs, vjp = _jax.vjp(of_input, args[i])
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed(vjp(cts), [direction]), ""
     except Exception as error:

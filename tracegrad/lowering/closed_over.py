@@ -108,7 +108,7 @@ def depends_on(primal: Callable[..., Any], avals: Sequence[Any], position: int) 
             leaves = jax.tree.leaves(primal(*values[:position], value, *values[position + 1 :]))
             return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
 
-        return jax.vjp(along, values[position])[0]
+        return _jax.vjp(along, values[position])[0]
 
     jax.make_jaxpr(derivative)(*avals)
     return bool(met)

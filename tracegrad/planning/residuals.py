@@ -101,7 +101,7 @@ class NodeResiduals:
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
         bound = _jax.of_some(lambda operands: evaluate_node(node, operands), args, active)
-        results, vjp = jax.vjp(bound, *(args[i] for i in active))
+        results, vjp = _jax.vjp(bound, *(args[i] for i in active))
         if node.regions:  # a loop shows only now that it cannot be run backwards
             jax.eval_shape(
                 lambda: vjp(

@@ -12,8 +12,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from tracegrad import _jax
 from tracegrad.ir import (
     CustomGradient,
@@ -96,14 +94,16 @@ def refuse_differentiated(match: Occurrence, rule: object) -> None:
         if "jvp" in scopes.transformations(scopes.around(node)):
             raise GraphError(
                 f"{rule!r}: {match} lies in code that JAX has differentiated already"
-                f"{_grad_call(node)}, where an edit of gradients would do nothing. Use "
-                "tracegrad.grad there, to which the rules of an enclosing trace reach, or "
-                "give the rule to the loss: jax.grad(tracegrad.rewrite(loss, rule))"
+                f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
+                "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
+                "looked up in jax while it runs (`import jax` rather than `from jax import grad`, "
+                "and inside of the traced function). Or give the rule to the loss: "
+                "jax.grad(tracegrad.rewrite(loss, rule))"
             )
 
 
 # The file of JAX's transformations: others of its files have functions of the same names.
-_JAX_API = inspect.unwrap(jax.grad).__code__.co_filename
+_JAX_API = inspect.unwrap(_jax.grad).__code__.co_filename
 _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 
 

@@ -160,7 +160,7 @@ class _Passes:
         are a place of the right type.
         """
         anywhere = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
-        _, transpose = jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
+        _, transpose = _jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
         return list(transpose(list(tangents)))
 
 
@@ -171,7 +171,7 @@ def _trace_passes(
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         along = _jax.of_some(lambda operands: rule(*operands), args, active)
-        return jax.vjp(along, *(args[i] for i in active))
+        return _jax.vjp(along, *(args[i] for i in active))
 
     forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
     outs, pullback_shape = shapes

@@ -138,7 +138,7 @@ def intermediate_gradients(
         # The rules in force were applied; who applies them to what is around it leaves it alone.
         marked = under_rules_already(result)
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
-        cotangents, (aux, results) = jax.grad(marked, has_aux=True)(zeros)
+        cotangents, (aux, results) = _jax.grad(marked, has_aux=True)(zeros)
         _assign(program, results)
         by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}
         for tap, cotangent in zip(tapped.taps, cotangents, strict=True):

@@ -10,7 +10,8 @@ from typing import Any
 from tracegrad.ir import Graph
 from tracegrad.lowering import to_callable
 from tracegrad.lowering.callable import tap_zeros
-from tracegrad.tracing.graphs import Rule, apply_rules, graph
+from tracegrad.tracing.graphs import Rule, graph
+from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.static import Indices, Names, resolve
 
 
@@ -40,7 +41,10 @@ class RewrittenFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return apply_rules(self._trace(*args, **kwargs), self.rules)
+        force = Force(self.rules)
+        with in_force(force):
+            program = self._trace(*args, **kwargs)
+        return force.finish(program, taps=True)
 
     def taps(self, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
         """The taps at these arguments: by name and by place zeros of the value's shape and dtype,
@@ -75,7 +79,7 @@ def rewrite(
     Args:
       fun: any function that `jax.jit` takes.
       *rules: functions ``Graph -> Graph``, applied in order: those of `tracegrad.rules`, or your
-        own.
+        own. They reach what `jax.grad` and the like differentiate inside of `fun`, as in `trace`.
       static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
 
     Returns:

@@ -42,6 +42,7 @@ from tracegrad.rewriting.edits import (
 from tracegrad.rewriting.norms import at_least_32_bits, within_norm, within_value
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
+from tracegrad.tracing.in_force import without_rules
 
 GradientFunction = Callable[..., Any]
 
@@ -168,7 +169,9 @@ def with_gradient(
             dy if _jax.has_gradient(out) else jnp.zeros_like(out)
             for dy, out in zip(cotangents, outputs, strict=True)
         ]
-        return checked_cotangents(grad(op, *dys), op, where, grad)
+        with without_rules():  # or a derivative that `grad` takes would go by this very rule
+            answer = grad(op, *dys)
+        return checked_cotangents(answer, op, where, grad)
 
     rule.defvjp(forward, backward)
     return rule

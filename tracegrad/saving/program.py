@@ -170,7 +170,7 @@ def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Gr
     def gradient(*inputs_and_cotangents: Any) -> list[Any]:
         inputs, cotangents = inputs_and_cotangents[:count], inputs_and_cotangents[count:]
         chosen, values = _of(graph, inputs, active)
-        _, pullback = jax.vjp(lambda *v: [chosen(*v)[j] for j in flowing], *values)
+        _, pullback = _jax.vjp(lambda *v: [chosen(*v)[j] for j in flowing], *values)
         return list(pullback(list(cotangents)))
 
     gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
@@ -211,7 +211,7 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
 
     def value(*inputs: Any) -> list[Any]:
         chosen, values = _of(graph, inputs, active)
-        return list(jax.vjp(chosen, *values)[0])
+        return list(_jax.vjp(chosen, *values)[0])
 
     value.__name__ = value.__qualname__ = graph.name
     return trace_graph(value)(*graph.in_avals)

@@ -293,7 +293,7 @@ def _trace(
 
     def linearise(*args: Any) -> Any:
         along = _jax.of_some(run, args, active)
-        outs, derivative = jax.linearize(along, *(args[i] for i in active))
+        outs, derivative = _jax.linearize(along, *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(derivative)
         trees.append(tree)
         return outs, residuals

@@ -177,7 +177,7 @@ def _trace_rule(
         def along(*inputs: Any) -> list[Any]:
             return bound(*constants, *with_witnesses(inputs, closed_over, returned))
 
-        outs, pullback = jax.vjp(along, *args[closed_over:])
+        outs, pullback = _jax.vjp(along, *args[closed_over:])
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals

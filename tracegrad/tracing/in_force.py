@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -25,6 +25,15 @@ from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, apply_rules, graph
 
 _key = _jax.user_context()
+
+
+class _JaxDerivatives:
+    """How `jax.grad` and the like go by the rules in force; set by the room that differentiates."""
+
+    in_place: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+JAX_DERIVATIVES = _JaxDerivatives()
 
 
 class Force:
@@ -63,9 +72,9 @@ class Force:
             self._matched.add(place)
         return program
 
-    def finish(self, program: Graph) -> Graph:
+    def finish(self, program: Graph, *, taps: bool = False) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
-        matched before."""
+        matched before. `taps`: whether there may be such without a callback."""
         missed, self._missed = self._missed, {}  # they hold graphs, and JAX's caches hold this
         for place, rule in enumerate(self.rules):
             try:
@@ -80,7 +89,8 @@ class Force:
         for force in _in_force.forces:
             if force.everywhere:
                 program = force.apply(program)
-        _refuse_taps(program)
+        if not taps:
+            _refuse_taps(program)
         return program
 
 
@@ -100,11 +110,22 @@ def in_force(force: Force) -> Iterator[None]:
     before = _in_force.forces
     _in_force.forces = (force, *before)
     try:
-        with _key(_in_force.forces):
+        with _key(_in_force.forces), JAX_DERIVATIVES.in_place():
             yield
     except BaseException:
         force._missed.clear()  # nobody will ask
         raise
+    finally:
+        _in_force.forces = before
+
+
+@contextmanager
+def without_rules() -> Iterator[None]:
+    """A block in which none is in force: a gradient that somebody wrote is theirs as it is."""
+    before, _in_force.forces = _in_force.forces, ()
+    try:
+        with _key(()):
+            yield
     finally:
         _in_force.forces = before
 
@@ -122,43 +143,60 @@ def apply_in_force(program: Graph) -> Graph:
     return program
 
 
-def under_rules(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of arrays as it is to be differentiated: with the rules in force applied to it.
+def under_rules(
+    fun: Callable[..., Any],
+    name: str,
+    lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
+) -> Callable[..., Any]:
+    """A function as it is to be differentiated: with the rules in force applied to it.
 
-    `name`: what the program is called in messages.
+    Args:
+      fun: takes and returns trees, of which what is traced is differentiated.
+      name: what the program is called in messages.
+      lower: how the edited program becomes a function again.
     """
     if not _in_force.forces:
         return fun
 
-    def edited(*args: Any) -> Any:
-        others: list[Any] = []  # the structure of the result, and what in it is no array
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        given, rest = _parted((args, kwargs))
+        others: list[Any] = []  # what in the result is not traced
 
-        def arrays(*args: Any) -> list[Any]:
-            leaves, structure = jax.tree.flatten(fun(*args))
-            is_array = [_is_array(leaf) for leaf in leaves]
-            others[:] = structure, [None if a else x for a, x in zip(is_array, leaves, strict=True)]
-            return [leaf for a, leaf in zip(is_array, leaves, strict=True) if a]
+        def of_traced(*given: Any) -> Any:
+            args, kwargs = rest(given)
+            results, with_others = _parted(fun(*args, **kwargs))
+            others[:] = [with_others]
+            return results
 
-        arrays.__name__ = arrays.__qualname__ = name
-        program = apply_in_force(graph(arrays)(*args))
-        results = iter(under_rules_already(program.to_callable())(*args))
-        structure, leaves = others
-        return jax.tree.unflatten(structure, [next(results) if x is None else x for x in leaves])
+        of_traced.__name__ = of_traced.__qualname__ = name
+        program = apply_in_force(graph(of_traced)(*given))
+        results = under_rules_already(lower(program))(*given)
+        (with_others,) = others
+        return with_others(results)
 
     return edited
+
+
+def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """What is traced in a tree, and what puts other things in the places of that.
+
+    All else is left to be the Python value or the constant that it is, as in `jax.grad`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    is_traced = [_jax.is_tracer(leaf) for leaf in leaves]
+    others = [None if traced else leaf for traced, leaf in zip(is_traced, leaves, strict=True)]
+
+    def with_others(values: Sequence[Any]) -> Any:
+        rest = iter(values)
+        filled = [next(rest) if t else x for t, x in zip(is_traced, others, strict=True)]
+        return jax.tree.unflatten(structure, filled)
+
+    return [x for traced, x in zip(is_traced, leaves, strict=True) if traced], with_others
 
 
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function to which the rules in force were applied, and so are not applied again."""
     return jax.named_call(fun, name=UNDER_RULES) if _in_force.forces else fun
-
-
-def _is_array(leaf: Any) -> bool:
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
 
 
 def _refuse_taps(program: Graph) -> None:

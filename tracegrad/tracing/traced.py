@@ -515,9 +515,11 @@ def trace(
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
       rules: functions ``Graph -> Graph``, applied in order. They act where differentiation
-        happens: on the program of `fun`, for who differentiates it, and on what the
-        `tracegrad.grad`, tapes and `tracegrad.gradients` inside it differentiate. A rule that
-        matches in neither raises, and so does one that matches what `jax.grad` has differentiated.
+        happens: on the program of `fun`, for who differentiates it, and on what is differentiated
+        inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by `jax.grad` and the
+        like, which `nnx.grad` and `equinox.filter_grad` call. A rule that matches in neither
+        raises, and so does one that matches what a `jax.grad` has differentiated that was imported
+        by its name (``from jax import grad``) or made before.
         That is decided for each signature by itself, whatever was called before: a rule for what
         only some static values lead to is given ``missing_ok=True``.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a

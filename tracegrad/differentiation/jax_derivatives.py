@@ -1,0 +1,82 @@
+"""JAX's own derivatives, which go by the rules in force while a function is traced under some.
+
+A train step calls `jax.grad`, or `nnx.value_and_grad` and `equinox.filter_grad`, which call it.
+While rules are in force on a thread, `jax.grad` and the like are functions that, on that thread,
+apply the rules to what they are given, and then do as JAX does. Nothing is replaced while no thread
+has rules.
+
+What was imported by name before (``from jax import grad``) is JAX's own, and so is a derivative
+that was made before the trace began: code that they have differentiated is refused by the rules
+that match in it (see `rewriting.edits`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from tracegrad.lowering import to_callable
+from tracegrad.rewriting.forward_mode import with_forward_mode
+from tracegrad.tracing import in_force
+from tracegrad.tracing.graphs import function_name
+
+# By the name under which each stands in `jax`, whether the function given is differentiated in
+# forward mode first, where a custom gradient has to be transposed.
+_FORWARD_FIRST = {
+    "grad": False,
+    "value_and_grad": False,
+    "vjp": False,
+    "linearize": True,
+    "jacrev": False,
+    "jacobian": False,
+    "jacfwd": True,
+    "hessian": False,
+}
+
+
+def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]:
+    """JAX's function, given what the rules in force make of the function that it is given."""
+    lower = (lambda graph: to_callable(with_forward_mode(graph))) if forward else to_callable
+
+    @functools.wraps(original)
+    def derivative(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if in_force.rules_in_force():
+            edited = in_force.under_rules(fun, function_name(fun), lower)
+            fun = functools.wraps(fun, updated=())(edited)
+        return original(fun, *args, **kwargs)
+
+    return derivative
+
+
+class _Replacement:
+    """Puts `jax.grad` and the like in place for as long as any thread needs them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._needed_by = 0
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with self._lock:
+            if not self._needed_by:
+                self._originals = {name: getattr(jax, name) for name in _FORWARD_FIRST}
+                for name, original in self._originals.items():
+                    setattr(jax, name, _by_rules(original, _FORWARD_FIRST[name]))
+            self._needed_by += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._needed_by -= 1
+                if not self._needed_by:
+                    for name, original in self._originals.items():
+                        setattr(jax, name, original)
+
+
+in_force.JAX_DERIVATIVES.in_place = _Replacement().in_place
