@@ -81,3 +81,12 @@ def test_only_one_module_knows_the_versions_of_jax(module: Path):
         assert module.parent.name == "_jax" or not any(
             name.endswith("compat.VERSION") for name in imported_names(module)
         )
+
+
+@each_module
+def test_the_package_differentiates_by_jaxs_own_functions(module: Path):
+    """Those in `jax` go by the rules in force; see `tracegrad.differentiation.jax_derivatives`."""
+    nodes = ast.walk(ast.parse(module.read_text()))
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    replaced = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "jacfwd", "hessian")
+    assert not names & {f"jax.{name}" for name in replaced}
