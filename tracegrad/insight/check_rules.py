@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.authors import code_of_rule, is_jaxs_rule
-from tracegrad.insight.explaining.measuring import MeasuredPass, Steps, occurrence
+from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Function,
     Limits,
@@ -23,9 +23,9 @@ from tracegrad.insight.finite_differences import (
     weighed,
 )
 from tracegrad.insight.grad_check import Checked
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
+from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.occurrence import is_own_file, origin_of_function
+from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
 
 
@@ -45,9 +45,8 @@ def check_rules(
       limits: for the differences.
       random: of NumPy.
     """
-    for (at, number), operands in _Operands(program).given(leaves).items():
-        args = [operands[i] for i in range(len(operands))]
-        yield from _check_rule(occurrence(program, at, number), args, declared, limits, random)
+    for rule, operands in _Operands(program).given(leaves).items():
+        yield from _check_rule(rule, operands, declared, limits, random)
 
 
 class _Operands(MeasuredPass):
@@ -56,37 +55,31 @@ class _Operands(MeasuredPass):
     def __init__(self, program: Graph):
         super().__init__(program, [True] * len(program.inputs), close=False)
 
-    def given(self, leaves: Sequence[Any]) -> dict[tuple[Steps, int], dict[int, Any]]:
-        """By the place of each rule that runs its operands; in a scan stacked over the steps."""
+    def given(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
+        """The operands of each rule that runs; in a scan stacked over the steps."""
         with self._collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
-        measured = [(key, found[k]) for k, key in enumerate(self.keys) if k in found]
-        taken = {
-            (at, number): np.ravel(index)
-            for (kind, at, number, _), index in measured
-            if kind == "branch"
-        }
-        places: dict[tuple[Steps, int], dict[int, Any]] = {}
-        for (kind, at, number, i), operand in measured:
-            if kind == "operand" and _has_run(at, taken):
-                places.setdefault((at, number), {})[i] = operand
-        return places
+        measured = [(*self.keys[number], array) for number, array in found.items()]
+        taken = {cond: np.ravel(index) for kind, cond, _, index in measured if kind == "branch"}
+        operands: dict[Occurrence, list[Any]] = {}
+        for kind, rule, _, operand in measured:
+            if rule is not None and kind == "operand" and _has_run(rule.path, taken):
+                operands.setdefault(rule, []).append(operand)
+        return operands
 
-    def _forward_node(self, node: Node, args: list[Any], kept: Any, at: Any, number: int) -> Any:
-        if isinstance(node, CustomGradient) and not is_jaxs_rule(node):
-            for i, arg in enumerate(args):
-                self._note("operand", at, number, i, lambda x: x, jnp.asarray(arg))
-        return super()._forward_node(node, args, kept, at, number)
+    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
+        if isinstance(here.node, CustomGradient) and not is_jaxs_rule(here.node):
+            for i, operand in enumerate(operands):
+                self._note("operand", here, i, jnp.asarray, operand)
+        return super().operation(here, operands)
 
 
-def _has_run(at: Steps, taken: dict[tuple[Steps, int], Any]) -> bool:
+def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
     """Whether every branch on the way was taken (in a loop: at every step)."""
-    for depth, (number, name) in enumerate(at):
-        index = taken.get((at[:depth], number))
-        if index is not None and name.startswith("branches["):
-            mine = int(name[len("branches[") : -1])
-            if not np.all(index == mine):
-                return False
+    for depth, (node, name) in enumerate(path):
+        index = taken.get(Occurrence(path[:depth], node))
+        if index is not None and not np.all(index == list(node.regions).index(name)):
+            return False
     return True
 
 

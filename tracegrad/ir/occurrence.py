@@ -99,6 +99,10 @@ class Occurrence:
         """The nodes that were entered on the way to it, and the node."""
         return [*(node for node, _ in self.path), self.node]
 
+    def into(self, region: str) -> Path:
+        """The path of what is in one of its regions."""
+        return (*self.path, (self.node, region))
+
     @property
     def origin(self) -> Origin | None:
         """The user's line that made it; a library's only where no user's frame exists.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.selection import is_numeric, type_of
 from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
-from tracegrad.insight.explaining.measuring import Steps
-from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
@@ -169,8 +168,7 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
 
     graphs: list[tuple[Path, Graph]] = [((), program)]
     for found in program.walk():
-        for name, region in found.node.regions.items():
-            graphs.append(((*found.path, (found.node, name)), region))
+        graphs += [(found.into(name), region) for name, region in found.node.regions.items()]
     for path, graph in graphs:
         for value, constant in graph.constants.items():
             if value.users and fits(constant):
@@ -178,10 +176,9 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
     return None
 
 
-def refusals(observed: Observed, refused: Mapping[tuple[Steps, int], str]) -> Iterator[Finding]:
+def refusals(observed: Observed) -> Iterator[Finding]:
     """What JAX cannot differentiate, by its own words."""
-    for (at, number), words in refused.items():
-        found = observed.occurrence(Spot(at, number))
+    for found, words in observed.refused.items():
         op = found.node.op
         cause = "host conversion" if op in operations.CALLBACKS else "not differentiable"
         yield Finding(

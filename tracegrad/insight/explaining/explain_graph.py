@@ -15,8 +15,8 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.authors import is_jaxs_rule
 from tracegrad.insight.explaining.changed_rules import changed_rules
+from tracegrad.insight.explaining.compiled import compile_pass
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
-from tracegrad.insight.explaining.measuring import MeasuredPass, compile_pass
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
@@ -51,8 +51,7 @@ def explain_graph(
         ones than that.
       others: the names of inputs that are no sources.
     """
-    seeded = [seed is not None for seed in seeds]
-    targets = [i for i, is_seeded in enumerate(seeded) if is_seeded]
+    targets = [i for i, seed in enumerate(seeds) if seed is not None]
     known = _Known(program)
     reached = _connected(program, targets, known)
     findings: list[Finding] = []
@@ -66,18 +65,18 @@ def explain_graph(
         else:
             cuts = cuts or smallest_cuts(program, targets)
             findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
-    observed, measured = _measure(program, flowing, seeded, inputs, seeds, known, close=False)
-    findings += refusals(observed, measured.refused)
+    observed = _measure(program, flowing, inputs, seeds, known, close=False)
+    findings += refusals(observed)
     if _looks_bad(observed):
-        observed, measured = _measure(program, flowing, seeded, inputs, seeds, known, close=True)
-        findings += not_finite(observed, sources, targets, others, measured.lines)
+        observed = _measure(program, flowing, inputs, seeds, known, close=True)
+        findings += not_finite(observed, sources, targets, others)
     reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, reports, sources)
     findings += slopes(observed, norms)
     findings += changed_rules(observed)
     findings += dead_units(observed, targets, findings)
-    value = observed.stats.get(("output", (), 0, targets[0])) if targets else None
+    value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
         tuple(reports),
@@ -100,19 +99,17 @@ def _connected(program: Graph, targets: Sequence[int], known: _Known) -> frozens
 def _measure(
     program: Graph,
     sources: Sequence[bool],
-    seeded: Sequence[bool],
     inputs: Sequence[Any],
     seeds: Sequence[Any],
     known: _Known,
     *,
     close: bool,
-) -> tuple[Observed, MeasuredPass]:
-    compiled = known.or_made(
-        (tuple(sources), tuple(seeded), close),
-        lambda: compile_pass(program, sources, seeded, close),
+) -> Observed:
+    seeded = tuple(seed is not None for seed in seeds)
+    look = known.or_made(
+        (tuple(sources), seeded, close), lambda: compile_pass(program, sources, seeded, close)
     )
-    stats = compiled.call(list(inputs), [seed for seed in seeds if seed is not None])
-    return Observed(program, stats), compiled.measured
+    return look(list(inputs), [seed for seed in seeds if seed is not None]).in_graph(program)
 
 
 def _looks_bad(observed: Observed) -> bool:
@@ -127,7 +124,7 @@ def _looks_bad(observed: Observed) -> bool:
 def _report(
     observed: Observed, program: Graph, path: str, i: int | None, findings: Sequence[Finding]
 ) -> SourceReport:
-    stat = None if i is None else observed.stats.get(("source", (), 0, i))
+    stat = None if i is None else observed.stats.get(("source", None, i))
     aval = None if i is None else program.inputs[i].aval
     size = 0 if aval is None else math.prod(aval.shape)
     if stat is None:

@@ -17,11 +17,10 @@ from tracegrad.insight.explaining.culprits import (
     value_statistic,
 )
 from tracegrad.insight.explaining.cures import backward_cure, forward_cure
-from tracegrad.insight.explaining.measuring import Steps
-from tracegrad.insight.explaining.observed import Observed, Spot
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Literal, Occurrence, Origin, Value
+from tracegrad.ir import Literal, Occurrence, Value
 
 
 def not_finite(
@@ -29,7 +28,6 @@ def not_finite(
     sources: dict[str, int | None],
     targets: Sequence[int],
     others: Mapping[int, str],
-    lines: Mapping[tuple[Steps, int], Origin],
 ) -> list[Finding]:
     """Where the NaNs and Infs began that a result or a gradient has.
 
@@ -38,18 +36,17 @@ def not_finite(
       sources: by path which input a source is.
       targets: the outputs with cotangents.
       others: the names of inputs that are no sources.
-      lines: of rules, the lines of their backward that make a NaN or Inf.
     """
     stats = observed.stats
     names = {i: path for path, i in sources.items() if i is not None}
     touched = tuple(
         path
         for i, path in names.items()
-        if (stat := stats.get(("source", (), 0, i))) is not None and stat[NAN] + stat[INF] > 0
+        if (stat := stats.get(("source", None, i))) is not None and stat[NAN] + stat[INF] > 0
     )
     found: list[Finding] = []
     for target in targets:
-        out = stats.get(("output", (), 0, target))
+        out = stats.get(("output", None, target))
         if out is not None and out[NAN] + out[INF] > 0:
             which = NAN if out[NAN] else INF
             culprit = forward_culprit(observed, (), (), observed.graph.outputs[target], which)
@@ -61,12 +58,12 @@ def not_finite(
     found += [
         _in_an_input("NaN", path, int(stat[NAN]), (path,))
         for i, path in names.items()
-        if (stat := stats.get(("input", (), 0, i))) is not None and stat[NAN] > 0
+        if (stat := stats.get(("input", None, i))) is not None and stat[NAN] > 0
     ]
     if not is_explained:  # nothing is wrong with the result: a NaN in an input is masked
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
-            found.append(_backward_finding(observed, culprit_back, lines, touched))
+            found.append(_backward_finding(observed, culprit_back, touched))
         elif touched and not found:
             found.append(Finding("not finite", "it came in with the cotangent", touched))
     return found
@@ -88,7 +85,7 @@ def _given_finding(
             f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
         )
     path = names.get(given.index) or others.get(given.index, "that is not a source")
-    count = int(observed.stats["input", (), 0, given.index][which])
+    count = int(observed.stats["input", None, given.index][which])
     return _in_an_input(kind, path, count, (path,) if given.index in names else touched)
 
 
@@ -98,36 +95,36 @@ def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> 
 
 
 def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, ...]) -> Finding:
-    found = observed.occurrence(culprit.spot)
-    ranges = _operand_ranges(observed, culprit.spot)
+    found = culprit.place.occurrence
+    ranges = _operand_ranges(observed, culprit.place)
     words = f"{found.node.name} makes {culprit.kind} in the forward pass"
     words += f" of {ranges}" if ranges else ""
-    made_inf = _maker_of_inf(observed, culprit.spot) if culprit.kind == "NaN" else None
+    made_inf = _maker_of_inf(observed, culprit.place) if culprit.kind == "NaN" else None
     if made_inf is not None:  # that is what to mend
-        first = observed.occurrence(made_inf.spot)
+        first = made_inf.place.occurrence
         origin = found.origin or first.origin
         words = (
-            f"{first.node.name} makes Inf of {_operand_ranges(observed, made_inf.spot)}, and "
+            f"{first.node.name} makes Inf of {_operand_ranges(observed, made_inf.place)}, and "
             f"{found.node.name}{f' at {origin.place}' if origin else ''} makes NaN of that"
         )
         culprit, found = made_inf, first
-    spot = culprit.spot
+    place = culprit.place
     return Finding(
         f"{culprit.kind} in the forward pass",
         words,
         touched,
         origin=found.origin,
-        cure=forward_cure(found.node.op, makers(observed, spot), users(observed, spot)),
+        cure=forward_cure(found.node.op, makers(observed, place), users(place)),
         operation=found.node.op,
-        step=spot.step,
+        step=place.step,
         occurrence=found,
     )
 
 
-def _maker_of_inf(observed: Observed, spot: Spot) -> Culprit | None:
+def _maker_of_inf(observed: Observed, place: Place) -> Culprit | None:
     """What made the Inf that a node is given, if it is given one."""
-    for value in observed.node(spot).inputs:
-        made = forward_culprit(observed, spot.at, spot.steps, value, INF)
+    for value in place.node.inputs:
+        made = forward_culprit(observed, place.path, place.steps, value, INF)
         if isinstance(made, Culprit):
             return made
     return None
@@ -136,11 +133,10 @@ def _maker_of_inf(observed: Observed, spot: Spot) -> Culprit | None:
 def _backward_finding(
     observed: Observed,
     culprit: Culprit,
-    lines: Mapping[tuple[Steps, int], Origin],
     touched: tuple[str, ...],
 ) -> Finding:
-    spot = culprit.spot
-    found = observed.occurrence(spot)
+    place = culprit.place
+    found = place.occurrence
     node, origin = found.node, found.origin
     known = [number_text(x) for x in culprit.operands if not math.isnan(x)]
     words = f"the derivative of {node.name}"
@@ -149,13 +145,13 @@ def _backward_finding(
         through = ", where the cotangent that comes in is 0: something masks it, and 0 * inf is NaN"
     elif not math.isnan(culprit.given):
         through = f", of a cotangent {number_text(culprit.given)}"
-    for depth, (number, name) in enumerate(spot.at):
+    for depth, (rule, name) in enumerate(found.path):
         if name in ("backward", "jvp"):
-            words, through = f"in the rule of {found.path[depth][0].name} {node.name}", ""
-            origin = lines.get((spot.at[:depth], number), origin)
+            words, through = f"in the rule of {rule.name} {node.name}", ""
+            origin = observed.lines.get(Occurrence(found.path[:depth], rule), origin)
             break
     at = f" at {', '.join(known)}" if known else ""
-    made_by, used_by = makers(observed, spot), users(observed, spot)
+    made_by, used_by = makers(observed, place), users(place)
     return Finding(
         f"{culprit.kind} in the reverse pass",
         f"{words}{at} is not finite{through}{_made_before(observed, culprit)}",
@@ -164,31 +160,31 @@ def _backward_finding(
         cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
         operation=node.op,
         operands=culprit.operands,
-        step=spot.step,
+        step=place.step,
         occurrence=found,
     )
 
 
 def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Which operation of the forward pass made the Inf that an operand is."""
-    spot = culprit.spot
-    for value, x in zip(observed.node(spot).inputs, culprit.operands, strict=False):
+    place = culprit.place
+    for value, x in zip(place.node.inputs, culprit.operands, strict=False):
         if math.isinf(x):  # a NaN stands for what is not known
-            made = forward_culprit(observed, spot.at, spot.steps, value, INF)
+            made = forward_culprit(observed, place.path, place.steps, value, INF)
             if isinstance(made, Culprit):
-                found = observed.occurrence(made.spot)
-                place = f" at {found.origin.place}" if found.origin else ""
-                return f"; {found.node.name}{place} made the Inf"
+                origin = made.place.occurrence.origin
+                line = f" at {origin.place}" if origin else ""
+                return f"; {made.place.node.name}{line} made the Inf"
     return ""
 
 
-def _operand_ranges(observed: Observed, spot: Spot) -> str:
+def _operand_ranges(observed: Observed, place: Place) -> str:
     """Between which numbers each operand of a node is: ``-2 to 3 and 0``."""
     ranges = []
-    for value in observed.node(spot).inputs:
+    for value in place.node.inputs:
         if isinstance(value, Literal):
             ranges.append(number_text(float(np.asarray(value.value).ravel()[0].real)))
-        elif (stat := value_statistic(observed, spot, value)) is not None:
+        elif (stat := value_statistic(observed, place, value)) is not None:
             low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
             ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")
     return " and ".join(ranges)

@@ -9,50 +9,90 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import Key, Steps, occurrence
-from tracegrad.ir import Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import Graph, Literal, Node, Occurrence, Origin, Value
+from tracegrad.ir.occurrence import Path
+
+# What a statistic is of: the kind, the node, and the number of its result or operand; for the
+# inputs and outputs of the graph itself no node.
+Key = tuple[str, Occurrence | None, int]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A graph and what was measured in it, by the number of its nodes."""
+    """A graph and what was measured in it.
+
+    `stats` are the statistics, `refused` the nodes that JAX cannot differentiate, with its words,
+    and `lines`, of rules whose backward makes a NaN or Inf, the line there.
+    """
 
     graph: Graph
     stats: Mapping[Key, np.ndarray[Any, Any]]
+    refused: Mapping[Occurrence, str]
+    lines: Mapping[Occurrence, Origin]
 
-    def get(self, kind: str, spot: Spot, k: int = 0) -> np.ndarray[Any, Any] | None:
+    def get(self, kind: str, place: Place, k: int = 0) -> np.ndarray[Any, Any] | None:
         """A statistic at a place and, in a scan, at its step (all steps if it has none)."""
-        stat = self.stats.get((kind, spot.at, spot.number, k))
-        return None if stat is None else stat[spot.steps]
+        stat = self.stats.get((kind, place.occurrence, k))
+        return None if stat is None else stat[place.steps]
 
-    def node(self, spot: Spot) -> Node:
-        return occurrence(self.graph, spot.at, spot.number).node
+    def of(self, kind: str) -> Iterator[tuple[Occurrence, int, np.ndarray[Any, Any]]]:
+        """The statistics of a kind, in the order in which they were met."""
+        for (its, occurrence, k), stat in self.stats.items():
+            if its == kind and occurrence is not None:
+                yield occurrence, k, stat
 
-    def occurrence(self, spot: Spot) -> Occurrence:
-        return occurrence(self.graph, spot.at, spot.number)
-
-    def branches(self, spot: Spot) -> list[str]:
+    def branches(self, cond: Place) -> list[str]:
         """Of a cond the branches that ran, in a scan at any of its steps."""
-        index = self.get("branch", spot)
+        index = self.get("branch", cond)
         assert index is not None
-        names = list(self.node(spot).regions)
+        names = list(cond.node.regions)
         ran = np.unique(index[~np.isnan(index)])  # not at a step at which the cond itself did not
         return list(dict.fromkeys(names[int(np.clip(i, 0, len(names) - 1))] for i in ran))
 
-    def region(self, at: Steps) -> Graph:
-        graph = self.graph
-        for number, name in at:
-            graph = graph.nodes[number].region(name)
-        return graph
+    def in_graph(self, graph: Graph) -> Observed:
+        """The same of another graph, traced from the same program."""
+        if graph is self.graph:
+            return self
+        numbers: dict[Node, int] = {}
+
+        def there(occurrence: Occurrence) -> Occurrence:
+            around, path = graph, []
+            for node, name in occurrence.path:
+                step = around.nodes[number_of(node, numbers)]
+                path.append((step, name))
+                around = step.region(name)
+            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node, numbers)])
+
+        return Observed(
+            graph,
+            {(kind, o and there(o), k): stat for (kind, o, k), stat in self.stats.items()},
+            {there(o): words for o, words in self.refused.items()},
+            {there(o): line for o, line in self.lines.items()},
+        )
+
+
+def number_of(node: Node, numbers: dict[Node, int]) -> int:
+    """The place of a node among those of its graph."""
+    if node not in numbers:
+        assert node.graph is not None
+        numbers.update((each, i) for i, each in enumerate(node.graph.nodes))
+    return numbers[node]
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A node by numbers: the way to its graph, its place there, and the steps of the scans."""
+class Place:
+    """A node where it is met, and the steps of the scans around it."""
 
-    at: Steps
-    number: int
+    occurrence: Occurrence
     steps: tuple[int, ...] = ()
+
+    @property
+    def node(self) -> Node:
+        return self.occurrence.node
+
+    @property
+    def path(self) -> Path:
+        return self.occurrence.path
 
     @property
     def step(self) -> int | None:
@@ -60,9 +100,9 @@ class Spot:
         return self.steps[0] if self.steps else None
 
 
-def call_of(at: Steps) -> Spot:
-    """The node whose region a way leads to."""
-    return Spot(at[:-1], at[-1][0])
+def call_of(path: Path) -> Place:
+    """The node whose region a path leads to."""
+    return Place(Occurrence(path[:-1], path[-1][0]))
 
 
 def handed_on(node: Node) -> Sequence[Value | Literal]:
@@ -70,9 +110,9 @@ def handed_on(node: Node) -> Sequence[Value | Literal]:
     return node.inputs[1:] if node.primitive is _jax.COND else node.inputs
 
 
-def inside(spot: Spot, node: Node, value: Value) -> Iterator[tuple[Steps, Value]]:
-    """What an operand of a node is in its regions, each with the way there."""
-    for name, region in node.regions.items():
-        for operand, within in zip(handed_on(node), region.inputs, strict=False):
+def inside(call: Occurrence, value: Value) -> Iterator[tuple[Path, Value]]:
+    """What an operand of a node is in its regions, each with the path there."""
+    for name, region in call.node.regions.items():
+        for operand, within in zip(handed_on(call.node), region.inputs, strict=False):
             if operand is value:
-                yield (*spot.at, (spot.number, name)), within
+                yield call.into(name), within

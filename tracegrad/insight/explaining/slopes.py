@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import Steps, is_entered
-from tracegrad.insight.explaining.observed import Observed, Spot, call_of, handed_on
+from tracegrad.insight.explaining.measuring import is_entered
+from tracegrad.insight.explaining.observed import Observed, Place, handed_on, number_of
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Literal, Value
+from tracegrad.ir import Literal, Node, Occurrence, Value
+from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
@@ -39,12 +40,9 @@ def slopes(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _slope_finding(observed: Observed, slope: _Slope, shrinks: bool) -> Finding:
-    spot = _steepest(observed, shrinks)
-    if spot is None:
-        spot = slope.spot
-    found = None if spot is None else observed.occurrence(spot)
+    found = _steepest(observed, shrinks) or slope.scan
     what = "shrinks" if shrinks else "grows"
-    kind = "steps" if slope.spot is not None else "layers"
+    kind = "steps" if slope.scan is not None else "layers"
     return Finding(
         "vanishing" if shrinks else "exploding",
         f"along {slope.name} the norm {what} from {number_text(slope.norms[-1])} to "
@@ -66,7 +64,7 @@ class _Slope:
 
     name: str  # ``layers/*/kernel``, or the scan
     norms: tuple[float, ...]  # from the input's side to the output's
-    spot: Spot | None = None  # of the scan
+    scan: Occurrence | None = None
 
     @property
     def ratio(self) -> float:
@@ -91,35 +89,29 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
 def _step_slopes(observed: Observed) -> list[_Slope]:
     """The norms of the carries of scans (outside of other scans), step by step."""
     found = []
-    for (kind, at, number, j), stat in observed.stats.items():
-        if kind == "carry" and stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
-            node = observed.region(at).nodes[number]
+    for scan, j, stat in observed.of("carry"):
+        if stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
             norms = stat[:, NORM]
-            if node.params["reverse"]:
+            if scan.node.params["reverse"]:
                 norms = norms[::-1]
-            name = f"carry {j} of the {node.op}"
-            found.append(_Slope(name, tuple(map(float, norms)), Spot(at, number)))
+            name = f"carry {j} of the {scan.node.op}"
+            found.append(_Slope(name, tuple(map(float, norms)), scan))
     return found
 
 
-def _steepest(observed: Observed, shrinking: bool) -> Spot | None:
+def _steepest(observed: Observed, shrinking: bool) -> Occurrence | None:
     """A node on the line that shrinks (or grows) cotangents the most, all its runs together."""
     totals: dict[str, float] = defaultdict(float)
-    example: dict[str, Spot] = {}
-    for (kind, at, number, k), stat in observed.stats.items():
-        if kind != "ct" or k:
+    example: dict[str, Occurrence] = {}
+    for found, k, stat in observed.of("ct"):
+        if k or is_entered(found.node):
             continue
-        spot = Spot(at, number)
-        node = observed.node(spot)
-        if is_entered(node):
-            continue
-        change = [
-            c for value in node.inputs if (c := _change(observed, at, value, stat)) is not None
-        ]
-        origin = observed.occurrence(spot).origin
+        changes = (_change(observed, found.path, value, stat) for value in found.node.inputs)
+        change = [c for c in changes if c is not None]
+        origin = found.origin
         if change and origin is not None:
             totals[origin.place] += max(change, key=abs)
-            example.setdefault(origin.place, spot)
+            example.setdefault(origin.place, found)
     if not totals:
         return None
     place = (min if shrinking else max)(totals, key=lambda p: totals[p])
@@ -127,22 +119,21 @@ def _steepest(observed: Observed, shrinking: bool) -> Spot | None:
 
 
 def _change(
-    observed: Observed, at: Steps, value: Value | Literal, stat: np.ndarray[Any, Any]
+    observed: Observed, path: Path, value: Value | Literal, stat: np.ndarray[Any, Any]
 ) -> float | None:
     """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
-    while isinstance(value, Value) and value.producer is None and at:
-        call = call_of(at)
-        enclosing = observed.node(call)
+    while isinstance(value, Value) and value.producer is None and path:
+        enclosing = path[-1][0]
         if enclosing.primitive is _jax.SCAN or len(value.users) > 1:
             return None
         if value not in value.graph.inputs:
             return None
-        at, value = call.at, handed_on(enclosing)[value.graph.inputs.index(value)]
+        path, value = path[:-1], handed_on(enclosing)[value.graph.inputs.index(value)]
     if not isinstance(value, Value) or value.producer is None or len(value.users) > 1:
         return None
     producer = value.producer
-    number = value.graph.nodes.index(producer)
-    before = observed.get("ct", Spot(at, number), producer.outputs.index(value))
+    place = Place(Occurrence(path, producer))
+    before = observed.get("ct", place, producer.outputs.index(value))
     if before is None:
         return None
     given, result = _total(stat), _total(before)
@@ -161,11 +152,11 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     result; over all steps of a scan."""
     found: dict[str, float] = {}
     order: dict[str, tuple[int, ...]] = {}
-    for (kind, at, number, _), stat in observed.stats.items():
-        if kind != "ct":
-            continue
-        scope = "/".join(observed.occurrence(Spot(at, number)).scopes)
+    numbers: dict[Node, int] = {}
+    for last, _, stat in observed.of("ct"):
+        scope = "/".join(last.scopes)
         if scope and scope not in found:  # the reverse pass meets the last one first
             found[scope] = _total(stat)
-            order[scope] = (*(n for n, _ in at), number)
+            steps = (*(node for node, _ in last.path), last.node)
+            order[scope] = tuple(number_of(node, numbers) for node in steps)
     return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import Steps, is_entered
-from tracegrad.insight.explaining.observed import Observed, Spot, call_of, inside
+from tracegrad.insight.explaining.measuring import is_entered
+from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Occurrence, Value
 from tracegrad.ir.authors import whose
+from tracegrad.ir.occurrence import Path
 
 _ZERO_WORDS = {
     "untaken branch": "its branch is not taken in this call",
@@ -52,7 +53,7 @@ def zero_gradients(
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
         for killer in _killers(observed, index):
-            found = observed.occurrence(killer.spot)
+            found = killer.occurrence
             yield Finding(
                 killer.cause,
                 f"{found.node.name}: {_ZERO_WORDS[killer.cause]}",
@@ -71,37 +72,38 @@ def zero_gradients(
 class _Killer:
     """A node that turns a cotangent that is there into zeros."""
 
-    spot: Spot
+    occurrence: Occurrence
     cause: str
 
 
 def _killers(observed: Observed, source: int) -> list[_Killer]:
     """The nodes at which the gradient of a source, connected but zero, becomes zero."""
     found: dict[_Killer, None] = {}
-    pending: list[tuple[Steps, Value]] = [((), observed.graph.inputs[source])]
+    pending: list[tuple[Path, Value]] = [((), observed.graph.inputs[source])]
     seen = set()
     while pending:
-        at, value = pending.pop()
-        if (at, value) in seen:
+        path, value = pending.pop()
+        if (path, value) in seen:
             continue
-        seen.add((at, value))
+        seen.add((path, value))
         for node in value.users:
-            spot = Spot(at, value.graph.nodes.index(node))
-            given = [observed.get("ct", spot, k) for k in range(len(node.outputs))]
+            here = Occurrence(path, node)
+            given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given):
                 continue
             if not any(ct is not None and not _is_zero(ct) for ct in given):
-                pending += [(at, out) for out in node.outputs]
+                pending += [(path, out) for out in node.outputs]
             elif not is_entered(node):
-                found[_Killer(spot, _why_zero(observed, spot))] = None
+                found[_Killer(here, _why_zero(observed, here))] = None
             else:
-                ran = observed.branches(spot) if node.primitive is _jax.COND else node.regions
-                for at_inner, inner in inside(spot, node, value):
-                    if at_inner[-1][1] in ran:
-                        pending.append((at_inner, inner))
+                is_cond = node.primitive is _jax.COND
+                ran = observed.branches(Place(here)) if is_cond else node.regions
+                for path_inside, inner in inside(here, value):
+                    if path_inside[-1][1] in ran:
+                        pending.append((path_inside, inner))
                     elif inner.users or inner in inner.graph.outputs:
-                        found[_Killer(spot, "untaken branch")] = None
-        pending += _outside(observed, at, value)
+                        found[_Killer(here, "untaken branch")] = None
+        pending += _outside(observed, path, value)
     return list(found)
 
 
@@ -111,30 +113,30 @@ def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
     return bool(np.all((norms == 0) | np.isnan(norms)))
 
 
-def _outside(observed: Observed, at: Steps, value: Value) -> Iterator[tuple[Steps, Value]]:
+def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Path, Value]]:
     """The results of the enclosing node that a value is, whose cotangents are zero; in a scan
     also what it is in the next step."""
-    if not at:
+    if not path:
         return
-    call = call_of(at)
-    node = observed.node(call)
+    call = call_of(path)
+    node = call.node
     for k, out in enumerate(value.graph.outputs):
         if out is value and k < len(node.outputs):
             ct = observed.get("ct", call, k)
             if ct is None or _is_zero(ct):
-                yield call.at, node.outputs[k]
+                yield call.path, node.outputs[k]
             if node.primitive is _jax.SCAN:
                 first, count = _jax.scan_split(node.params)
                 if k < count:
-                    yield at, value.graph.inputs[first + k]
+                    yield path, value.graph.inputs[first + k]
 
 
-def _why_zero(observed: Observed, spot: Spot) -> str:
-    node = observed.node(spot)
+def _why_zero(observed: Observed, found: Occurrence) -> str:
+    node = found.node
     if isinstance(node, CustomGradient):
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op in ("max", "min", "clamp"):
-        units = observed.get("units", spot)
+        units = observed.get("units", Place(found))
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
     return _CAUSES.get(node.op, "zero derivative")
 
@@ -146,8 +148,7 @@ def dead_units(
     known = {f.origin for f in findings if f.cause == "dead units"}
     idle = [counted for counted in _counted_units(observed) if 2 * counted[1] > counted[2]]
     flow = gradient_flow(observed.graph, targets) if idle else None
-    for spot, dead, total in idle:
-        found = observed.occurrence(spot)
+    for found, dead, total in idle:
         # Where no gradient arrives anyway, units are not what it ends at.
         if flow is not None and _arrives(flow, found) and found.origin not in known:
             yield Finding(
@@ -172,11 +173,10 @@ def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
     return flow.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
 
 
-def _counted_units(observed: Observed) -> Iterator[tuple[Spot, int, int]]:
+def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:
     """Rectifiers with units that were never active: where, how many, of how many."""
-    for (kind, at, number, _), stat in observed.stats.items():
-        if kind == "units":
-            runs = stat.reshape(-1, 2)
-            runs = runs[~np.isnan(runs).any(axis=1)]
-            if len(runs) and runs[0, ALL_UNITS] > 0:
-                yield Spot(at, number), int(runs[:, IDLE_UNITS].min()), int(runs[0, ALL_UNITS])
+    for found, _, stat in observed.of("units"):
+        runs = stat.reshape(-1, 2)
+        runs = runs[~np.isnan(runs).any(axis=1)]
+        if len(runs) and runs[0, ALL_UNITS] > 0:
+            yield found, int(runs[:, IDLE_UNITS].min()), int(runs[0, ALL_UNITS])
