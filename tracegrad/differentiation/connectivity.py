@@ -12,6 +12,7 @@ zeros, or the same whatever the cotangent is: an auxiliary loss is added to a mo
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ def _sources(graph: Graph) -> Masks:
     return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
 
 
+@cached(_REMEMBERED)
 def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
     return is_reference(aval) or _jax.has_gradient(aval)
@@ -83,22 +85,22 @@ class Walk:
         """Masks of the inputs connected to each result, given those connected to each operand."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
-        outs = self._outs(node, ins)
+        if not all(isinstance(v.aval, ARRAY) for v in (*node.inputs, *node.outputs)):
+            # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
+            outs = [joined(ins)] * len(node.outputs)
+        elif node.regions and (entered := self._entered(node, ins)) is not None:
+            outs = entered
+        else:
+            outs = _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
         pairs = zip(outs, node.outputs, strict=True)
         return [m if m and is_connectable(v.aval) else 0 for m, v in pairs]
 
-    def _outs(self, node: Node, ins: Masks) -> Masks:
-        if not all(isinstance(v.aval, ARRAY) for v in (*node.inputs, *node.outputs)):
-            # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
-            return [joined(ins)] * len(node.outputs)
+    def _entered(self, node: Node, ins: Masks) -> Masks | None:
         # The operations inside a shard_map can be differentiated only inside their mesh.
-        if node.regions and not isinstance(node, CustomGradient) and node.op != "shard_map":
-            entered = enter(node, ins, self.region)
-            if entered is not None:
-                return entered[0]
-        reached = tuple(mask != 0 for mask in ins)
-        rows = self.vjp_rows(node, reached)
-        return [joined(m for i, m in enumerate(ins) if row >> i & 1) for row in rows]
+        if isinstance(node, CustomGradient) or node.op == "shard_map":
+            return None
+        entered = enter(node, ins, self.region)
+        return None if entered is None else entered[0]
 
     def region(self, graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
@@ -129,6 +131,14 @@ class Walk:
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
             return _all_of(node, reached)
         return tuple(node_dependence(node))
+
+
+def _carried(rows: Sequence[int], ins: Masks) -> Masks:
+    """The masks of results, of each of which a row tells the operands that it is connected to."""
+    return [
+        functools.reduce(operator.or_, (m for i, m in enumerate(ins) if row >> i & 1), 0)
+        for row in rows
+    ]
 
 
 # -------------------------------------------------------------------------------- one node's VJP

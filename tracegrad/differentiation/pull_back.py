@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
-from tracegrad.ir.dependence import joined
 from tracegrad.lowering import evaluate_node, read
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
@@ -138,10 +137,13 @@ def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int
     if isinstance(node, Recompute):
         # TensorFlow differentiates a recomputed function as a whole: an argument that it does not
         # use has a gradient of zero, not none.
-        return joined(1 << i for i in active)
+        return sum(1 << i for i in active)
     ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
-    rows = Walk().rule(node, ins)
-    return joined(row for row, ct in zip(rows, cotangents, strict=True) if ct is not None)
+    linked = 0
+    for row, ct in zip(Walk().rule(node, ins), cotangents, strict=True):
+        if ct is not None:
+            linked |= row
+    return linked
 
 
 def _jax_vjp(

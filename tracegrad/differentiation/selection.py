@@ -223,7 +223,8 @@ def is_numeric(leaf: Any) -> bool:
 
 def is_differentiable(leaf: Any) -> bool:
     """Whether a leaf is a float or complex array, or such a number."""
-    return isinstance(type_of(leaf), jax.core.ShapedArray) and _jax.has_gradient(type_of(leaf))
+    aval = type_of(leaf)
+    return isinstance(aval, jax.core.ShapedArray) and _jax.has_gradient(aval)
 
 
 def type_of(leaf: Any) -> Any:

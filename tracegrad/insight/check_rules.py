@@ -23,7 +23,7 @@ from tracegrad.insight.finite_differences import (
     weighed,
 )
 from tracegrad.insight.grad_check import Checked
-from tracegrad.ir import CustomGradient, Graph, Occurrence
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
@@ -67,11 +67,13 @@ class _Operands(MeasuredPass):
                 operands.setdefault(rule, []).append(operand)
         return operands
 
+    def is_measured(self, node: Node) -> bool:
+        return isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        if isinstance(here.node, CustomGradient) and not is_jaxs_rule(here.node):
-            for i, operand in enumerate(operands):
-                self._note("operand", here, i, jnp.asarray, operand)
-        return super().operation(here, operands)
+        for i, operand in enumerate(operands):
+            self._note("operand", here, i, jnp.asarray, operand)
+        return evaluate_node(here.node, operands)
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:

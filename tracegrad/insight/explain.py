@@ -112,16 +112,16 @@ def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
 
 def _require_alive(args: Any, kwargs: Any) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
-        if isinstance(leaf, jax.Array) and not _jax.is_tracer(leaf) and leaf.is_deleted():
-            where = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            raise ValueError(
-                f"the argument {where} has been donated to a compiled function, and its buffer is "
-                "gone: explain before that call, pass what it returned, or leave out donate_argnums"
-            )
         if _jax.is_tracer(leaf):
             raise TypeError(
                 "explain looks at numbers, which a traced function does not have: call it outside "
                 "of jit, grad and vmap, with the arrays themselves"
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            where = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            raise ValueError(
+                f"the argument {where} has been donated to a compiled function, and its buffer is "
+                "gone: explain before that call, pass what it returned, or leave out donate_argnums"
             )
 
 

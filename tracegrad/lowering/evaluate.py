@@ -44,30 +44,33 @@ def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
     lowering = lowering or Lowering()
     if lowering.keeps(graph):
         return _jax.eval_program(graph.program, args)
-
-    def on_node(node: Node, operands: list[Any]) -> list[Any]:
-        return evaluate_node(node, operands, lowering)
-
-    return read(graph.outputs, run_nodes(graph, args, on_node, _last_uses(graph)))
+    values = run_nodes(graph, args, lowering, freed=_last_uses(graph))
+    return read(graph.outputs, values)
 
 
 def run_nodes(
     graph: Graph,
     args: Sequence[Any],
-    on_node: Callable[[Node, list[Any]], Sequence[Any]],
+    lowering: Lowering,
+    *,
+    instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]] = MappingProxyType({}),
     freed: Mapping[Node, Sequence[Value]] = MappingProxyType({}),
 ) -> dict[Value, Any]:
     """Runs the nodes of a graph in order; returns what its values are.
 
     Args:
       graph: whose inputs are `args`.
-      on_node: gives the results of a node on its operands.
+      lowering: what is remembered on the way.
+      instead: for some nodes what gives their results, from their operands.
       freed: the values that are given up after a node.
     """
     values: dict[Value, Any] = dict(graph.constants)
     values.update(zip(graph.inputs, args, strict=True))
     for node in graph.nodes:
-        values.update(zip(node.outputs, on_node(node, read(node.inputs, values)), strict=True))
+        operands = read(node.inputs, values)
+        run = instead.get(node)
+        results = evaluate_node(node, operands, lowering) if run is None else run(operands)
+        values.update(zip(node.outputs, results, strict=True))
         for value in freed.get(node, ()):
             del values[value]
     return values

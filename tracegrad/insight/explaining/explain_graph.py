@@ -70,7 +70,7 @@ def explain_graph(
     if _looks_bad(observed):
         observed = _measure(program, flowing, inputs, seeds, known, close=True)
         findings += not_finite(observed, sources, targets, others)
-    reports = [_report(observed, program, path, i, findings) for path, i in sources.items()]
+    reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, reports, sources)
     findings += slopes(observed, norms)
@@ -121,27 +121,24 @@ def _looks_bad(observed: Observed) -> bool:
     )
 
 
-def _report(
-    observed: Observed, program: Graph, path: str, i: int | None, findings: Sequence[Finding]
-) -> SourceReport:
-    stat = None if i is None else observed.stats.get(("source", None, i))
-    aval = None if i is None else program.inputs[i].aval
-    size = 0 if aval is None else math.prod(aval.shape)
-    if stat is None:
-        reason = next((f.short for f in findings if path in f.sources), "")
-        type_text = "" if aval is None else _jax.type_text(aval)
-        return SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, size, reason)
-    return SourceReport(
-        path,
-        _jax.type_text(aval),
-        True,
-        float(stat[NORM]),
-        float(stat[ZEROS]) / size if size else 0.0,
-        int(stat[NAN]),
-        int(stat[INF]),
-        size,
-        "",
-    )
+def _reports(
+    observed: Observed, sources: Mapping[str, int | None], findings: Sequence[Finding]
+) -> list[SourceReport]:
+    avals = observed.graph.in_avals
+    types = [_jax.type_text(aval) for aval in avals]
+    reports = []
+    for path, i in sources.items():
+        stat = None if i is None else observed.stats.get(("source", None, i))
+        type_text, size = ("", 0) if i is None else (types[i], math.prod(avals[i].shape))
+        if stat is None:
+            reason = next((f.short for f in findings if path in f.sources), "")
+            report = SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, size, reason)
+        else:
+            zeros = float(stat[ZEROS]) / size if size else 0.0
+            norm, nans, infs = float(stat[NORM]), int(stat[NAN]), int(stat[INF])
+            report = SourceReport(path, type_text, True, norm, zeros, nans, infs, size)
+        reports.append(report)
+    return reports
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:

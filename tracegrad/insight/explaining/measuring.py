@@ -13,6 +13,7 @@ gradient at all nor go on past what it cannot differentiate.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from tracegrad.insight.explaining.statistics import difference, edge, exact, nor
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
 from tracegrad.ir.dependence import Masks, enter, is_reference, spread
 from tracegrad.ir.occurrence import Origin, Path, line_of_error
-from tracegrad.lowering import evaluate_node, read, run_nodes
+from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 
 # One program on the operands as they are: it is entered.
 _ENTERED = frozenset({"jit", "closed_call", "core_call"})
@@ -156,40 +157,49 @@ class MeasuredPass:
     def forward(self, graph: Graph, args: Sequence[Any], path: Path) -> tuple[list[Any], Kept]:
         """Runs a graph node by node, through its regions."""
         inner: dict[Node, Any] = {}
-
-        def on_node(node: Node, operands: list[Any]) -> list[Any]:
-            if self._muted and node.effects and not node.outputs:
-                return []  # its effect has happened
+        instead: dict[Node, Callable[[list[Any]], list[Any]]] = {}
+        for node in graph.nodes:
             here = Occurrence(path, node)
-            if is_entered(node):
-                results, inner[node] = self._enter(here, operands)
-                return results
-            results = self.operation(here, operands)
-            if self.close:
-                self._note_each("value", here, exact, results)
-            if _may_be_rectifier(node):
-                maximum = [] if isinstance(node, CustomGradient) else operands
-                bounds = _bounds(node, maximum)
-                self._note("units", here, 0, units, results[0], maximum, bounds)
-            return results
-
-        values = run_nodes(graph, args, on_node)
+            if self._muted and node.effects and not node.outputs:
+                instead[node] = lambda operands: []  # its effect has happened
+            elif is_entered(node):
+                instead[node] = functools.partial(self._enter, here, inner)
+            elif self.is_measured(node):
+                instead[node] = functools.partial(self.operation, here)
+        values = run_nodes(graph, args, Lowering(), instead=instead)
         return read(graph.outputs, values), Kept(values, inner)
 
-    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        """The results of a node that is not entered."""
-        return evaluate_node(here.node, operands)
+    def is_measured(self, node: Node) -> bool:
+        """Whether the operands or results of a node that is not entered are looked at."""
+        return self.close or _may_be_rectifier(node)
 
-    def _enter(self, here: Occurrence, args: list[Any]) -> tuple[list[Any], Any]:
-        """The results of a node by its regions, and what the reverse pass needs of these."""
+    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
+        """The results of such a node."""
+        node, results = here.node, evaluate_node(here.node, operands)
+        if self.close:
+            self._note_each("value", here, exact, results)
+        if _may_be_rectifier(node):
+            maximum = [] if isinstance(node, CustomGradient) else operands
+            bounds = _bounds(node, maximum)
+            self._note("units", here, 0, units, results[0], maximum, bounds)
+        return results
+
+    def _enter(self, here: Occurrence, inner: dict[Node, Any], args: list[Any]) -> list[Any]:
+        """The results of a node by its regions; `inner` gets what the reverse pass needs of these,
+        which for most of them are the operands."""
         node = here.node
+        inner[node] = args
         if node.primitive is _jax.SCAN:
-            return self._forward_scan(here, args)
-        if node.primitive is _jax.COND:
-            return self._forward_cond(here, args), args
-        (name,) = node.regions
-        results, kept = self.forward(node.regions[name], args, here.into(name))
-        return results, args if isinstance(node, Recompute) else kept
+            results, carries = self._forward_scan(here, args)
+            inner[node] = args, carries
+        elif node.primitive is _jax.COND:
+            results = self._forward_cond(here, args)
+        else:
+            (name,) = node.regions
+            results, kept = self.forward(node.regions[name], args, here.into(name))
+            if not isinstance(node, Recompute):
+                inner[node] = kept
+        return results
 
     def _forward_scan(self, here: Occurrence, args: list[Any]) -> tuple[list[Any], Any]:
         node = here.node
@@ -205,7 +215,7 @@ class MeasuredPass:
 
         final, (stacked, carries, found) = _scan(node, step, list(map(_strong, init)), scanned)
         self._found.update(found)
-        return [*final, *stacked], (args, carries)
+        return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
         self._note("branch", here, 0, lambda: args[0].astype(jnp.float32).reshape(1))
@@ -262,7 +272,9 @@ class MeasuredPass:
             node: Node, values: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
         ) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
-            self._note_each("ct", visit.here, exact if self.close else norms, given)
+            for k, ct in enumerate(given):
+                if ct is not None:
+                    self._note("ct", visit.here, k, exact if self.close else norms, ct)
             return self._backward_region(visit) if is_entered(node) else self._pull_back(visit)
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]

@@ -35,11 +35,13 @@ class Observed:
         stat = self.stats.get((kind, place.occurrence, k))
         return None if stat is None else stat[place.steps]
 
-    def of(self, kind: str) -> Iterator[tuple[Occurrence, int, np.ndarray[Any, Any]]]:
+    def of(self, kind: str) -> list[tuple[Occurrence, int, np.ndarray[Any, Any]]]:
         """The statistics of a kind, in the order in which they were met."""
-        for (its, occurrence, k), stat in self.stats.items():
-            if its == kind and occurrence is not None:
-                yield occurrence, k, stat
+        return [
+            (occurrence, k, stat)
+            for (its, occurrence, k), stat in self.stats.items()
+            if its == kind and occurrence is not None
+        ]
 
     def branches(self, cond: Place) -> list[str]:
         """Of a cond the branches that ran, in a scan at any of its steps."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tracegrad import _jax
 from tracegrad.rewriting.norms import over_largest
 
 # Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
@@ -35,7 +34,7 @@ def _by_place(measure: Measure) -> Measure:
     @functools.wraps(measure)
     def run(*arrays: Any) -> Any:
         leaves = jax.tree.leaves(arrays)
-        if any(_jax.is_tracer(x) or np.size(x) > _BY_NUMPY for x in leaves):
+        if any(isinstance(x, jax.core.Tracer) or np.size(x) > _BY_NUMPY for x in leaves):
             return compiled(*arrays)
         with np.errstate(all="ignore"):
             return measure(np, *jax.tree.map(_on_host, arrays))
