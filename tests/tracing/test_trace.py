@@ -401,7 +401,7 @@ def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours()
     here = "test_trace.py"
     assert frames[0][0] == here
     assert frames[-2:] == [(here, "loss"), (here, "helper")]
-    assert [frame for frame in frames if frame[0] != here] == [("traced.py", "_first_call")]
+    assert [frame for frame in frames if frame[0] != here] == [("pipeline.py", "__call__")]
 
 
 def test_a_failed_trace_leaves_nothing_behind():

@@ -776,7 +776,7 @@ def test_a_function_without_variables_goes_to_jits_own_callable():
     f = tg.trace(lambda x: x + 1)
     f(1.0)
     if _jax.keep_recompute_options("cpu") is None:
-        assert f.__call__ is f._jits.nested
+        assert type(f.__call__) is type(jax.jit(lambda x: x))
     assert f(1.0) == 2.0
 
 
@@ -1100,7 +1100,7 @@ def test_what_a_step_assigns_is_not_assigned_by_the_host_too(kind, how, size):
     assigns = {
         "assign": lambda: w.assign(np.zeros(size, np.float32)),
         "step": tg.trace(lambda: w.assign_add(w)),
-        "step that only assigns": tg.trace(lambda: w.assign(jnp.zeros(size))),
+        "step that only assigns": tg.trace(lambda: (w.assign(jnp.zeros(size)), None)[1]),
     }[how]
     assigns(), assigns()  # what it compiles it has compiled
     w.assign(np.ones(size, np.float32))

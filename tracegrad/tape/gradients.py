@@ -24,7 +24,7 @@ from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotan
 from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here
-from tracegrad.tracing.graphs import TraceAgain, tracing_depth
+from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable
 
@@ -273,7 +273,7 @@ def _record_here(sources: Sequence[Any]) -> Record:
         return record
     depth = tracing_depth()
     if depth and depth not in _recording.depths:
-        raise TraceAgain(_recording_everything)
+        trace_again(_recording_everything)
     disabled = (
         " Under `jax.disable_jit` tracegrad.trace compiles nothing."
         if _jax.config.jax_disable_jit

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -15,14 +14,14 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
+from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.capture import Capture, ReadAgain
+from tracegrad.variables.capture import Capture
 from tracegrad.variables.trees import given, taken
 
 Rule = Callable[[Graph], Graph]
-T = TypeVar("T")
 
 
 def graph(
@@ -71,39 +70,6 @@ def graph(
     return make_graph
 
 
-class TraceAgain(BaseException):
-    """Raised by what a function that is being traced calls, to have it traced from the start once
-    more inside a context (`tracegrad.gradients` wants all that was computed before it).
-
-    No Exception, so that the function's own handlers let it pass.
-    """
-
-    def __init__(self, within: Callable[[], AbstractContextManager[Any]]):
-        super().__init__("this function must be traced again; nothing catches it but tracegrad")
-        self.within = within
-
-
-def _unless_again(trace: Callable[[], T]) -> T | TraceAgain:
-    """What `trace` returns; or the wish to be traced again, caught, so that an error of the second
-    time does not seem to come from the handling of it."""
-    try:
-        return trace()
-    except TraceAgain as again:
-        return again
-
-
-class _Tracing(threading.local):
-    depth = 0  # how many functions are being traced on this thread, one inside the other
-
-
-_tracing = _Tracing()
-
-
-def tracing_depth() -> int:
-    """How many functions are being traced to graphs on this thread, one inside the other."""
-    return _tracing.depth
-
-
 def trace_to_graph(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -112,7 +78,7 @@ def trace_to_graph(
 ) -> Graph:
     """Traces `fun` on these arguments; `in_tree` of the result is that of the dynamic ones."""
     args = tuple(args)  # Variables among them are `Given`
-    static_kwargs = static.named(kwargs)
+    dynamic, positions, static_kwargs = static.apart(args, kwargs)
     for name, value in static_kwargs.items():
         try:
             hash(value)
@@ -121,33 +87,25 @@ def trace_to_graph(
                 "Non-hashable static arguments are not supported: programs are kept by the values "
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
-    positions = static.within(args)
-    dynamic_kwargs = {name: v for name, v in kwargs.items() if name not in static_kwargs}
 
     def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Capture]:
-        while True:
-            capture = Capture()
-            fresh = _fresh(fun, static_kwargs, within, capture)
-            traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
-            try:
-                program, shapes = traced(*args, **dynamic_kwargs)
-                return program, shapes[0] if capture.assigned else shapes, capture
-            except ReadAgain:
-                continue
+        capture = Capture(lambda: attempt.leave(within))
+        fresh = _fresh(fun, static_kwargs, within, capture)
+        traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
+        program, shapes = traced(*args, **dynamic[1])
+        return program, shapes[0] if capture.assigned else shapes, capture
 
-    _tracing.depth += 1
-    try:
-        traced = _unless_again(lambda: trace(nullcontext))
-        if isinstance(traced, TraceAgain):
-            traced = trace(traced.within)
-        program, shapes, capture = traced
-    finally:
-        _tracing.depth -= 1
-    dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+    result = None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    while result is None:
+        with Attempt() as attempt:
+            result = trace(within)
+        within = attempt.found
+    program, shapes, capture = result
     graph = import_program(
         capture.explicit(program),
         name=function_name(fun),
-        in_tree=jax.tree.structure((dynamic, dynamic_kwargs)),
+        in_tree=jax.tree.structure(dynamic),
         out_tree=jax.tree.structure(shapes),
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
@@ -234,19 +192,26 @@ def _fresh(
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
-    @CALLS_TRACED
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            with within():
-                positional, named, fixed = taken((args, kwargs, dict(static_kwargs)))
-                return fun(*positional, **named, **fixed)
-
-        return capture.run(run)
+        return capture.run(lambda: _call(fun, within, args, {**kwargs, **static_kwargs}))
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
         fresh.__signature__ = signature  # type: ignore[attr-defined]
     return fresh
+
+
+@CALLS_TRACED
+def _call(
+    fun: Callable[..., Any],
+    within: Callable[[], AbstractContextManager[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls the user's function: what is computed inside of this is its program."""
+    args, kwargs = taken((args, kwargs))
+    with within():
+        return fun(*args, **kwargs)
 
 
 def _dynamic_signature(

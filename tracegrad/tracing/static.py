@@ -25,7 +25,19 @@ class StaticArguments:
 
     def named(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The static keyword arguments of a call."""
-        return {name: value for name, value in kwargs.items() if name in self.names}
+        return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[tuple[Any, ...], Mapping[str, Any]], tuple[int, ...], dict[str, Any]]:
+        """The arguments of a call that are not static, as (args, kwargs); the positions of those
+        that are; and those among the keyword arguments."""
+        if not self.positions and not self.names:
+            return (args, kwargs), (), {}
+        positions, static = self.within(args), self.named(kwargs)
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
+        named = {name: value for name, value in kwargs.items() if name not in static}
+        return (dynamic, named), positions, static
 
 
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:

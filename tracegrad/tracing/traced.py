@@ -1,250 +1,27 @@
 """`trace`: a Python function → Graph → rules → XLA, at the cost of `jax.jit`.
 
-One `jax.jit` does the caching and the dispatch, so that a warm call costs what it costs there. The
-function under it is a `Pipeline`: while `jit` traces it, it traces the user's function itself,
-imports the program into a graph, applies the rules and lowers the result into jit's own trace.
+A `TracedFunction` is a wrapper: what is known of its function, and compiled for it, is in the
+`Pipeline` that it shares with the others of that function. A call goes there, or directly to the
+one `jax.jit` that is made for the function, as soon as that is known to be all.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
 import types
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import jax
 
-from tracegrad import _jax
-from tracegrad._jax.caches import WeakCache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph, tracing_depth
-from tracegrad.tracing.in_force import Force, in_force
-from tracegrad.tracing.retracing import CacheInfo, Signature, TraceHistory
-from tracegrad.tracing.stateful import (
-    Expecting,
-    Program,
-    StatefulCalls,
-    VariablesFound,
-    evaluate_once,
-    is_expected,
-    run_eagerly,
-)
-from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.graphs import Rule
+from tracegrad.tracing.pipeline import described, shared_pipeline, with_jit
+from tracegrad.tracing.retracing import CacheInfo
+from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.trees import Given, given, given_before, taken, without_variables
-
-T = TypeVar("T")
-
-
-class RecomputeFound(BaseException):
-    """A program recomputes that is being compiled without the options which keep that.
-
-    No Exception, so that it passes through the user's handlers.
-    """
-
-
-class Pipeline:
-    """What `jax.jit` sees in place of the user's function: trace → rules → lower.
-
-    It holds the function weakly, because JAX's caches, and ours below, live as long as it does.
-    """
-
-    def __init__(self, fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments):
-        self._fun = _weak(fun)
-        self.rules = rules
-        self.static = static
-        self.history = TraceHistory(function_name(fun))
-        self.recomputes = False  # whether any program of it held a Recompute
-        self.has_variables = False  # whether any program of it used some
-        self.takes_variables = False  # whether any call had some among its arguments
-        self.functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
-        self._warned = False
-        self.__name__ = self.__qualname__ = function_name(fun)
-        self.__doc__ = fun.__doc__
-        self.__module__ = getattr(fun, "__module__", __name__)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The user's function: signature, name and source line of messages come from it."""
-        fun = self._fun()
-        assert fun is not None, "the traced function holds it"
-        return fun
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _jax.config.jax_disable_jit:
-            return self.eagerly(args, kwargs)
-        known = self.recomputes
-        args, kwargs = self.given_before(args, kwargs)
-        graph = self.traced(args, kwargs)
-        flat, _ = self.flatten(args, kwargs)
-        if not graph.variables and not graph.assigned:
-            needed = _jax.keep_recompute_options(jax.default_backend()) is not None
-            if needed and self.recomputes and not known:
-                raise RecomputeFound
-            return jax.tree.unflatten(graph.out_tree, evaluate(graph, flat, Lowering()))
-        if is_expected(self):
-            raise VariablesFound(self, graph)
-        # A warm function went to jit directly, and finds Variables for the first time.
-        self.meet_variables()
-        return evaluate_once(graph, flat)
-
-    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
-        rules are to change that, it runs the graph, one operation after the other."""
-        if not self.rules:
-            args, kwargs = taken((args, kwargs))
-            return without_variables(self.__wrapped__(*args, **kwargs))
-        args, kwargs = given((args, kwargs))[0]
-        return run_eagerly(self.traced(args, kwargs), self.flatten(args, kwargs)[0])
-
-    def __repr__(self) -> str:
-        return repr(self._fun())  # what JAX's messages name
-
-    def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        force = Force(self.rules)
-        with in_force(force), _with_jit():  # with jit, so that rules find the functions
-            traced = trace_to_graph(self.__wrapped__, args, kwargs, self.static)
-        graph = force.finish(traced)
-        if not graph.variables and not graph.assigned:  # a rule may make a new graph
-            graph.variables, graph.assigned = traced.variables, traced.assigned
-        return graph
-
-    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        """The graph of a call that is about to be compiled."""
-        try:
-            graph = self.graph(args, kwargs)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
-        if not _jax.is_part_of_a_program():  # else nothing is compiled for it
-            self._note(args, kwargs, self.static.within(args))
-        self.recomputes = self.recomputes or graph.recomputes
-        return graph
-
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The leaves and the tree of the arguments that are not static."""
-        positions = self.static.within(args)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
-        names = self.static.named(kwargs)
-        flat, tree = jax.tree.flatten(
-            (dynamic, {k: v for k, v in kwargs.items() if k not in names})
-        )
-        return flat, tree
-
-    def meet_variables(self) -> None:
-        """Has every wrapper of the function go the way of functions with Variables."""
-        self.has_variables = True
-        for function in list(self.functions):
-            function.use_variables()
-
-    def take_variables(self) -> None:
-        """Has every wrapper of the function look for Variables among its arguments."""
-        self.takes_variables = True
-        for function in list(self.functions):
-            function.take_variables()
-
-    def given_before(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call as JAX hands them on, with the Variables that were among them."""
-        arguments = args, kwargs
-        found = given_before(arguments)
-        if found is not arguments:
-            self.take_variables()
-        return found
-
-    def warn_of_merging(self) -> None:
-        """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
-        # Inside another traced function that one sees to it, or warns itself.
-        if not self.recomputes or self._warned or tracing_depth() or not _jax.under_jit():
-            return
-        options = _jax.keep_recompute_options(jax.default_backend())
-        if options is None:
-            return
-        self._warned = True
-        warn_where_called(
-            f"{self.__name__} recomputes, and is called inside another "
-            "compiled function. On this JAX and backend XLA merges recomputed code with the "
-            "original, which saves no memory, unless the outermost function is compiled with "
-            f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
-            f"`jax.jit(..., compiler_options={options})`.",
-            UserWarning,
-        )
-
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[int]) -> None:
-        names = _argument_names(self.__wrapped__, len(args))
-        named = {**dict(zip(names, args, strict=True)), **kwargs}
-        fixed = {names[i] for i in static} | set(self.static.named(kwargs))
-        self.history.note(
-            Signature.of(
-                {name: v for name, v in named.items() if name not in fixed},
-                {name: v for name, v in named.items() if name in fixed},
-            )
-        )
-
-
-class Jits:
-    """The jits of a traced function without Variables.
-
-    They know nothing of it, so that it and what it holds are gone with the last reference to it.
-    """
-
-    def __init__(self, pipeline: Pipeline, options: dict[str, Any]):
-        self._pipeline = pipeline
-        self._options = options
-        self.nested: Any = jax.jit(pipeline, **options)
-
-    @functools.cached_property
-    def outermost(self) -> Any:
-        """The jit for calls with no transformation around them, of a function that recomputes.
-
-        Where XLA merges recomputed code away unless told not to, it is told so there; JAX refuses
-        compiler options on a nested jit.
-        """
-        extra = _jax.keep_recompute_options(jax.default_backend())
-        if extra is None:
-            return self.nested
-        return jax.jit(self._pipeline, **_jax.with_compiler_options(self._options, extra))
-
-    @functools.cached_property
-    def call(self) -> Callable[..., Any]:
-        """What a call of the function is."""
-        # Not in `__init__`: asking for the backend starts it.
-        needed = _jax.keep_recompute_options(jax.default_backend()) is not None
-        return self._keeping_recompute() if needed else self.nested
-
-    def _keeping_recompute(self) -> Callable[..., Any]:
-        """The calls where XLA must be told to keep what is recomputed: of a function that does
-        recompute (which shows when it is traced), with no transformation around them. A warm call
-        costs as little more than the jit's as Python allows, hence the local names."""
-        nested, pipeline, options = self.nested, self._pipeline, self._options
-        current, top_level = _jax.current_trace, _jax.TopLevelTrace
-        jits = weakref.ref(self)  # which hold what is returned here
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not pipeline.recomputes:
-                try:
-                    return nested(*args, **kwargs)
-                except RecomputeFound:
-                    pass
-            if isinstance(current(None), top_level):
-                return (jits() or Jits(pipeline, options)).outermost(*args, **kwargs)
-            result = nested(*args, **kwargs)
-            pipeline.warn_of_merging()
-            return result
-
-        return run
-
-    def clear_cache(self) -> None:
-        """Forgets every program."""
-        self.nested.clear_cache()
-        self.outermost.clear_cache()
+from tracegrad.variables.trees import given
 
 
 class TracedFunction:
@@ -277,83 +54,8 @@ class TracedFunction:
         jax.jit(fun, **options)  # checks the function and the options, in jit's own words
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
-        self._pipeline = _shared_pipeline(fun, tuple(rules), static)
-        self._options = options
-        self._jits = Jits(self._pipeline, options)
-        self._stateful = StatefulCalls(self._pipeline, options)
-        # The same for each combination of Variables that it was given.
-        self._by_given: dict[tuple[Given, ...], StatefulCalls] = {}
-        self._pipeline.functions.add(self)
-        self.__call__ = self._first_call
-
-    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        if _jax.config.jax_disable_jit:
-            return self._pipeline.eagerly(args, kwargs)
-        if not self._pipeline.has_variables:
-            self.__call__ = self._jits.call
-        arguments = args, kwargs
-        found = given(arguments)[0]
-        if self._pipeline.takes_variables or found is not arguments:
-            self._pipeline.take_variables()
-        try:
-            return self._any_call(*found)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
-
-    def _with_given(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of a function that is given Variables."""
-        if _jax.config.jax_disable_jit:
-            return self._pipeline.eagerly(args, kwargs)
-        (args, kwargs), variables = given((args, kwargs))
-        try:
-            if self._pipeline.has_variables:
-                return self._calls_of(variables)(*args, **kwargs)
-            return self._any_call(args, kwargs)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
-
-    def _calls_of(self, variables: tuple[Given, ...]) -> StatefulCalls:
-        """The calls that are given these Variables."""
-        if not variables:
-            return self._stateful
-        calls = self._by_given.get(variables)
-        if calls is None:
-            for old in [key for key in self._by_given if any(each.is_gone for each in key)]:
-                self._by_given.pop(old, None)
-            calls = self._by_given[variables] = StatefulCalls(self._pipeline, self._options)
-        return calls
-
-    def _any_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._either(
-            lambda: self._jits.call(*args, **kwargs), lambda p: p(args, kwargs), args, kwargs
-        )
-
-    def _either(
-        self,
-        plain: Callable[[], T],
-        stateful: Callable[[Program], T],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> T:
-        """One way for functions without Variables, another for those with; which it is shows when
-        the function is traced."""
-        found = None
-        if not self._pipeline.has_variables:
-            with Expecting(self._pipeline) as expecting:
-                return plain()
-            found = expecting.found
-            self._pipeline.meet_variables()
-        self.use_variables()
-        calls = self._calls_of(given((args, kwargs))[1])
-        return calls.search(args, kwargs, stateful, found)
-
-    def use_variables(self) -> None:
-        """From now on calls pass the values of Variables."""
-        self.__call__ = self._with_given if self._pipeline.takes_variables else self._stateful
-
-    def take_variables(self) -> None:
-        """From now on calls look for Variables among their arguments."""
-        self.__call__ = self._with_given
+        self._pipeline = shared_pipeline(fun, tuple(rules), static, options)
+        self.__call__ = self._pipeline.joined_by(self)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
@@ -382,43 +84,21 @@ class TracedFunction:
         return traced
 
     def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = given((args, kwargs))[0]
-
-        def plain() -> Any:
-            if not self._pipeline.recomputes:
-                with suppress(RecomputeFound):
-                    return getattr(self._jits.nested, stage)(*args, **kwargs)
-            return getattr(self._jits.outermost, stage)(*args, **kwargs)
-
-        with _with_jit():
-            return self._either(
-                plain, lambda program: program.staged(stage, args, kwargs), args, kwargs
+        with with_jit():
+            return self._pipeline.search(
+                args, kwargs, lambda variant, args, kwargs: variant.staged(stage, args, kwargs)
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
-        args, kwargs = given((args, kwargs))[0]
-
-        def plain() -> Any:
-            with suppress(RecomputeFound):
-                return self._jits.nested.eval_shape(*args, **kwargs)
-            return self._jits.nested.eval_shape(*args, **kwargs)
-
-        with _with_jit():
-            return self._either(
-                plain,
-                lambda program: program.staged("eval_shape", args, kwargs)[1],
-                args,
-                kwargs,
-            )
+        return self._staged("eval_shape", args, kwargs)
 
     def cache_info(self) -> CacheInfo:
         """The signatures for which the function was traced, when, and why each was a new one.
 
-        All wrappers of a function with the same rules share them, as they share its programs.
-        Calls inside another compiled function are not counted: nothing is compiled for them (nor
-        are those for which JAX goes on with what it traced there). A function that recomputes may
-        be traced twice for its first signature.
+        All wrappers of a function with the same rules share them, and those with the same options
+        its programs too. Calls inside another compiled function are not counted: nothing is
+        compiled for them (nor are those for which JAX goes on with what it traced there).
 
         >>> import jax.numpy as jnp, tracegrad as tg
         >>> @tg.trace
@@ -437,15 +117,19 @@ class TracedFunction:
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
-        self._jits.clear_cache()
-        self._stateful.clear_cache()
-        self._by_given.clear()
+        self._pipeline.clear_cache()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
         return self  # as of any function: a model that holds one can be copied
 
     def __repr__(self) -> str:
-        return f"<traced {self.__wrapped__!r}>"
+        return f"<traced {described(self.__wrapped__)}>"
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the function."""
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
 
 
 class BoundTracedFunction:
@@ -475,7 +159,7 @@ class BoundTracedFunction:
         return getattr(self.__func__, name)
 
     def __repr__(self) -> str:
-        return f"<traced {self.__wrapped__!r}>"
+        return f"<traced {described(self.__wrapped__)}>"
 
 
 @overload
@@ -557,56 +241,3 @@ def trace(
     if memory_budget is not None:
         rules = (*rules, engine.fit_to_budget(memory_budget))
     return TracedFunction(fun, rules, jit_options)
-
-
-# ------------------------------------------------------------------------------------------ caches
-
-# Of functions; then by the identity of rules, which the pipelines hold.
-_pipelines: WeakCache[dict[Any, Pipeline]] = WeakCache()
-_MOST_RULES = 256  # that one function is traced with
-_lock = threading.RLock()  # a pipeline that is let go of here may run anything
-
-
-def _shared_pipeline(
-    fun: Callable[..., Any], rules: tuple[Rule, ...], static: StaticArguments
-) -> Pipeline:
-    """One pipeline for all wrappers of a function with the same rules: they share its programs."""
-    if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
-        return Pipeline(fun, rules, static)
-    key = tuple(map(id, rules)), static
-    with _lock:
-        try:
-            hash(fun)  # what has none may change, and be traced again for that
-            known = _pipelines.get(fun) or _pipelines.put(fun, {})
-        except TypeError:  # or cannot be held weakly
-            return Pipeline(fun, rules, static)
-        if key not in known:
-            if len(known) >= _MOST_RULES:
-                known.clear()
-            known[key] = Pipeline(fun, rules, static)
-        return known[key]
-
-
-def _with_jit() -> AbstractContextManager[None]:
-    """Undoes `jax.disable_jit`, for what is traced."""
-    disabled = _jax.config.jax_disable_jit
-    return jax.disable_jit(False) if disabled else nullcontext()
-
-
-def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    if isinstance(fun, types.MethodType):
-        return lambda: fun
-    try:
-        return weakref.ref(fun)
-    except TypeError:
-        return lambda: fun
-
-
-def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional arguments."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (ValueError, TypeError):
-        return [f"args[{i}]" for i in range(count)]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]

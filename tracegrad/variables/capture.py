@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -38,13 +38,6 @@ ASSIGNED = _jax.standing_in_primitive("assigned")
 # A part of the key of every program that JAX keeps: programs made under one value are not used
 # under another.
 _generation = jax.make_user_context(None)  # type: ignore[no-untyped-call]
-
-
-class ReadAgain(BaseException):
-    """A read was met for which an earlier assignment had to be prepared: trace the function anew.
-
-    Passes through the ``except Exception`` of users' functions.
-    """
 
 
 class _Active(threading.local):
@@ -77,11 +70,15 @@ class _Life:
 class Capture:
     """What one traced function does with Variables; listens while the function runs.
 
+    `trace_again` is called for a read for which an earlier assignment had to be prepared: it leaves
+    the function, which is to be traced anew, with another capture.
+
     Attributes:
       assigned: the Variables that are assigned, in the order of their first assignment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace_again: Callable[[], NoReturn]) -> None:
+        self._trace_again = trace_again
         self.assigned: list[Variable] = []
         self._found: dict[int, Variable] = {}
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
@@ -163,7 +160,7 @@ class Capture:
             return stand_in(variable)
         if key not in self._prepared:
             stand_in(variable)  # that there is one prepares the assignment, in the next run
-            raise ReadAgain
+            self._trace_again()
         value = self._assigned_value(variable)
         _active.assigned[id(value)] = value, variable
         self._handed.append(id(value))

@@ -124,6 +124,12 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
         return [variable._value for variable in variables]
 
 
+def free(variables: Sequence[Variable]) -> None:
+    """Waits until no program of another thread is to assign any of the Variables."""
+    with _lock:
+        _wait_for(variables, threading.get_ident())
+
+
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     """Ends `lend` or `hold`: stores arrays that the program made, and that nobody else has."""
     with _lock:

@@ -165,7 +165,7 @@ def given(arguments: T) -> tuple[T, tuple[Given, ...]]:
     return (jax.tree.unflatten(tree, leaves) if found else arguments), tuple(found)
 
 
-def given_before(arguments: T) -> T:
+def given_before(arguments: T) -> tuple[T, tuple[Given, ...]]:
     """Arguments as JAX hands them to the function that it traces; what was a Variable when the
     function was called is one again, as in `given`."""
     leaves, tree, found = _flattened(arguments)
@@ -175,7 +175,7 @@ def given_before(arguments: T) -> T:
             if variable is not None:
                 leaves[i] = _given_of(variable)
                 found.append(leaves[i])
-    return jax.tree.unflatten(tree, leaves) if found else arguments
+    return (jax.tree.unflatten(tree, leaves) if found else arguments), tuple(found)
 
 
 def taken(arguments: T) -> T:

@@ -1,0 +1,463 @@
+"""A function and its rules on the way to XLA: its variants, and which of them a call is.
+
+A `Pipeline` is what all wrappers of a function with the same rules and options share. It has a
+bounded table of variants (`variants`), and takes for a call the one that fitted last time. Where
+JAX then has to trace, and another one fits, the call goes on with that, and nothing is traced
+twice. A function that uses no Variables is left to its jit as soon as that is known: the jit takes
+the place of the pipeline in the wrappers, so that a warm call costs what it costs there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+
+from tracegrad import _jax
+from tracegrad._jax.caches import WeakCache
+from tracegrad.ir import Graph
+from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
+from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
+from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.static import StaticArguments
+from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.variants import Use, Variant
+from tracegrad.variables.trees import Given, given, taken, without_variables
+
+if TYPE_CHECKING:
+    from tracegrad.tracing.traced import TracedFunction
+
+T = TypeVar("T")
+Found = tuple[Graph, Use]  # what a function turned out to be, for some arguments
+
+_KEPT_VARIANTS = 64
+_KEPT_SIGNATURES = 1024
+_ATTEMPTS = 8
+
+
+class Pipeline:
+    """A function with rules and options of `jax.jit`; to call it is to call the compiled function.
+
+    It holds the function weakly, because the table of pipelines lives as long as that does.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        rules: tuple[Rule, ...],
+        static: StaticArguments,
+        options: dict[str, Any],
+        history: TraceHistory | None = None,
+    ):
+        self._fun = _weak(fun)
+        self.rules = rules
+        self.static = static
+        self.options = options
+        self.history = history or TraceHistory(function_name(fun))
+        self.__name__ = function_name(fun)
+        self.__doc__ = fun.__doc__
+        self.__module__ = getattr(fun, "__module__", __name__)
+        self._functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
+        self.text = described(fun)
+        self._plain = Variant(self, Use())  # until something else is known
+        self._variants: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
+        self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
+        # By the Variables that are given: the one variant, while there is one.
+        self._only: OrderedDict[tuple[Given, ...], Variant | None] = OrderedDict()
+        self._is_given_variables = False  # whether any call had some among its arguments
+        self._is_left_to_jit = False
+        self._lock = threading.RLock()
+        self._warned = False
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        """The user's function."""
+        fun = self._fun()
+        assert fun is not None, "the traced function holds it"
+        return fun
+
+    # ---------------------------------------------------------------------------------- calls
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        variables: tuple[Given, ...] = ()
+        if self._is_given_variables:
+            (args, kwargs), variables = given((args, kwargs))
+        found = None
+        variant = self._only.get(variables)
+        if variant is not None and not variant.use.is_over:
+            try:
+                return variant(args, kwargs)
+            except AnotherVariant as other:
+                if other.of is not self:
+                    raise
+                found = other.found
+        if _jax.config.jax_disable_jit:
+            return self.eagerly(args, kwargs)
+        try:
+            return self.search(args, kwargs, Variant.__call__, found)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
+
+    def search(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        action: Callable[[Variant, tuple[Any, ...], dict[str, Any]], T],
+        found: Found | None = None,
+    ) -> T:
+        """Does something with the variant that fits the arguments.
+
+        Args:
+          found: what the function is for these arguments, where it is known.
+        """
+        (args, kwargs), variables = given((args, kwargs))
+        if variables:
+            self.take_variables()
+        variant = None if found else self._likely(variables, args, kwargs)
+        for _ in range(_ATTEMPTS):
+            if variant is None:
+                found = found or self.traced(args, kwargs)
+                variant = self._variant_for(found[1])
+            with Attempt(self, found) as attempt:
+                result = action(variant, args, kwargs)
+                self._remember(variant, variables, args, kwargs)
+                return result
+            variant, found = None, attempt.found
+        raise RuntimeError(
+            f"{self.__name__} uses other Variables each time it is traced. Create its "
+            "Variables once, outside of it."
+        )
+
+    def elsewhere(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> Any:
+        """The result of the trace of a call that went to jit directly, as none had found Variables
+        until then: it is made anew as soon as there are values. From now on all come here."""
+        self._leave_to_jit(None)
+        return Elsewhere.of(self, (args, kwargs), found)
+
+    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
+        rules are to change that, it runs the graph, one operation after the other."""
+        if not self.rules:
+            args, kwargs = taken((args, kwargs))
+            return without_variables(self.fun(*args, **kwargs))
+        args, kwargs = given((args, kwargs))[0]
+        graph, _ = self.traced(args, kwargs)
+        values = [variable.value for variable in graph.variables]
+        outs = evaluate(graph, [*self.flatten(args, kwargs)[0], *values], Lowering())
+        count = len(outs) - len(graph.assigned)
+        for variable, value in zip(graph.assigned, outs[count:], strict=True):
+            variable.assign(value)
+        return jax.tree.unflatten(graph.out_tree, outs[:count])
+
+    # ------------------------------------------------------------------------------- wrappers
+
+    def joined_by(self, function: TracedFunction) -> Callable[..., Any]:
+        """What calls of one more wrapper go to."""
+        self._functions.add(function)
+        direct = self._plain.direct
+        return direct if self._is_left_to_jit and direct is not None else self
+
+    def take_variables(self) -> None:
+        """Has calls look for Variables among their arguments from now on."""
+        if not self._is_given_variables:
+            self._is_given_variables = True
+            self._leave_to_jit(None)
+
+    def _leave_to_jit(self, variant: Variant | None) -> None:
+        """Has the calls of all wrappers go to what a variant is called by, or come here again."""
+        direct = None if variant is None else variant.direct
+        self._is_left_to_jit = direct is not None
+        for function in list(self._functions):
+            function.__call__ = self if direct is None else direct
+
+    # ---------------------------------------------------------------------------------- graphs
+
+    def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """The graph for these arguments, after the rules."""
+        force = Force(self.rules)
+        with in_force(force), with_jit():  # with jit, so that rules find the functions
+            traced = trace_to_graph(self.fun, args, kwargs, self.static)
+        graph = force.finish(traced)
+        if not graph.variables and not graph.assigned:  # a rule may make a new graph
+            graph.variables, graph.assigned = traced.variables, traced.assigned
+        return graph
+
+    def traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_jit: bool = False
+    ) -> Found:
+        """The graph of a call that is about to be compiled, and what it uses.
+
+        `in_jit`: the compilation has begun, and this is a part of it.
+        """
+        try:
+            graph = self.graph(args, kwargs)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
+        outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
+        if not outer:  # else nothing is compiled for it
+            self._note(args, kwargs)
+        return graph, Use(graph)
+
+    def known(self, attempt: Attempt | None, flat: Sequence[Any], tree: Any) -> Found | None:
+        """The graph of the call that goes on now, if it is of these arguments; for one use."""
+        if attempt is None or attempt.known is None:
+            return None
+        found: Found
+        found, attempt.known = attempt.known, None
+        graph, types = found[0], [jax.typeof(value) for value in flat]
+        fits = graph.in_tree == tree and graph.in_avals[: len(types)] == types
+        return found if fits else None
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The leaves and the tree of the arguments that are not static."""
+        return jax.tree.flatten(self.static.apart(args, kwargs)[0])
+
+    def warn_of_merging(self) -> None:
+        """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
+        # Inside another traced function that one sees to it, or warns itself.
+        if self._warned or tracing_depth() or not _jax.under_jit():
+            return
+        options = _jax.keep_recompute_options(jax.default_backend())
+        self._warned = True
+        warn_where_called(
+            f"{self.__name__} recomputes, and is called inside another "
+            "compiled function. On this JAX and backend XLA merges recomputed code with the "
+            "original, which saves no memory, unless the outermost function is compiled with "
+            f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
+            f"`jax.jit(..., compiler_options={options})`.",
+            UserWarning,
+        )
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = _argument_names(self.fun, len(args))
+        named = {**dict(zip(names, args, strict=True)), **kwargs}
+        _, positions, static_kwargs = self.static.apart(args, kwargs)
+        fixed = {*(names[i] for i in positions), *static_kwargs}
+        self.history.note(
+            Signature.of(
+                {name: v for name, v in named.items() if name not in fixed},
+                {name: v for name, v in named.items() if name in fixed},
+            )
+        )
+
+    # ---------------------------------------------------------------------------------- variants
+
+    def _likely(
+        self, variables: tuple[Given, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant | None:
+        """What such arguments had the last time, or the only one that there is. No other: to try
+        one reads its Variables, as a tape would notice."""
+        with self._lock:
+            if not self._variants:
+                return self._plain
+            key = self._signature(args, kwargs)
+            if key is None:  # jit says what is wrong with them
+                return self._plain
+            for variant in (self._by_signature.get(key), self._only.get(variables)):
+                if variant is not None and not variant.use.is_over:
+                    return variant
+        return None
+
+    def _variant_for(self, use: Use) -> Variant:
+        with self._lock:
+            variant = self._variants.get(use.identity)
+            if variant is None or variant.use.is_over or not variant.use.serves(use):
+                variant = Variant(self, use)
+                self._forget(lambda other: other.use.is_over or use.serves(other.use))
+                if use.serves(self._plain.use):
+                    self._plain = variant  # the one of all that use no Variables
+                self._variants[use.identity] = variant
+            return variant
+
+    def _remember(
+        self,
+        variant: Variant,
+        variables: tuple[Given, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        with self._lock:
+            self._variants[variant.use.identity] = variant
+            self._variants.move_to_end(variant.use.identity)
+            if len(self._variants) > _KEPT_VARIANTS:
+                oldest = next(iter(self._variants.values()))
+                self._forget(lambda other: other is oldest)
+            known = self._only.get(variables, variant)
+            is_only = known is not None and (known is variant or known.direct is not None)
+            self._only[variables] = variant if is_only else None
+            if len(self._only) > _KEPT_VARIANTS:
+                self._only.popitem(last=False)
+            if variant.direct is None or len(self._variants) > 1:
+                self._by_signature[self._signature(args, kwargs)] = variant
+                if len(self._by_signature) > _KEPT_SIGNATURES:
+                    self._by_signature.popitem(last=False)
+            elif not self._is_given_variables:
+                self._leave_to_jit(variant)
+
+    def _forget(self, unwanted: Callable[[Variant], bool]) -> None:
+        for table in (self._variants, self._by_signature, self._only):
+            entries: dict[Any, Any] = table
+            for key, variant in list(entries.items()):
+                if variant is not None and unwanted(variant):
+                    del entries[key]
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What decides which variant it is, as far as it can be said cheaply; or None."""
+        dynamic, positions, static_kwargs = self.static.apart(args, kwargs)
+        flat, tree = jax.tree.flatten(dynamic)
+        try:
+            types = tuple(map(jax.typeof, flat))
+            key = tree, types, tuple(args[i] for i in positions), tuple(static_kwargs.items())
+            hash(key)
+        except (TypeError, ValueError):  # jit says what is wrong with it
+            return None
+        return key
+
+    def clear_cache(self) -> None:
+        """Forgets every program."""
+        with self._lock:
+            for variant in (self._plain, *self._variants.values()):
+                variant.clear_cache()
+            self._variants.clear()
+            self._by_signature.clear()
+            self._only.clear()
+
+
+# ---------------------------------------------------------------------- found in a jit's own call
+
+
+@jax.tree_util.register_pytree_node_class
+class Elsewhere:
+    """In the place of a result, the arguments of a call that another variant has to make. When it
+    is handed out, with values in the places of arguments, the call is made, and is the result.
+
+    For the call of a function that turns out to be of another variant although earlier calls were
+    not: it went to jit's own callable, so that there is no other place to go on from.
+    """
+
+    def __init__(self, arrays: Sequence[Any], call: _Call):
+        self._arrays = arrays
+        self._call = call
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, arguments: Any, found: Found) -> Elsewhere:
+        leaves, tree = jax.tree.flatten(arguments)
+        is_array = [_jax.is_tracer(leaf) for leaf in leaves]
+        arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
+        fixed = [None if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        call = _Call(weakref.ref(pipeline), tree, is_array, fixed, found)
+        return cls([*arrays, jax.numpy.zeros(())], call)  # the last tells values from places
+
+    def tree_flatten(self) -> tuple[Sequence[Any], _Call]:
+        return self._arrays, self._call
+
+    @classmethod
+    def tree_unflatten(cls, call: _Call, arrays: Sequence[Any]) -> Any:
+        if not all(isinstance(array, jax.Array) for array in arrays) or call.is_made(arrays[-1]):
+            return cls(arrays, call)
+        return call(arrays)
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A call of a pipeline, but for the arrays among its arguments."""
+
+    pipeline: Callable[[], Pipeline | None]
+    tree: Any
+    is_array: list[bool]
+    fixed: list[Any]
+    found: Found | None  # for the first time
+    made: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+    def is_made(self, last: Any) -> bool:
+        """Whether the call was made, and JAX only looks what the results are like: by the last
+        array, which is a new one each time."""
+        self.made[:] = [ref for ref in self.made if ref() is not None]
+        return any(ref() is last for ref in self.made)
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        self.made.append(weakref.ref(arrays[-1]))
+        pipeline, found, self.found = self.pipeline(), self.found, None
+        assert pipeline is not None, "the traced function that is called holds it"
+        rest = iter(arrays)
+        leaves = [next(rest) if a else x for a, x in zip(self.is_array, self.fixed, strict=True)]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        found = found or pipeline.traced(args, kwargs)
+        return pipeline.search(args, kwargs, Variant.__call__, found)
+
+
+# ------------------------------------------------------------------------------------------ caches
+
+# Of functions; then by the identity of rules, which the pipelines hold, and the rest.
+_pipelines: WeakCache[dict[Any, Pipeline]] = WeakCache()
+_MOST_PIPELINES = 256  # of one function
+_lock = threading.RLock()  # a pipeline that is let go of here may run anything
+
+
+def shared_pipeline(
+    fun: Callable[..., Any],
+    rules: tuple[Rule, ...],
+    static: StaticArguments,
+    options: dict[str, Any],
+) -> Pipeline:
+    """One pipeline for all wrappers of a function with the same rules and options: they share its
+    programs. Those with the same rules share the history."""
+    if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
+        return Pipeline(fun, rules, static, options)
+    key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
+    with _lock:
+        try:
+            hash((fun, key))  # what has none may change, and be traced again for that
+            known = _pipelines.get(fun) or _pipelines.put(fun, {})
+        except TypeError:  # or cannot be held weakly
+            return Pipeline(fun, rules, static, options)
+        if key not in known:
+            if len(known) >= _MOST_PIPELINES:
+                known.clear()
+            history = next((p.history for k, p in known.items() if k[:2] == key[:2]), None)
+            known[key] = Pipeline(fun, rules, static, options, history)
+        return known[key]
+
+
+def with_jit() -> AbstractContextManager[None]:
+    """Undoes `jax.disable_jit`, for what is traced."""
+    disabled = _jax.config.jax_disable_jit
+    return jax.disable_jit(False) if disabled else nullcontext()
+
+
+def described(fun: Callable[..., Any]) -> str:
+    """The user's function, for messages: its `repr`, if that does not raise."""
+    try:
+        return repr(fun)
+    except Exception:  # of a half-made object, or of one with an array that is gone
+        return f"<{type(fun).__name__} {function_name(fun)}>"
+
+
+def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    if isinstance(fun, types.MethodType):
+        return lambda: fun
+    try:
+        return weakref.ref(fun)
+    except TypeError:
+        return lambda: fun
+
+
+def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` positional arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):
+        return [f"args[{i}]" for i in range(count)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]

@@ -1,0 +1,362 @@
+"""One variant of a traced function: what it does with what is outside of it, and its one program.
+
+A `Variant` belongs to a `Use`: the Variables that are read and assigned, whether code on the host
+is called, whether something is recomputed. It owns the jit that is made for that: the values of the
+Variables go in before the arguments, the new ones come out before the result. The use is known when
+the function was traced, not before; so a call takes the variant that fitted last time, and where
+JAX has to trace, and the function turns out to be of another variant, the trace is left
+(`attempts`), and the call goes on with that one (`pipeline`). State of other kinds is one more
+field of a use.
+
+A program that assigns a Variable which it also reads writes the new value over the old one, at
+top level, where nobody else can have the old array; see `variables.lending`. One that calls the
+host (`Graph.calls_host`) does not: what runs there may read the Variable, or raise, and by then the
+old value would be gone and the new one never come. Such a program keeps the old value until it is
+over, and is waited for: it may fail long after it was started, and a value that it never computed
+is not assigned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import keyword
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.tracing.attempts import AnotherVariant, attempt_at
+from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
+from tracegrad.variables.listening import listened
+from tracegrad.variables.overriding import ForwardingTrace
+from tracegrad.variables.trees import given_before
+from tracegrad.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from tracegrad.tracing.pipeline import Pipeline
+
+
+class Use:
+    """What a program does with what is outside of it.
+
+    Attributes:
+      updated, read, written: the Variables that it reads and assigns, only reads, only assigns;
+        held weakly.
+      calls_host: whether it calls code that XLA did not compile, where it assigns Variables.
+      recomputes: whether it recomputes, and must be compiled with options that keep that.
+      is_over: a Variable is gone, and with it the use of the program.
+      identity: equal for uses of the same Variables in the same way.
+    """
+
+    def __init__(self, graph: Graph | None = None):
+        """The use of a traced program; without one that of a program that uses nothing."""
+        read = {id(v): v for v in graph.variables} if graph else {}
+        assigned = {id(v): v for v in graph.assigned} if graph else {}
+        self.is_over = False
+        self.updated = self._refs(v for key, v in assigned.items() if key in read)
+        self.read = self._refs(v for key, v in read.items() if key not in assigned)
+        self.written = self._refs(v for key, v in assigned.items() if key not in read)
+        self.values = (*self.updated, *self.read)  # of these the program takes the values
+        self.has_variables = bool(read or assigned)
+        self.calls_host = graph is not None and self.has_variables and graph.calls_host
+        needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
+        self.recomputes = graph is not None and needed is not None and graph.recomputes
+        self.identity = frozenset(read), frozenset(assigned), self.calls_host
+
+    def _refs(self, variables: Iterable[Variable]) -> list[weakref.ref[Variable]]:
+        me = weakref.ref(self)
+
+        def over(_: object) -> None:
+            use = me()
+            if use is not None:
+                use.is_over = True
+
+        return [weakref.ref(variable, over) for variable in variables]
+
+    def serves(self, other: Use) -> bool:
+        """Whether a program of this use may be made for that one."""
+        return self.identity == other.identity and (self.recomputes or not other.recomputes)
+
+
+class Body:
+    """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
+
+    Takes the values of the Variables that the use says, then the arguments. Returns the new values,
+    of those updated and those only written, and the function's result; of a use without Variables
+    the result alone. It holds the pipeline weakly, because JAX's caches live as long as it does.
+    """
+
+    def __init__(self, pipeline: Pipeline, use: Use):
+        self._pipeline = weakref.ref(pipeline)
+        self.use = use
+        self.__name__ = self.__qualname__ = pipeline.__name__
+        self.__doc__ = pipeline.__doc__
+        self.__module__ = pipeline.__module__
+        self._text = pipeline.text
+        if use.values:
+            signature = _with_values_in_front(pipeline.fun, use.values)
+            if signature is not None:  # argument names, and checks of static ones
+                self.__signature__ = signature
+
+    @property
+    def pipeline(self) -> Pipeline:
+        pipeline = self._pipeline()
+        assert pipeline is not None, "the traced function that is called holds it"
+        return pipeline
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The user's function: signature, name and source line of messages come from it."""
+        return self.pipeline.fun
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        pipeline, use = self.pipeline, self.use
+        if _jax.config.jax_disable_jit:
+            if use.has_variables:  # no warm call asks; here nothing has been called yet
+                raise AnotherVariant(pipeline, None)
+            return pipeline.eagerly(args, kwargs)
+        values, args = args[: len(use.values)], args[len(use.values) :]
+        (args, kwargs), given = given_before((args, kwargs))
+        if given:
+            pipeline.take_variables()
+        attempt = attempt_at(pipeline)
+        flat, tree = pipeline.flatten(args, kwargs)
+        graph, found = pipeline.known(attempt, flat, tree) or pipeline.traced(
+            args, kwargs, in_jit=True
+        )
+        if not use.serves(found):
+            if attempt is None and not use.has_variables:  # nobody would catch it
+                return pipeline.elsewhere(args, kwargs, (graph, found))
+            raise AnotherVariant(pipeline, (graph, found))
+        of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
+        flat += [of_variable[id(variable)] for variable in graph.variables]
+        outs = evaluate(graph, flat, Lowering())
+        count = len(outs) - len(graph.assigned)
+        result = jax.tree.unflatten(graph.out_tree, outs[:count])
+        if not use.has_variables:
+            return result
+        new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))
+        return [new[id(ref())] for ref in (*use.updated, *use.written)], result
+
+    def __repr__(self) -> str:
+        return self._text  # what JAX's messages name
+
+
+class Variant:
+    """A function compiled for one use.
+
+    Attributes:
+      nested: its jit, for calls with transformations around them.
+      outermost: the one for calls with none: where XLA merges recomputed code away unless told not
+        to, it is told so there (JAX refuses compiler options on a nested jit), and what is updated
+        is written over.
+      direct: what a call is, where it takes the arguments alone; None where Variables are used.
+    """
+
+    def __init__(self, pipeline: Pipeline, use: Use):
+        self.use = use
+        body = Body(pipeline, use)
+        options = pipeline.options
+        if use.has_variables:
+            options = _with_shardings(_behind_values(pipeline, len(use.values)), use)
+        self.nested: Any = jax.jit(body, **options)
+        self.outermost: Any = self.nested
+        self._has_options = any(options.values())
+        self._forms: dict[Any, Any] = {}  # of a trace that calls it directly
+        # Where it writes over the old values: at top level, and nowhere if it calls the host.
+        self._writes_over_in = None if use.calls_host else _jax.TopLevelTrace
+        if use.recomputes:
+            extra = _jax.keep_recompute_options(jax.default_backend())
+            options = _jax.with_compiler_options(options, extra or {})
+        if use.has_variables:
+            written_over = () if use.calls_host else range(len(use.updated))
+            donated = (*written_over, *options["donate_argnums"])
+            options = {**options, "donate_argnums": donated}
+        if use.has_variables or use.recomputes:
+            self.outermost = jax.jit(body, **options)
+        self._warn = _warning_of_merging(pipeline) if use.recomputes else _no_warning
+        self.direct: Callable[..., Any] | None = None
+        if not use.has_variables:
+            self.direct = self._keeping_recompute() if use.recomputes else self.nested
+
+    def _keeping_recompute(self) -> Callable[..., Any]:
+        """The call of what recomputes, and takes the arguments alone. A warm one costs as little
+        more than the jit's as Python allows, hence the local names."""
+        nested, outermost, warn = self.nested, self.outermost, self._warn
+        current, top_level = _jax.current_trace, _jax.TopLevelTrace
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if type(current(None)) is top_level:
+                return outermost(*args, **kwargs)
+            result = nested(*args, **kwargs)
+            warn()
+            return result
+
+        return run
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.direct is not None:
+            return self.direct(*args, **kwargs)
+        use = self.use
+        updated: Any = [ref() for ref in use.updated] if use.updated else ()
+        read: Any = [ref() for ref in use.read] if use.read else ()
+        written: Any = [ref() for ref in use.written] if use.written else ()
+        if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
+            call = self._held if _jax.is_top_level() and not listened() else self._watched
+            return call(updated, read, written, args, kwargs)
+        constants = peek(read) if read else ()
+        if written:
+            free(written)
+        values = lend(updated)
+        try:
+            new, result = self.outermost(*values, *constants, *args, **kwargs)
+        except BaseException:
+            take_back(updated)
+            raise
+        settle([*updated, *written] if written else updated, new)
+        return result
+
+    def _held(
+        self,
+        updated: Sequence[Variable],
+        read: Sequence[Variable],
+        written: Sequence[Variable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call of what calls the host, with nobody around."""
+        constants = [variable.value for variable in read]  # the host may run what writes over them
+        assigned = (*updated, *written)
+        values = hold(assigned)[: len(updated)]
+        try:
+            new, result = self.outermost(*values, *constants, *args, **kwargs)
+            _jax.wait_for(new)
+        except BaseException:
+            take_back(assigned)
+            raise
+        settle(assigned, new)
+        return result
+
+    def _watched(
+        self,
+        updated: Sequence[Variable],
+        read: Sequence[Variable],
+        written: Sequence[Variable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call where others look on."""
+        trace = _jax.current_trace(None)
+        variables = (*updated, *read)
+        outcome = None
+        if isinstance(trace, ForwardingTrace) and not self._has_options:
+            values = show(variables)
+            outcome = trace.call_directly(self.nested, self._forms, (*values, *args), kwargs)
+        if outcome is None:
+            values = [variable.value for variable in variables]
+            outcome = self.nested(*values, *args, **kwargs)
+        new, result = outcome
+        if self.use.calls_host:
+            _jax.wait_for(new)
+        for variable, value in zip((*updated, *written), new, strict=True):
+            variable.assign(value)
+        self._warn()
+        return result
+
+    def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`lower`, `trace` or `eval_shape` of the compiled function of values."""
+        jitted = self.nested if stage == "eval_shape" else self.outermost
+        variables: list[Any] = [ref() for ref in self.use.values]
+        values = [variable.value for variable in variables]
+        result = getattr(jitted, stage)(*values, *args, **kwargs)
+        return result[1] if stage == "eval_shape" and self.use.has_variables else result
+
+    def clear_cache(self) -> None:
+        """Forgets what is compiled."""
+        self.nested.clear_cache()
+        self.outermost.clear_cache()
+
+
+def _no_warning() -> None:
+    pass
+
+
+def _warning_of_merging(pipeline: Pipeline) -> Callable[[], None]:
+    held = weakref.ref(pipeline)
+
+    def warn() -> None:
+        its = held()
+        if its is not None:
+            its.warn_of_merging()
+
+    return warn
+
+
+# ---------------------------------------------------------------------------------- jit's options
+
+
+def _with_shardings(options: dict[str, Any], use: Use) -> dict[str, Any]:
+    """The options with shardings for the values too, where the user gave some."""
+    given = options.get("in_shardings")
+    if given is not None:
+        variables: list[Any] = [ref() for ref in use.values]
+        own = [value.sharding if value.committed else None for value in peek(variables)]
+        options = {**options, "in_shardings": (*own, *given)}
+    if options.get("out_shardings") is not None:
+        options = {**options, "out_shardings": (None, options["out_shardings"])}
+    return options
+
+
+def _behind_values(pipeline: Pipeline, values: int) -> dict[str, Any]:
+    """The user's options for a function with more arguments in front."""
+    options, static = pipeline.options, pipeline.static
+    donated = StaticArguments()
+    if "donate_argnums" in options or "donate_argnames" in options:
+        donated = resolve(
+            pipeline.fun, options.get("donate_argnums"), options.get("donate_argnames")
+        )
+
+    def positions(arguments: StaticArguments) -> tuple[int, ...]:
+        return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))
+
+    moved = {
+        **options,
+        "static_argnums": positions(static),
+        "static_argnames": tuple(sorted(static.names)),
+        "donate_argnums": positions(donated),
+        "donate_argnames": tuple(sorted(donated.names)),
+    }
+    shardings = options.get("in_shardings")
+    if shardings is not None and not isinstance(shardings, tuple):
+        count = len(inspect.signature(pipeline.fun).parameters) - len(static.names)
+        moved["in_shardings"] = (shardings,) * count
+    return moved
+
+
+def _with_values_in_front(
+    fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
+) -> inspect.Signature | None:
+    """The signature of a function with a parameter for each Variable in front, of its name."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+    taken = set(signature.parameters)
+    front = []
+    for ref in variables:
+        base = name = re.sub(r"\W", "_", getattr(ref(), "name", "")) or "_"
+        for number in itertools.count(1):
+            if name.isidentifier() and not keyword.iskeyword(name) and name not in taken:
+                break
+            name = f"{base}_{number}" if base.isidentifier() else f"_{base}_{number}"
+        taken.add(name)
+        front.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+    own = list(signature.parameters.values())
+    return signature.replace(parameters=[*front, *own])
