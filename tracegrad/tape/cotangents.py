@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.tape.backward import Traced, sum_of_known, trace_backward
 from tracegrad.tape.keys import Structure
+from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import ON_VALUES, Block, Operation, Record, block_between, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.in_force import rules_in_force
@@ -116,9 +116,6 @@ class _Ready(NamedTuple):
     slots: tuple[int, ...]
 
 
-_programs: Cache[Any, _Compiled] = Cache(256)
-
-
 def cotangents(
     record: Record,
     sources: tuple[int, ...],
@@ -188,9 +185,10 @@ def _compiled(
     programs = record.step.programs if piece is None else piece.programs
     placed = programs.get(here)
     if placed is not None:
-        known: _Compiled | None = placed.compiled()
-        if known is not None and known is _programs.get(known.key):
-            return _Ready(known.run, known.connected, placed.slots)
+        before: _Compiled | None = placed.compiled()
+        kept: object = None if before is None else PROGRAMS.get(before.key)
+        if before is not None and kept is before:
+            return _Ready(before.run, before.connected, placed.slots)
     operations = record.operations()
     if piece is not None:
         operations = [operations[i] for i in piece.operations]
@@ -198,14 +196,14 @@ def _compiled(
     stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
     structure = block.key if runs else block.exact_key
     key = structure and Structure((kind, given, structure, rules, stops, *how[1:], sparse))
-    known = _programs.get(key)
+    known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
         traced = trace_backward(block, stopped=stops, aggregate=how.aggregate, gated=how.gated)
         known = _compile(block, traced, kind, given, sparse, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)
         if key is not None and (rule_free or not _is_transforming()):
-            _programs.put(key, known)
+            PROGRAMS.put(key, known)
     slots = tuple([block.slots[place] for place in known.needed])
     if record.step.is_shared:
         if len(programs) > 64:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.caches import WeakCache, of_program
+from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.tracing.importer import lone_node, sub_programs
 
@@ -83,29 +83,11 @@ def params_key(params: Mapping[str, Any], within: Within | None = EXACT) -> Any:
     `within`: `AS_RUN` for the function as it runs, not as it is differentiated: then of custom
     rules in its programs just the primal counts.
     """
-    if "donated_invars" in params and within is EXACT:
-        return _jit_key(params)
     if "bwd" in params:
         made = _made_rule_key(params, within)
         if made is not None:
             return made
     return tuple([(name, _value_key(params[name], within)) for name in sorted(params)])
-
-
-def _jit_key(params: Mapping[str, Any]) -> Structure:
-    """That of a jitted function, which most operations of ``jax.numpy`` are: remembered, since
-    from one call to the next all its parameters are the same objects."""
-    settings = [value for name, value in params.items() if name != "jaxpr"]
-    program = params["jaxpr"]
-    known = _jit_keys.get(program)
-    if known is not None and all(map(operator.is_, known[0], settings)):
-        return known[1]
-    key = Structure((program_key(program), *(_value_key(value, EXACT) for value in settings)))
-    _jit_keys.put(program, (settings, key))
-    return key
-
-
-_jit_keys: WeakCache[tuple[list[Any], Structure]] = WeakCache()  # of programs
 
 
 def program_key(program: Any, within: Within | None = EXACT) -> Structure:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.caches import WeakCache, of_program
+from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
@@ -64,13 +64,16 @@ def lift(
         tuple(map(_jax.type_key, args)),
     )
     # Remembered with a program, which holds the captured arrays, so that their identities are good.
-    known = _lifted.get(first) or _lifted.put(first, {})
+    known = _lifted(first)
     if key not in known:
         known[key] = lift_anew(primitive, params, captured, args)
     return known[key]
 
 
-_lifted: WeakCache[dict[Any, dict[str, Any]]] = WeakCache()  # of programs
+@of_program
+def _lifted(program: Any) -> dict[Any, dict[str, Any]]:
+    """What has been lifted out of a program, by all that it depends on."""
+    return {}
 
 
 def lift_anew(

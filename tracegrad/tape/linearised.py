@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Source, Value
@@ -33,6 +32,7 @@ from tracegrad.rewriting.threading import with_steps
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence, silence_in
 from tracegrad.tape.keys import RULES, has_rules
+from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tracing.importer import import_program, make_node
 
 # As many derivatives as are taken of one another get what they need from the forward pass; a
@@ -210,9 +210,6 @@ def _silent(node: Node) -> Node:
     return node
 
 
-_known: Cache[Any, Any] = Cache(256)
-
-
 def linearised(
     of: Computation,
     active: tuple[int, ...],
@@ -243,15 +240,15 @@ def linearised(
         if types is None:
             types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
         if is_kept and not of.is_shared:
-            everywhere = own_key and (own_key, key)
-            known = everywhere and _known.get(everywhere)
+            everywhere = own_key and (Linearised, own_key, key)
+            known = everywhere and PROGRAMS.get(everywhere)
         if known is None:
             known = Linearised(of, active, types, min(orders, _MOST_ORDERS), own_key)
     except Exception:
         of.saves = of.is_run_once = False
         return None
     if everywhere is not None:
-        _known.put(everywhere, known)
+        PROGRAMS.put(everywhere, known)
     return of.saved.setdefault(key, known)  # type: ignore[no-any-return]
 
 

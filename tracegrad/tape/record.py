@@ -19,7 +19,7 @@ from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tape.structure import Step, root, type_number
+from tracegrad.tape.structure import Step, root
 from tracegrad.tracing.importer import make_node
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
@@ -109,7 +109,7 @@ class Record:
             return known
         slot = self.slots[id(array)] = len(self.arrays)
         self.arrays.append(array)
-        key = type_number(array)
+        key = _jax.type_key(array)
         step = self.step.next.get(key)
         if step is None:
             types = (jax.typeof(array),)
@@ -132,14 +132,14 @@ class Record:
         """Adds an operation that has run."""
         slots, arrays = self.slots, self.arrays
         key: list[Any] = [computation]
-        types: list[int] = []
+        types: list[Any] = []
         for arg in args:
             identity = id(arg)
             slot = slots.get(identity)
             if slot is None:
                 slot = slots[identity] = len(arrays)
                 arrays.append(arg)
-                types.append(type_number(arg))
+                types.append(_jax.type_key(arg))
             key.append(slot)
         first = len(arrays)
         # Of new operands the types follow: how many there are is told by the slots.

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -37,8 +36,8 @@ from tracegrad.tape.effects import has_effects, reads_the_host
 from tracegrad.tape.keys import is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
+from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import ON_VALUES, Record, Rule
-from tracegrad.tape.structure import type_number
 from tracegrad.tracing.importer import lone_node, sub_programs
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
@@ -451,7 +450,7 @@ class Recorder(ForwardingTrace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         fun, rule = subfuns[:2]
         key = _own_rule_key(primitive, subfuns, args, params)
-        known = None if key is None else _own_rules.get(key)
+        known = None if key is None else PROGRAMS.get(key)
         if known is not None:
             _jax.leave_result_trees(fun, known.result_trees)
             lone = known.lone
@@ -466,7 +465,7 @@ class Recorder(ForwardingTrace):
             known = _OwnRule(program, _jax.result_trees(fun))
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
-                _own_rules.put(key, known)
+                PROGRAMS.put(key, known)
         results = self._run_program(known.program, args, is_new=key is None)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
@@ -576,9 +575,6 @@ class _OwnRule:
             self.lone = rule_computation(call.primitive, call.params)
 
 
-_own_rules: Cache[Any, Any] = Cache(1024)
-
-
 def _own_rule_key(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: dict[str, Any]
 ) -> Any:
@@ -590,7 +586,7 @@ def _own_rule_key(
     functions, trees = _jax.rule_functions(subfuns)
     if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
         return None
-    return primitive, functions, trees, tuple(map(type_number, args)), settings_now()
+    return _OwnRule, primitive, functions, trees, tuple(map(_jax.type_key, args)), settings_now()
 
 
 def _node_of(equation: Any) -> CustomGradient:

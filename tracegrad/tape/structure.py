@@ -8,7 +8,6 @@ next without looking at an operation again.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.tape.computations import Computation, when_forgetting
 
 
@@ -85,30 +83,6 @@ def begin_anew() -> None:
 
 
 when_forgetting(begin_anew)  # structures hold computations
-
-
-# -------------------------------------------------------------------------------------- types
-
-_TYPES = 4096
-_numbers: Cache[Any, int] = Cache(_TYPES)
-_by_aval: Cache[int, tuple[Any, int]] = Cache(_TYPES)  # holds types: their identity stays theirs
-_count = itertools.count()
-
-
-def type_number(value: Any) -> int:
-    """A number that is the same only for values of one type."""
-    aval = getattr(value, "aval", None)
-    if aval is None:
-        return _number(_jax.type_key(value))
-    known = _by_aval.get(id(aval))
-    if known is None:
-        known = _by_aval.put(id(aval), (aval, _number(_jax.type_key(value))))
-    return known[1]
-
-
-def _number(key: Any) -> int:
-    number = _numbers.get(key)
-    return _numbers.put(key, next(_count)) if number is None else number
 
 
 def types_of(values: Sequence[Any]) -> list[Any]:

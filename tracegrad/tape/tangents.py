@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
 from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
 from tracegrad.tape.computations import Computation
+from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.importer import make_node
@@ -143,8 +143,6 @@ class Tangents(Record):
 
 # ----------------------------------------------------------------------------- compiled operations
 
-_programs: Cache[Any, Any] = Cache(1024)
-
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     """The compiled forward pass of an operation, for operands of its types."""
@@ -153,15 +151,15 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     # differentiated in its turn those of which all derivatives are the same.
     exact = not isinstance(trace, _jax.TopLevelTrace)
     types = tuple(map(jax.typeof, operation.args))
-    key = computation.keys[exact], tuple(active), types
-    program: PushForward | None = _programs.get(key)
+    key = PushForward, computation.keys[exact], tuple(active), types
+    program: PushForward | None = PROGRAMS.get(key)
     if program is None:
         program = push_forward(_graph_of(operation), active)
         while isinstance(trace, Recorder):
             trace = trace.parent_trace
         # A rule made under a transformation may hold values of it, which would outlive it here.
         if computation.rule is None or isinstance(trace, _jax.TopLevelTrace):
-            _programs.put(key, program)
+            PROGRAMS.put(key, program)
     return program
 
 
