@@ -140,6 +140,22 @@ def test_a_class_and_a_method_are_names_of_calls():
     assert ops(found(f, match.call("scal*"))) == [["cos", "mul"]]
 
 
+def test_a_jitted_method_is_told_from_one_of_the_same_name_that_it_calls():
+    class Inner:
+        def __call__(self, x):
+            return jnp.sin(x) * 2
+
+    class Outer:
+        def __call__(self, x):
+            return Inner()(x) + 1
+
+    def f(x):
+        return jax.jit(Outer().__call__)(x)
+
+    assert ops(found(f, match.call("Outer"))) == [["sin", "mul", "add"]]
+    assert ops(found(f, match.call("Inner"))) == [["sin", "mul"]]
+
+
 def test_who_traces_is_no_call_in_the_program():
     def outermost(x):
         return found(lambda x: jnp.sin(x), match.call("outermost"), x)

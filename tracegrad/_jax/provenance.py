@@ -15,7 +15,7 @@ from tracegrad._jax.programs import opened
 def frames(source_info: Any) -> Sequence[Any]:
     """The Python frames that bound an equation, innermost first.
 
-    Each has ``file_name``, ``function_name`` (qualified) and ``line_num``.
+    Each has ``file_name``, ``function_name`` (qualified), ``function_start_line`` and ``line_num``.
     """
     traceback = source_info.traceback
     return () if traceback is None else tuple(traceback.frames)

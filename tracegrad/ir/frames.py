@@ -12,7 +12,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached
+from tracegrad._jax.caches import of_program
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import origin_of_function
 
@@ -83,9 +83,10 @@ def stack_of(node: Node, region: Graph, *, root: bool) -> Stack:
     """
     codes, offsets = ([], []) if node.source is None else _jax.frame_positions(node.source.info)
     function = origin_of_function(region.function_source)
-    name, file = (function.function, function.file) if function else ("", "")
+    file, line = (function.file, function.line) if function else ("", 0)
     for i, code in enumerate(codes):
-        if code.co_name == name and code.co_filename == file:
+        # Not by its name: most functions of a file of layers are called ``__call__``.
+        if code.co_firstlineno == line and code.co_filename == file:
             return Stack(codes[: i + 1], offsets[: i + 1])
         if root and code in CALLS_TRACED:
             return Stack(codes[:i], offsets[:i])
@@ -102,14 +103,14 @@ def loops_between(back: Frame, ahead: Frame) -> bool:
     return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
 
 
-@cached(4096)
+@of_program
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """The first and last instruction of each loop."""
     jumps = (i for i in dis.get_instructions(code) if "BACKWARD" in i.opname)
     return tuple((int(i.argval), i.offset) for i in jumps if isinstance(i.argval, int))
 
 
-@cached(4096)
+@of_program
 def _lines(code: CodeType) -> dict[int, int]:
     lines: dict[int, int] = {}
     for start, end, line in code.co_lines():

@@ -24,12 +24,12 @@ The idea of selecting by name is that of TensorFlow's ``gradient_override_map``,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from tracegrad._jax.caches import cached
 from tracegrad.ir.executions import CallOf, SourceOf
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
@@ -186,8 +186,9 @@ class _Scope(Grouping):
         outside = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
+        inside_of = functools.cache(self._inside)  # most nodes share their scope with others
         for node in graph.nodes:
-            inside = self._inside((*outside, *scopes(around(node))))
+            inside = inside_of((*outside, *scopes(around(node))))
             if inside is not None:
                 if inside != last:
                     current: tuple[str, list[Node]] = ("/".join(inside), [])
@@ -210,7 +211,6 @@ class _Scope(Grouping):
         return f"match.scope({', '.join(map(repr, self.patterns_))})"
 
 
-@cached(16384)
 def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:
     """After how many components a pattern is first fulfilled; None if it never is."""
     anchored = pattern.startswith("/")

@@ -215,17 +215,16 @@ def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     if function is None:
         return stack
     for i, frame in enumerate(stack):
-        name = frame.function_name.rsplit(".", 1)[-1]
-        if frame.file_name == function.file and name == function.function:
+        if frame.function_start_line == function.line and frame.file_name == function.file:
             return stack[: i + 1]
     return stack
 
 
-@cached(4096)
 def origin_of_function(function_source: str) -> Origin | None:
     """What `Graph.function_source` says: ``f at /path/file.py:12``. None if that is no place."""
-    match = re.fullmatch(r"(.+?) at (.+):(\d+)", function_source)
-    return None if match is None else Origin(match[2], int(match[3]), match[1])
+    function, _, place = function_source.partition(" at ")
+    file, _, line = place.rpartition(":")
+    return Origin(file, int(line), function) if file and line.isdecimal() else None
 
 
 def _short_name(file: str) -> str:
