@@ -15,7 +15,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
+from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
 
 Flat = Callable[..., list[Any]]
 
@@ -43,8 +43,11 @@ def differentiable(
     active = gets_gradient(step.program.in_avals, step.refused)
     groups = _groups({i: {j for j in flowing if i in step.connected[j]} for i in active})
     gradient = value = None
+    is_flagged = False
     if step.gradient is not None:
         gradient = differentiable(step.gradient, 0, beyond, order + 1)
+        operands = step.program.in_avals, step.gradient.program.in_avals
+        is_flagged = has_flags(*operands, len(flowing))
     if step.value is not None:
         value = differentiable(step.value, assigned, beyond, order + 1)
 
@@ -63,18 +66,23 @@ def differentiable(
             if gradient is None:
                 raise beyond(order + 1)
             # The cotangents of other results would make it seem that these depend on them.
-            given = [
-                _materialised(cotangents[j]) if j in results else _zeros(cotangents[j])
-                for j in flowing
+            has_one = [
+                j in results and not isinstance(cotangents[j], SymbolicZero) for j in flowing
             ]
-            found = dict(zip(active, gradient(*inputs, *given), strict=True))
+            given = [
+                cotangents[j] if flag else _zeros(cotangents[j])
+                for j, flag in zip(flowing, has_one, strict=True)
+            ]
+            flags = list(map(jnp.asarray, has_one)) if is_flagged else []
+            found = dict(zip(active, gradient(*inputs, *given, *flags), strict=True))
             for i in operands:
                 gradients[i] = found[i]
         return tuple(gradients)
 
     # Only a rule that is told about symbolic zeros learns what is being differentiated, and which
     # results have cotangents.
-    if not step.refused and all(results == set(flowing) for _, results in groups):
+    is_plain = not (step.refused or is_flagged)
+    if is_plain and all(results == set(flowing) for _, results in groups):
         call.defvjp(forward, backward)
         return call
 
@@ -99,10 +107,6 @@ class _Refusal:
     """Why what goes on now cannot be differentiated; None if it can."""
 
     reason: str | None
-
-
-def _materialised(cotangent: Any) -> Any:
-    return _zeros(cotangent) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _zeros(cotangent: Any) -> Any:

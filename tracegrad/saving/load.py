@@ -15,7 +15,7 @@ from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, from_json
-from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
+from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
 from tracegrad.saving.tensors import Array
 from tracegrad.saving.variables import own_copy
 from tracegrad.variables.variable import Variable
@@ -225,6 +225,8 @@ def _check_tree(
         _check_tree(function, tree.value, operands, results, assigned, left - 1)
     if tree.gradient is not None:
         given = [*operands, *(results[j] for j in flowing)]
+        if has_flags(ins, tree.gradient.program.exported.in_avals, len(flowing)):
+            given += [{"dtype": "bool", "shape": []}] * len(flowing)
         _check_tree(function, tree.gradient, given, [operands[i] for i in active], 0, left - 1)
 
 

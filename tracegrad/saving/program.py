@@ -3,8 +3,9 @@
 A program takes the arguments and the values of Variables, flat, and returns the flat result and the
 new values of Variables. Its gradient takes the same and a cotangent for each float result (none for
 new values of Variables: assignment is not differentiated), and returns a gradient for each float
-operand. Custom gradients act where JAX differentiates one program to make the next, so what is
-written is what the function's own rules say, to that order.
+operand. Where zeros for a cotangent are another thing than none, it takes flags behind these.
+Custom gradients act where JAX differentiates one program to make the next, so what is written is
+what the function's own rules say, to that order.
 
 Where JAX differentiates a function, its value too comes from another program: from the forward
 pass of its rules, which is differentiated for a derivative of the second order and may have
@@ -26,6 +27,7 @@ import jax.export
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
+from tracegrad.differentiation.cotangent_flags import with_flags
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.dependence import dependence, is_reference, leading_to
 from tracegrad.ir.occurrence import warn_where_called
@@ -164,18 +166,29 @@ def check_installed() -> None:
 
 
 def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:
-    """The program that gives gradients for some operands, from cotangents of some results."""
-    count = len(graph.inputs)
+    """The program that gives gradients for some operands, from cotangents of some results, and,
+    where that makes a difference, from a flag for each of those: whether it has a cotangent."""
+    count, cotangents = len(graph.inputs), [_strong(graph.out_avals[j]) for j in flowing]
+    gated = with_flags(graph, active, flowing)
+    is_flagged = gated is not None and len(flowing) > 1
+    flags = [_jax.struct((), bool)] * len(flowing) if is_flagged else []
 
-    def gradient(*inputs_and_cotangents: Any) -> list[Any]:
-        inputs, cotangents = inputs_and_cotangents[:count], inputs_and_cotangents[count:]
-        chosen, values = _of(graph, inputs, active)
-        _, pullback = _jax.vjp(lambda *v: [chosen(*v)[j] for j in flowing], *values)
-        return list(pullback(list(cotangents)))
+    def gradient(*operands: Any) -> list[Any]:
+        inputs, rest = operands[:count], operands[count:]
+        given, flags = rest[: len(flowing)], rest[len(flowing) :]
+
+        def run(operands: list[Any]) -> list[Any]:
+            found = (
+                evaluate(graph, operands, Lowering()) if gated is None else gated(operands, flags)
+            )
+            return [found[j] for j in flowing]
+
+        values = [inputs[i] for i in active]
+        _, pullback = _jax.vjp(_jax.of_some(run, inputs, active), *values)
+        return list(pullback(list(given)))
 
     gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
-    cotangents = [_strong(graph.out_avals[j]) for j in flowing]
-    return trace_graph(gradient)(*graph.in_avals, *cotangents)
+    return trace_graph(gradient)(*graph.in_avals, *cotangents, *flags)
 
 
 def _gradient_where_possible(
@@ -210,25 +223,14 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
     """What JAX computes in the place of a program where it differentiates it."""
 
     def value(*inputs: Any) -> list[Any]:
-        chosen, values = _of(graph, inputs, active)
-        return list(_jax.vjp(chosen, *values)[0])
+        def run(operands: list[Any]) -> list[Any]:
+            return evaluate(graph, operands, Lowering())
+
+        values = [inputs[i] for i in active]
+        return list(_jax.vjp(_jax.of_some(run, inputs, active), *values)[0])
 
     value.__name__ = value.__qualname__ = graph.name
     return trace_graph(value)(*graph.in_avals)
-
-
-def _of(
-    graph: Graph, inputs: Sequence[Any], active: Sequence[int]
-) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """A program as a function of some of its operands, and their values."""
-
-    def chosen(*values: Any) -> list[Any]:
-        flat = list(inputs)
-        for i, value in zip(active, values, strict=True):
-            flat[i] = value
-        return evaluate(graph, flat, Lowering())
-
-    return chosen, [inputs[i] for i in active]
 
 
 def _has_rules(graph: Graph) -> bool:

@@ -55,3 +55,9 @@ def gets_gradient(avals: Sequence[Any], refused: Sequence[tuple[int, str]] = ())
     """Which operands of a program get gradients."""
     without = dict(refused)
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval) and i not in without]
+
+
+def has_flags(avals: Sequence[Any], gradient_avals: Sequence[Any], flowing: int) -> bool:
+    """Whether the gradient of a program with these operands takes, behind them and the cotangents
+    of some results, a flag for each of the latter: whether it has a cotangent at all."""
+    return len(gradient_avals) == len(avals) + 2 * flowing

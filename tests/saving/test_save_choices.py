@@ -1,0 +1,159 @@
+"""Of a loaded function, as of the original, results without a cotangent take no part in a gradient:
+their rules are not asked, and their infinite derivatives make nothing NaN."""
+
+import itertools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import tracegrad as tg
+from tracegrad.saving import load, save
+from tracegrad.saving.container import open_container
+
+X = np.float32(2)
+
+
+@tg.custom_gradient
+def plus_one(x):
+    return 3 * x, lambda dy: dy + 1
+
+
+def pair(x):
+    return x * x, plus_one(x)
+
+
+def saved(fun, specs, path, order=1):
+    save(fun, path / "function", specs, gradient_order=order)
+    return load(path / "function")
+
+
+def first(fun):
+    return lambda *args: jnp.sum(jax.tree.leaves(fun(*args))[0])
+
+
+# (x², plus_one(x)) in other words: whichever call it is in, the first alone has the gradient 2 x.
+PAIRS = {
+    "plain": pair,
+    "jitted": jax.jit(pair),
+    "recomputed": jax.checkpoint(pair),
+    "branch": lambda x: lax.cond(x > 0, pair, lambda x: (x, x), x),
+    "carried": lambda x: lax.scan(lambda c, _: ((c[0], plus_one(c[1])), None), (x * x, x), None, 1)[
+        0
+    ],
+    "of each step": lambda x: lax.scan(lambda c, _: (c, plus_one(x)), x * x, None, 1),
+    "deeper": lambda x: lax.scan(lambda c, _: jax.jit(pair)(c), x, None, 1),
+    "shared": lambda x: (lambda y: (y * y / 4, plus_one(y)))(jnp.sqrt(4 * x * x)),
+    "stopped": lambda x: (lambda y: (lax.stop_gradient(y) * x + x * x - 6 * x, y))(plus_one(x)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_rule_on_the_way_to_another_result_is_not_asked(name, tmp_path):
+    loaded = saved(PAIRS[name], [X], tmp_path)
+    assert jax.grad(first(loaded))(X) == 4
+    with tg.GradientTape() as tape:
+        x = jnp.asarray(X)
+        tape.watch(x)
+        square, _ = loaded(x)
+    assert tape.gradient(square, x) == 4
+
+
+def test_each_choice_of_results_has_its_gradient(tmp_path):
+    loaded = saved(pair, [X], tmp_path)
+    # 2 x for the first; dy + 1 for the second, once whatever the first has.
+    for factors, expected in [
+        ((1, None), 4),
+        ((None, 1), 2),
+        ((1, 1), 6),
+        ((5, 7), 28),
+        ((0, 0), 1),
+    ]:
+
+        def loss(x, factors=factors):
+            return sum(f * y for f, y in zip(factors, loaded(x)) if f is not None)
+
+        assert jax.grad(loss)(X) == expected
+
+
+def test_an_infinite_derivative_of_another_result_is_no_nan(tmp_path):
+    loaded = saved(lambda x: (x**3 + x, jnp.sqrt(x)), [X], tmp_path, order=2)
+    zero = np.float32(0)
+    assert jax.grad(first(loaded))(zero) == 1
+    assert jax.grad(lambda x: loaded(x)[1])(zero) == np.inf
+    assert jax.grad(jax.grad(first(loaded)))(zero) == 0
+    assert jax.grad(jax.grad(first(loaded)))(X) == 12
+    assert jax.jit(jax.grad(first(loaded)))(zero) == 1
+
+
+def test_a_result_of_its_own_argument_is_left_out_among_many(tmp_path):
+    def roots(*xs):
+        return [jnp.sqrt(x) for x in xs]
+
+    zeros = [np.float32(0)] * 6
+    loaded = saved(roots, zeros, tmp_path)
+    found = jax.grad(first(loaded), argnums=tuple(range(6)))(np.float32(4), *zeros[1:])
+    assert found == (0.25, 0, 0, 0, 0, 0)
+
+
+def test_derivatives_of_gradients_leave_out_what_the_gradient_left_out(tmp_path):
+    loaded = saved(pair, [X], tmp_path, order=2)
+    assert jax.grad(jax.grad(first(loaded)))(X) == 2
+    # The rule's own derivative is that of dy + 1 by x, which is none.
+    assert jax.grad(jax.grad(lambda x: sum(loaded(x))))(X) == 2
+
+    def product(x, y):  # of which each gradient has a rule in it
+        return plus_one(x) * y, x * y
+
+    loaded = saved(product, [X, X], tmp_path, order=2)
+    assert jax.grad(jax.grad(lambda x: loaded(x, X)[1] * x))(X) == 4  # of x² y
+    by_x = jax.grad(lambda x, y: loaded(x, y)[0])  # y + 1
+    assert jax.grad(by_x, argnums=(0, 1))(X, X) == (0, 1)
+
+
+def test_every_choice_is_that_of_jax_on_the_original(tmp_path):
+    @jax.custom_vjp
+    def two(x):
+        return x, 2 * x
+
+    two.defvjp(lambda x: (two(x), x), lambda x, ct: (ct[0] * x + 2 * ct[1] + 1,))
+
+    def function(x):
+        def body(carry, row):
+            return carry * row, (plus_one(carry), jnp.sqrt(row * 0))
+
+        last, rows = lax.scan(body, jnp.sum(x), x)
+        a, b = two(jnp.tanh(x))
+        return last, *rows, a, plus_one(b) * x
+
+    x = np.array([0.5, 0.0, 2.0], np.float32)
+    loaded = saved(function, [x], tmp_path)
+
+    @jax.jit
+    def gradients(x):
+        def of(fun, chosen):
+            return jax.grad(lambda x: sum(jnp.sum(fun(x)[j] * (j + 1)) for j in chosen))(x)
+
+        choices = [c for n in (1, 2, 4, 5) for c in itertools.combinations(range(5), n)]
+        return [[of(fun, chosen) for chosen in choices] for fun in (function, loaded)]
+
+    np.testing.assert_allclose(*gradients(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fun", "operands"),
+    [
+        (lambda x: jnp.sum(x * x), 1 + 1),
+        (lambda x: (2 * x, x[::-1] - x, jnp.sum(x)), 1 + 3),
+        (lambda x: (2 * x, x * x), 1 + 2 + 2),
+    ],
+)
+def test_a_gradient_has_flags_where_zeros_could_become_something_else(fun, operands, tmp_path):
+    save(fun, tmp_path / "function", [np.ones(3, np.float32)])
+    with open_container(tmp_path / "function") as container:
+        (name,) = (name for name in container.tensors if name.endswith("program_1"))
+        gradient = jax.export.deserialize(bytearray(container.bytes(name)))
+    assert len(gradient.in_avals) == operands
