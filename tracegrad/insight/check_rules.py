@@ -72,7 +72,7 @@ class _Operands(MeasuredPass):
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         for i, operand in enumerate(operands):
-            self._note("operand", here, i, jnp.asarray, operand)
+            self.note("operand", here, i, jnp.asarray, operand)
         return evaluate_node(here.node, operands)
 
 

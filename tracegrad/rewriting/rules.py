@@ -26,20 +26,19 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import Fragment, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.grouping import entering
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.edits import (
     Edit,
     check_selector,
     edited,
-    leaving,
     matches_of,
     place_name,
 )
-from tracegrad.rewriting.norms import at_least_32_bits, within_norm, within_value
+from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
+from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.rewriting.threading import with_taps
 from tracegrad.tracing.in_force import without_rules
@@ -200,7 +199,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    edit = _through(jax.lax.stop_gradient, inputs)
+    edit = through(jax.lax.stop_gradient, inputs)
     return MatchRule("stop_gradient", where, at_each(edit), missing_ok)
 
 
@@ -285,7 +284,7 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    edit = _through(with_cotangent(clip, "clip_gradient"))
+    edit = through(with_cotangent(clip, "clip_gradient"))
     return MatchRule("clip_gradient", where, at_each(edit), missing_ok)
 
 
@@ -317,21 +316,8 @@ def scale_gradient(
     """
     if jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not the shape {jnp.shape(factor)}")
-    edit = _through(lambda value: _scaled(value, factor), inputs)
+    edit = through(lambda value: scaled(value, factor), inputs)
     return MatchRule("scale_gradient", where, at_each(edit), missing_ok)
-
-
-@jax.custom_jvp
-def _scaled(value: Any, factor: Any) -> Any:
-    return value
-
-
-@_scaled.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (value, factor), (tangent, _) = primals, tangents
-    wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
-    scaled = wide * jnp.asarray(factor).astype(wide.dtype)
-    return _scaled(value, factor), scaled.astype(tangent.dtype)
 
 
 def tap_gradient(
@@ -390,77 +376,3 @@ def tap_gradient(
         replace_outputs(graph, nodes, with_cotangent(show, "tap_gradient"))
 
     return MatchRule("tap_gradient", where, at_each(edit), missing_ok)
-
-
-# ------------------------------------------------------------------------------------------ parts
-
-
-def _through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
-    """Sends what leaves a match, or what enters it at some positions, through a function that
-    returns it as it is."""
-    if isinstance(inputs, int):
-        inputs = (inputs,)
-    positions = None if inputs is None else tuple(inputs)
-
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        if positions is None:
-            replace_outputs(graph, nodes, identity)
-        else:
-            replace_inputs(graph, nodes, match, positions, identity)
-
-    return edit
-
-
-def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any], Any]) -> None:
-    """Sends the float values that leave some nodes through a function that returns them."""
-    for value in leaving(graph, nodes):
-        if _jax.has_gradient(value.aval):
-            (new,) = graph.insert(identity, [value], after=value.producer)
-            graph.replace_uses(value, new)
-
-
-def replace_inputs(
-    graph: Graph,
-    nodes: Sequence[Node],
-    match: Occurrence,
-    positions: Sequence[int],
-    identity: Callable[[Any], Any],
-) -> None:
-    """Sends some float inputs of the nodes of a match through a function that returns them."""
-    operands: Sequence[Value | Literal] = (
-        entering(nodes) if isinstance(match, Fragment) else nodes[0].inputs
-    )
-    for position in positions:
-        if not -len(operands) <= position < len(operands):
-            raise IndexError(f"{match} has {len(operands)} inputs, no {position}")
-    first = next(node for node in graph.nodes if node in nodes)
-    replaced: dict[int, Value | Literal] = {}
-    for i in {position % len(operands) for position in positions}:
-        value = operands[i]
-        if isinstance(value, Value) and _jax.has_gradient(value.aval):
-            (replaced[i],) = graph.insert(identity, [value], before=first)
-    if not isinstance(match, Fragment):  # which may take one value twice
-        (node,) = nodes
-        graph.set_inputs(node, [replaced.get(i, v) for i, v in enumerate(operands)])
-        return
-    members = set(nodes)
-    for i, new in replaced.items():
-        value = operands[i]
-        assert isinstance(value, Value)
-        graph.replace_uses(value, new, where=members.__contains__, outputs=False)
-
-
-def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is changed."""
-
-    def identity(value: Any) -> Any:
-        return value
-
-    @CHANGES_GRADIENT
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (change(cotangent),)
-
-    identity.__name__ = identity.__qualname__ = name
-    rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (value, None), backward)
-    return rule

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import is_entered
 from tracegrad.insight.explaining.observed import Observed, Place, handed_on, inside
 from tracegrad.insight.explaining.statistics import (
     EDGE_GIVEN,
@@ -19,6 +18,7 @@ from tracegrad.insight.explaining.statistics import (
     INF,
     NAN,
 )
+from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.ir import CustomGradient, Graph, Literal, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 

@@ -14,8 +14,8 @@ from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.authors import is_jaxs_rule
-from tracegrad.insight.explaining.changed_rules import changed_rules
 from tracegrad.insight.explaining.compiled import compile_pass
+from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed

@@ -5,10 +5,9 @@ entered, a scan is pulled back step by step, of a branch the one that was taken.
 for when something is not finite: it has the values, too, and the operands where a NaN or Inf first
 stands.
 
-Outputs that lead out of a program, and taps, do not serve for this: the cotangents themselves would
-leave it, and not the few numbers of each; a scan would keep what every step has computed, and not
-its carries alone; and JAX, which differentiates all or nothing, would neither tell zeros from no
-gradient at all nor go on past what it cannot differentiate.
+Rules and taps do not serve for it. JAX differentiates all or nothing: it would neither tell zeros
+from no gradient at all, nor go on past what it cannot differentiate; and for each step of a scan it
+would keep all that was computed there, where this keeps the carries and computes the rest again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,55 +23,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
 from tracegrad.differentiation.pull_back import node_vjp, pull_back
 from tracegrad.insight.explaining.authors import may_change
+from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import difference, edge, exact, norms, units
+from tracegrad.insight.explaining.statistics import edge, exact, norms, units
+from tracegrad.insight.explaining.visits import (
+    Kept,
+    Visit,
+    first_of,
+    is_entered,
+    or_zeros,
+    strong,
+    zeros_of,
+)
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
-from tracegrad.ir.dependence import Masks, enter, is_reference, spread
-from tracegrad.ir.occurrence import Origin, Path, line_of_error
+from tracegrad.ir.dependence import Masks, enter, spread
+from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
-
-# One program on the operands as they are: it is entered.
-_ENTERED = frozenset({"jit", "closed_call", "core_call"})
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What the forward pass over a graph leaves for the reverse pass: its values, and what it left
-    of the regions of each node."""
-
-    values: Mapping[Value, Any]
-    inner: Mapping[Node, Any]
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A node that the reverse pass is at.
-
-    `given` are the cotangents of its results (None: zero by structure), `active` the operands whose
-    cotangents are wanted.
-    """
-
-    here: Occurrence
-    kept: Kept
-    given: Sequence[Any]
-    active: Sequence[int]
-
-    @property
-    def operands(self) -> list[Any]:
-        return read(self.here.node.inputs, self.kept.values)
-
-    @property
-    def wanted(self) -> list[bool]:
-        """For each operand whether its cotangent is."""
-        return [i in self.active for i in range(len(self.here.node.inputs))]
-
-    @property
-    def inner(self) -> Any:
-        """What the forward pass left of its regions."""
-        return self.kept.inner[self.here.node]
 
 
 class MeasuredPass:
@@ -96,7 +63,7 @@ class MeasuredPass:
         self.lines: dict[Occurrence, Origin] = {}
         self._numbers: dict[Key, int] = {}
         self._found: dict[int, Any] = {}
-        self._muted = False
+        self.is_muted = False
 
     @property
     def keys(self) -> list[Key]:
@@ -129,18 +96,18 @@ class MeasuredPass:
             self._found = outer
 
     @contextmanager
-    def _mute(self) -> Iterator[None]:
+    def mute(self) -> Iterator[None]:
         """A computation that is done once more for the reverse pass is not measured again."""
-        before, self._muted = self._muted, True
+        before, self.is_muted = self.is_muted, True
         try:
             yield
         finally:
-            self._muted = before
+            self.is_muted = before
 
-    def _note(
+    def note(
         self, kind: str, of: Occurrence | None, k: int, measure: Callable[..., Any], *args: Any
     ) -> None:
-        if not self._muted:
+        if not self.is_muted:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
             self._found[number] = measure(*args)
 
@@ -150,7 +117,7 @@ class MeasuredPass:
         """Measures those arrays of a list that are there and may have a gradient."""
         for k, array in enumerate(arrays):
             if array is not None and _jax.has_gradient(jax.typeof(array)):
-                self._note(kind, of, k, measure, array)
+                self.note(kind, of, k, measure, array)
 
     # ---------------------------------------------------------------------------------- forward
 
@@ -160,7 +127,7 @@ class MeasuredPass:
         instead: dict[Node, Callable[[list[Any]], list[Any]]] = {}
         for node in graph.nodes:
             here = Occurrence(path, node)
-            if self._muted and node.effects and not node.outputs:
+            if self.is_muted and node.effects and not node.outputs:
                 instead[node] = lambda operands: []  # its effect has happened
             elif is_entered(node):
                 instead[node] = functools.partial(self._enter, here, inner)
@@ -181,7 +148,7 @@ class MeasuredPass:
         if _may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
             bounds = _bounds(node, maximum)
-            self._note("units", here, 0, units, results[0], maximum, bounds)
+            self.note("units", here, 0, units, results[0], maximum, bounds)
         return results
 
     def _enter(self, here: Occurrence, inner: dict[Node, Any], args: list[Any]) -> list[Any]:
@@ -210,21 +177,21 @@ class MeasuredPass:
             operands = [*constants, *carry, *x]
             with self._collecting() as found:
                 outs, _ = self.forward(node.regions["jaxpr"], operands, here.into("jaxpr"))
-            outs = list(map(_strong, outs))
+            outs = list(map(strong, outs))
             return outs[:count], (outs[count:], carry, found)
 
-        final, (stacked, carries, found) = _scan(node, step, list(map(_strong, init)), scanned)
+        final, (stacked, carries, found) = _scan(node, step, list(map(strong, init)), scanned)
         self._found.update(found)
         return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
-        self._note("branch", here, 0, lambda: args[0].astype(jnp.float32).reshape(1))
+        self.note("branch", here, 0, lambda: args[0].astype(jnp.float32).reshape(1))
 
         def branch(name: str) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 with self._collecting() as found:
                     outs, _ = self.forward(here.node.regions[name], operands, here.into(name))
-                return list(map(_strong, outs)), found
+                return list(map(strong, outs)), found
 
             return run
 
@@ -274,7 +241,7 @@ class MeasuredPass:
             visit = Visit(Occurrence(path, node), kept, given, active)
             for k, ct in enumerate(given):
                 if ct is not None:
-                    self._note("ct", visit.here, k, exact if self.close else norms, ct)
+                    self.note("ct", visit.here, k, exact if self.close else norms, ct)
             return self._backward_region(visit) if is_entered(node) else self._pull_back(visit)
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
@@ -289,15 +256,15 @@ class MeasuredPass:
         except Exception as error:
             self.refused.setdefault(visit.here, str(error).split("\n")[0])
             return [None] * len(visit.active)
-        if isinstance(node, CustomGradient) and not self._muted and may_change(node):
-            self._compare_with_primal(visit, results)
+        if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
+            compare_with_primal(self, visit, results)
             if self.close:
-                self._look_into_rule(visit)
+                look_into_rule(self, visit)
         if self.close:
             operands = visit.operands
             for i, ct in zip(visit.active, results, strict=True):
                 if ct is not None:
-                    self._note("edge", visit.here, i, edge, ct, _first(visit.given), operands)
+                    self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
         return results
 
     def _backward_region(self, visit: Visit) -> list[Any]:
@@ -312,7 +279,7 @@ class MeasuredPass:
         if isinstance(node, Recompute):
             barrier: Callable[[Any], Any] = lax.optimization_barrier
             args, given = barrier((inside, list(given)))
-            with self._mute():
+            with self.mute():
                 _, inside = self.forward(region, args, path)
         found = self.backward(region, inside, given, visit.wanted, path)
         return [found[i] for i in visit.active]
@@ -328,26 +295,26 @@ class MeasuredPass:
         constants = [i for i in range(first) if wanted[i]]
         scanned = [i for i in range(last, len(args)) if wanted[i]]
         zeros = {i: jnp.zeros(args[i].shape, args[i].dtype) for i in (*constants, *active)}
-        final = [given[j] if given[j] is not None else _zeros(node.outputs[j]) for j in carried]
+        final = [given[j] if given[j] is not None else zeros_of(node.outputs[j]) for j in carried]
 
         def step(state: Any, item: Any) -> Any:
             (flowing, sums), (x, carry, ct_y) = state, item
             operands = [*args[:first], *carry, *x]
-            with self._mute():
+            with self.mute():
                 _, values = self.forward(region, operands, path)
             outs: list[Any] = [None] * count
             with self._collecting() as found:
                 for j, ct in zip(carried, flowing, strict=True):
-                    self._note("carry", visit.here, j, norms, ct)
+                    self.note("carry", visit.here, j, norms, ct)
                     outs[j] = ct
                 ins = self.backward(region, values, [*outs, *ct_y], wanted, path)
-            flowing = [_or_zeros(ins[first + j], operands[first + j]) for j in carried]
+            flowing = [or_zeros(ins[first + j], operands[first + j]) for j in carried]
             sums = [
                 s if ins[i] is None else s + ins[i] for s, i in zip(sums, constants, strict=True)
             ]
-            return (flowing, sums), ([_or_zeros(ins[i], operands[i]) for i in scanned], found)
+            return (flowing, sums), ([or_zeros(ins[i], operands[i]) for i in scanned], found)
 
-        init = (list(map(_strong, final)), [_strong(zeros[i]) for i in constants])
+        init = (list(map(strong, final)), [strong(zeros[i]) for i in constants])
         (flowing, sums), (stacked, found) = _scan(
             node, step, init, (args[last:], carries, list(given[count:])), backward=True
         )
@@ -366,112 +333,20 @@ class MeasuredPass:
             region, path = regions[name], visit.here.into(name)
 
             def run(operands: Any, cotangents: Any) -> Any:
-                with self._mute():
+                with self.mute():
                     _, kept = self.forward(region, operands, path)
                 with self._collecting() as found:
                     ins = self.backward(region, kept, cotangents, wanted, path)
-                results = [_or_zeros(ins[i - 1], operands[i - 1]) for i in visit.active]
-                return list(map(_strong, results)), found
+                results = [or_zeros(ins[i - 1], operands[i - 1]) for i in visit.active]
+                return list(map(strong, results)), found
 
             return run
 
         branches = [branch(name) for name in regions]
         return self._switch(args[0], branches, (args[1:], list(visit.given)))
 
-    # ------------------------------------------------------------------------------ custom rules
-
-    def _compare_with_primal(self, visit: Visit, results: Sequence[Any]) -> None:
-        """What a rule gives beside what the derivative of its function would be."""
-        assert isinstance(visit.here.node, CustomGradient)
-        primal, operands = visit.here.node.primal, visit.operands
-        refused = dict(self.refused)
-        try:
-            with self._mute():
-                _, inside = self.forward(primal, operands, ())
-                own = self.backward(primal, inside, visit.given, visit.wanted, ())
-        except Exception:  # it has a rule because it has no derivative
-            return
-        finally:
-            is_refused, self.refused = self.refused != refused, refused
-        if is_refused:
-            return
-        for i, ct in zip(visit.active, results, strict=True):
-            pair = _or_zeros(ct, operands[i]), _or_zeros(own[i], operands[i])
-            self._note("rule", visit.here, i, difference, *pair, _first(visit.given))
-
-    def _look_into_rule(self, visit: Visit) -> None:
-        """Measures what a rule computes: of a VJP its backward, of a JVP the transpose."""
-        node, operands = visit.here.node, visit.operands
-        assert isinstance(node, CustomGradient)
-        flowing = [
-            _zeros(v) if ct is None else ct
-            for v, ct in zip(node.outputs, visit.given, strict=True)
-            if _jax.has_gradient(v.aval)
-        ]
-        count = len(node.outputs)
-        if node.kind == "vjp":
-            self._find_line(visit)
-            with self._mute():
-                outs, _ = self.forward(node.face("forward"), operands, ())
-            given = [*outs[count:], *flowing]
-            self.forward(node.face("backward"), given, visit.here.into("backward"))
-            return
-        rule, path = node.face("jvp"), visit.here.into("jvp")
-        has_tangent = [_jax.has_gradient(v.aval) for v in node.inputs]
-        tangents = [_zeros(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
-        with self._mute():
-            _, values = self.forward(rule, [*operands, *tangents], path)
-        which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]
-        wanted = [False] * len(operands) + which
-        self.backward(rule, values, [*[None] * count, *flowing], wanted, path)
-
-    def _find_line(self, visit: Visit) -> None:
-        """The line of a rule's backward that makes a NaN or Inf.
-
-        JAX gives all of a backward the line of the forward call, but a Python function that runs
-        has its frames: it is run once more, with JAX's own check after every operation.
-        """
-        arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
-        if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
-            return
-        try:
-            with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-                node_vjp(visit.here.node, visit.kept.values, visit.given, visit.active)
-        except FloatingPointError as error:
-            line = line_of_error(error.__traceback__)
-            if line is not None:
-                self.lines[visit.here] = line
-        except Exception:  # what runs compiled alone has no line, and needs none
-            return
-
 
 # -------------------------------------------------------------------------------------- details
-
-
-def is_entered(node: Node) -> bool:
-    """Whether the passes go through the regions of a node rather than take it as one operation."""
-    if not node.regions or not (
-        isinstance(node, Recompute)
-        or node.op in _ENTERED
-        or node.primitive is _jax.SCAN
-        or node.primitive is _jax.COND
-    ):
-        return False
-    # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
-    values = (*node.inputs, *node.outputs)
-    return not (
-        any(is_reference(v.aval) for v in values)
-        or any(map(_has_references, node.regions.values()))
-    )
-
-
-@of_program
-def _has_references(graph: Graph) -> bool:
-    return any(
-        any(is_reference(v.aval) for v in node.outputs)
-        or any(map(_has_references, node.regions.values()))
-        for node in graph.nodes
-    )
 
 
 def _perturbed(scan: Node, active: Sequence[int]) -> list[bool]:
@@ -497,33 +372,6 @@ def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False
         length=node.params["length"],
         reverse=bool(node.params["reverse"]) != backward,
     )
-
-
-def _all_finite(x: Any) -> bool:
-    is_number = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return not is_number or bool(jnp.all(jnp.isfinite(x)))
-
-
-def _strong(x: Any) -> Any:
-    """Without a weak type, so that what goes round in a loop has one type."""
-    aval = jax.typeof(x)
-    if not isinstance(aval, jax.core.ShapedArray) or jnp.issubdtype(
-        aval.dtype, jax.dtypes.extended
-    ):
-        return x
-    return lax.convert_element_type(x, aval.dtype)
-
-
-def _zeros(value: Any) -> Any:
-    return jnp.zeros(value.aval.shape, value.aval.dtype)
-
-
-def _or_zeros(ct: Any, like: Any) -> Any:
-    return jnp.zeros(jnp.shape(like), jnp.result_type(like)) if ct is None else ct
-
-
-def _first(given: Sequence[Any]) -> Any:
-    return next(ct for ct in given if ct is not None)
 
 
 def _may_be_rectifier(node: Node) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import is_entered
 from tracegrad.insight.explaining.observed import Observed, Place, handed_on, number_of
 from tracegrad.insight.explaining.statistics import NORM
+from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Path

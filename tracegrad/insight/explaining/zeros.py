@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.measuring import is_entered
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Occurrence, Value

@@ -1,0 +1,130 @@
+"""Which custom rules give something else than the derivative of their function, and by how much.
+
+Beside that, what such a rule computes is measured: a NaN may begin there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.differentiation.pull_back import node_vjp
+from tracegrad.insight.explaining.observed import Observed
+from tracegrad.insight.explaining.statistics import difference
+from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
+from tracegrad.insight.explanation import Finding, number_text
+from tracegrad.ir import CustomGradient, Occurrence
+from tracegrad.ir.occurrence import line_of_error
+
+if TYPE_CHECKING:
+    from tracegrad.insight.explaining.measuring import MeasuredPass
+
+
+def changed_rules(observed: Observed) -> Iterator[Finding]:
+    for found, i, given, own, apart in _differences(observed):
+        yield Finding(
+            "changed by a rule",
+            f"the rule of {found.node.name} gives input {i} a gradient of norm "
+            f"{number_text(given)}; the derivative of the function has {number_text(own)}, the "
+            f"difference {number_text(apart)}",
+            (),
+            origin=found.origin,
+            problem=False,
+            cure="check it by `check_grads`, or declare it deliberate there",
+            operation=found.node.name,
+            occurrence=found,
+        )
+
+
+def _differences(observed: Observed) -> Iterator[tuple[Occurrence, int, float, float, float]]:
+    """The user's rules that give something else than the derivative of their function: where, for
+    which operand, and the norms of what they give, of the derivative and of the difference."""
+    for rule, i, stat in observed.of("rule"):
+        norms = np.asarray(stat, np.float64).reshape(-1, 4)
+        norms = norms[~np.isnan(norms).any(axis=1)]
+        given, own, apart, incoming = map(float, np.sqrt(np.sum(norms**2, axis=0)))
+        # What cancels leaves rounding errors, in proportion to what came in.
+        limit = 1e-3 * max(given, own) + 1e-5 * incoming
+        if all(map(math.isfinite, (given, own, apart))) and apart > limit:
+            yield rule, i, given, own, apart
+
+
+# ------------------------------------------------------------------------------- what is measured
+
+
+def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
+    """What a rule gives beside what the derivative of its function would be."""
+    assert isinstance(visit.here.node, CustomGradient)
+    primal, operands = visit.here.node.primal, visit.operands
+    refused = dict(measured.refused)
+    try:
+        with measured.mute():
+            _, inside = measured.forward(primal, operands, ())
+            own = measured.backward(primal, inside, visit.given, visit.wanted, ())
+    except Exception:  # it has a rule because it has no derivative
+        return
+    finally:
+        is_refused, measured.refused = measured.refused != refused, refused
+    if is_refused:
+        return
+    for i, ct in zip(visit.active, results, strict=True):
+        pair = or_zeros(ct, operands[i]), or_zeros(own[i], operands[i])
+        measured.note("rule", visit.here, i, difference, *pair, first_of(visit.given))
+
+
+def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
+    """Measures what a rule computes: of a VJP its backward, of a JVP the transpose."""
+    node, operands = visit.here.node, visit.operands
+    assert isinstance(node, CustomGradient)
+    flowing = [
+        zeros_of(v) if ct is None else ct
+        for v, ct in zip(node.outputs, visit.given, strict=True)
+        if _jax.has_gradient(v.aval)
+    ]
+    count = len(node.outputs)
+    if node.kind == "vjp":
+        _find_line(measured, visit)
+        with measured.mute():
+            outs, _ = measured.forward(node.face("forward"), operands, ())
+        given = [*outs[count:], *flowing]
+        measured.forward(node.face("backward"), given, visit.here.into("backward"))
+        return
+    rule, path = node.face("jvp"), visit.here.into("jvp")
+    has_tangent = [_jax.has_gradient(v.aval) for v in node.inputs]
+    tangents = [zeros_of(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
+    with measured.mute():
+        _, values = measured.forward(rule, [*operands, *tangents], path)
+    which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]
+    wanted = [False] * len(operands) + which
+    measured.backward(rule, values, [*[None] * count, *flowing], wanted, path)
+
+
+def _find_line(measured: MeasuredPass, visit: Visit) -> None:
+    """The line of a rule's backward that makes a NaN or Inf.
+
+    JAX gives all of a backward the line of the forward call, but a Python function that runs
+    has its frames: it is run once more, with JAX's own check after every operation.
+    """
+    arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
+    if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
+        return
+    try:
+        with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
+            node_vjp(visit.here.node, visit.kept.values, visit.given, visit.active)
+    except FloatingPointError as error:
+        line = line_of_error(error.__traceback__)
+        if line is not None:
+            measured.lines[visit.here] = line
+    except Exception:  # what runs compiled alone has no line, and needs none
+        return
+
+
+def _all_finite(x: Any) -> bool:
+    is_number = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return not is_number or bool(jnp.all(jnp.isfinite(x)))

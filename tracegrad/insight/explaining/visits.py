@@ -1,0 +1,105 @@
+"""What the measured passes go through: a node, what was kept of it, and the cotangents there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tracegrad import _jax
+from tracegrad._jax.caches import of_program
+from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
+from tracegrad.ir.dependence import is_reference
+from tracegrad.lowering import read
+
+# One program on the operands as they are: it is entered.
+_ENTERED = frozenset({"jit", "closed_call", "core_call"})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass over a graph leaves for the reverse pass: its values, and what it left
+    of the regions of each node."""
+
+    values: Mapping[Value, Any]
+    inner: Mapping[Node, Any]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A node that the reverse pass is at.
+
+    `given` are the cotangents of its results (None: zero by structure), `active` the operands whose
+    cotangents are wanted.
+    """
+
+    here: Occurrence
+    kept: Kept
+    given: Sequence[Any]
+    active: Sequence[int]
+
+    @property
+    def operands(self) -> list[Any]:
+        return read(self.here.node.inputs, self.kept.values)
+
+    @property
+    def wanted(self) -> list[bool]:
+        """For each operand whether its cotangent is."""
+        return [i in self.active for i in range(len(self.here.node.inputs))]
+
+    @property
+    def inner(self) -> Any:
+        """What the forward pass left of its regions."""
+        return self.kept.inner[self.here.node]
+
+
+def is_entered(node: Node) -> bool:
+    """Whether the passes go through the regions of a node rather than take it as one operation."""
+    if not node.regions or not (
+        isinstance(node, Recompute)
+        or node.op in _ENTERED
+        or node.primitive is _jax.SCAN
+        or node.primitive is _jax.COND
+    ):
+        return False
+    # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
+    values = (*node.inputs, *node.outputs)
+    return not (
+        any(is_reference(v.aval) for v in values)
+        or any(map(_has_references, node.regions.values()))
+    )
+
+
+@of_program
+def _has_references(graph: Graph) -> bool:
+    return any(
+        any(is_reference(v.aval) for v in node.outputs)
+        or any(map(_has_references, node.regions.values()))
+        for node in graph.nodes
+    )
+
+
+def zeros_of(value: Any) -> Any:
+    return jnp.zeros(value.aval.shape, value.aval.dtype)
+
+
+def or_zeros(ct: Any, like: Any) -> Any:
+    return jnp.zeros(jnp.shape(like), jnp.result_type(like)) if ct is None else ct
+
+
+def first_of(given: Sequence[Any]) -> Any:
+    return next(ct for ct in given if ct is not None)
+
+
+def strong(x: Any) -> Any:
+    """Without a weak type, so that what goes round in a loop has one type."""
+    aval = jax.typeof(x)
+    if not isinstance(aval, jax.core.ShapedArray) or jnp.issubdtype(
+        aval.dtype, jax.dtypes.extended
+    ):
+        return x
+    return lax.convert_element_type(x, aval.dtype)
