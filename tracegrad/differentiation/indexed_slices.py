@@ -30,9 +30,8 @@ class IndexedSlices:
     A pytree, to go through `jax.jit`, loops and meshes. Its leaves alone are no gradient: whatever
     computes with them (``jax.tree.map``, an optimiser, a norm) would take the slices of one row for
     several rows. So the ids in it are of a type that can be moved and not computed with, and JAX
-    raises rather than give another number. What the slices in a tree of gradients shall be is said
-    before: arrays, or slices as a whole, by ``is_leaf`` (see the example). A norm is that of
-    ``slices.deduplicated().values``.
+    raises rather than give another number. What slices shall be is said before: arrays, or slices
+    as a whole, by ``is_leaf`` (see below). A norm is that of ``slices.deduplicated().values``.
 
     Args:
       values: ``[n, ...]``, of any dtype.
