@@ -64,22 +64,34 @@ def differentiable_leaves(
 ) -> list[bool]:
     """Which of the selected leaves JAX is to differentiate.
 
-    Raises TypeError for one that it cannot, unless the caller takes None for an answer.
+    Where whole arguments are selected that hold floats or complex numbers beside others (a model
+    has functions, counters, flags), the others get None for an answer. Else raises TypeError for
+    what cannot be differentiated, unless the caller takes None for an answer.
     """
     flags = []
-    for i, leaf in enumerate(selection.leaves):
-        fits = is_differentiable(leaf)
-        if not fits and unconnected != "none" and not (allow_int and is_numeric(leaf)):
-            aval = type_of(leaf)
-            kind = type(leaf).__name__ if aval is None else str(aval.dtype)
-            raise TypeError(
-                f"wrt selects {selection.paths[i]}, of type {kind}: only float and complex arrays "
-                "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
-                'take None for it, with `unconnected="none"`'
-                + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
-            )
-        flags.append(fits or (unconnected != "none" and allow_int))
+    paths = iter(selection.paths)
+    for argument in selection.arguments:
+        chosen = [leaf for leaf, m in zip(argument.leaves, argument.mask, strict=True) if m]
+        is_model = argument.is_whole and any(map(is_differentiable, chosen))
+        for leaf in chosen:
+            path, fits = next(paths), is_differentiable(leaf)
+            if not fits and unconnected != "none":
+                fits = allow_int and is_numeric(leaf)
+                if not fits and not is_model:
+                    raise TypeError(_no_gradient(path, leaf))
+            flags.append(fits)
     return flags
+
+
+def _no_gradient(path: str, leaf: Any) -> str:
+    aval = type_of(leaf)
+    kind = type(leaf).__name__ if aval is None else str(aval.dtype)
+    return (
+        f"wrt selects {path}, of type {kind}: only float and complex arrays "
+        "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
+        'take None for it, with `unconnected="none"`'
+        + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
+    )
 
 
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> Any:
@@ -110,3 +122,9 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
             + (f" of length {len(result)}" if isinstance(result, tuple) else "")
         )
     return result
+
+
+def spread_out(results: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+    """One entry per selected leaf: None for those that were not differentiated."""
+    rest = iter(results)
+    return [next(rest) if is_present else None for is_present in present]

@@ -21,6 +21,7 @@ from tracegrad.differentiation.checks import (
     named_after,
     pair,
     scalar_result,
+    spread_out,
     wrt_or_argnums,
 )
 from tracegrad.differentiation.closing_over import refusing
@@ -50,7 +51,8 @@ def grad(
       fun: a traced or plain function that returns one float scalar (shape ``[]``).
       wrt: what to differentiate with respect to; the first argument unless it is said:
 
-        - a position, or an argument's name, however the argument is passed: all its leaves;
+        - a position, or an argument's name, however the argument is passed: all its leaves. Those
+          of a model that are no float or complex arrays (functions, counters) get None;
         - several of these: the answer is a tuple;
         - a predicate ``(path, leaf) -> bool`` over the leaves of the first argument, where ``path``
           is ``"layers/0/kernel"``. The answer has the structure of that argument; leaves that are
@@ -179,7 +181,7 @@ def value_and_grad(
         value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
             (results,) = _marked(chosen, _main(scalar, has_aux), unconnected, [results])
-        return value, selection.answer(_spread_out(results, differentiable))
+        return value, selection.answer(spread_out(results, differentiable))
 
     return value_and_gradient
 
@@ -252,7 +254,7 @@ def jacobian(
             rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
         structure, shapes = shape_of_result
         blocks = [
-            selection.answer(_spread_out(row, differentiable), functools.partial(zero_block, shape))
+            selection.answer(spread_out(row, differentiable), functools.partial(zero_block, shape))
             for row, shape in zip(rows, shapes, strict=True)
         ]
         answer = jax.tree.unflatten(structure, blocks)
@@ -262,12 +264,6 @@ def jacobian(
 
 
 # -------------------------------------------------------------------------------- unconnected
-
-
-def _spread_out(results: Sequence[Any], present: Sequence[bool]) -> list[Any]:
-    """One entry per selected leaf: None for those that were not differentiated."""
-    rest = iter(results)
-    return [next(rest) if is_present else None for is_present in present]
 
 
 def _main(scalar: Callable[[list[Any]], Any], has_aux: bool) -> Callable[[list[Any]], Any]:

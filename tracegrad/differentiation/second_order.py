@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tracegrad.differentiation.checks import (
     named_after,
     pair,
     scalar_result,
+    spread_out,
     wrt_or_argnums,
 )
 from tracegrad.differentiation.closing_over import refusing
@@ -65,11 +67,12 @@ def hessian(
     @named_after(fun, "Hessian")
     def hessian_of(*args: Any, **kwargs: Any) -> Any:
         selection = resolve(fun, wrt, args, kwargs)
-        differentiable_leaves(selection)
+        differentiable = differentiable_leaves(selection)
+        chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []
 
         def result(leaves: list[Any]) -> Any:
-            outputs, aux = selection.call(leaves), None
+            outputs, aux = chosen.call(leaves), None
             if has_aux:
                 outputs, aux = pair(fun, outputs)
             flat_outputs, structure = jax.tree.flatten(outputs)
@@ -78,14 +81,14 @@ def hessian(
 
         flat = refusing(under_rules(result, function_name(fun)))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
-        leaves = selection.leaves
+        leaves = chosen.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
         blocks, aux = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)(leaves)
         structure, shapes = shape_of_result
         answer = jax.tree.unflatten(
             structure,
             [
-                _rows_and_columns(selection, of_output, shape)
+                _rows_and_columns(selection, differentiable, of_output, shape)
                 for of_output, shape in zip(blocks, shapes, strict=True)
             ],
         )
@@ -95,20 +98,28 @@ def hessian(
 
 
 def _rows_and_columns(
-    selection: Selection, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
+    selection: Selection,
+    differentiable: Sequence[bool],
+    blocks: Sequence[Sequence[Any]],
+    shape: tuple[int, ...],
 ) -> Any:
-    """The Hessian of one output leaf, from one block per pair of selected leaves."""
-    rows = []
-    for leaf, row in zip(selection.leaves, blocks, strict=True):
+    """The Hessian of one output leaf, from one block per pair of differentiable leaves."""
+    rows: list[Any] = []
+    given = iter(blocks)
+    for leaf, is_differentiable in zip(selection.leaves, differentiable, strict=True):
+        if not is_differentiable:
+            rows.append(None)
+            continue
         beside = functools.partial(zero_block, (*shape, *jnp.shape(leaf)))
-        rows.append(selection.answer(row, beside))
+        rows.append(selection.answer(spread_out(next(given), differentiable), beside))
 
     def row_of_zeros(leaf: Any) -> Any:
         above = zero_block(shape, leaf)
         if above is None:
             return None
         row = functools.partial(zero_block, (*shape, *jnp.shape(leaf)))
-        return selection.answer(list(map(row, selection.leaves)), row)
+        zeros = map(row, itertools.compress(selection.leaves, differentiable))
+        return selection.answer(spread_out(list(zeros), differentiable), row)
 
     return selection.answer(rows, row_of_zeros)
 
@@ -148,9 +159,11 @@ def hvp(
             f"primals is a tuple, with one entry per argument; got {type(primals).__name__}"
         )
     selection = resolve(fun, wrt, tuple(primals), {})
-    differentiable_leaves(selection)
+    differentiable = differentiable_leaves(selection)
+    given = list(itertools.compress(selection.flatten(v), differentiable))
+    selected = selection
+    selection = selected.refined(differentiable)
     leaves = selection.leaves
-    given = selection.flatten(v)
     vector = [
         _direction(leaf, entry, path)
         for leaf, entry, path in zip(leaves, given, selection.paths, strict=True)
@@ -164,7 +177,7 @@ def hvp(
         return results
 
     _, product = jvp(gradient, (leaves,), (vector,))
-    return selection.answer(product)
+    return selected.answer(spread_out(product, differentiable))
 
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:

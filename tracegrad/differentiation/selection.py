@@ -89,6 +89,7 @@ class Argument:
     leaves: list[Any]
     structure: Any
     mask: list[bool]
+    is_whole: bool  # whether `wrt` names it, rather than some of its leaves
 
     @property
     def paths(self) -> list[str]:
@@ -283,7 +284,7 @@ def _argument(
 ) -> Argument:
     tree = args[key] if isinstance(key, int) else kwargs[key]
     leaves, structure = jax.tree.flatten(tree)
-    argument = Argument(key, tree, leaves, structure, [True] * len(leaves))
+    argument = Argument(key, tree, leaves, structure, [True] * len(leaves), predicate is None)
     if predicate is None:
         return argument
     paths = argument.paths

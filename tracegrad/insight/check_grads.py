@@ -99,6 +99,10 @@ def check_grads(
 
     After ``check_grads`` of HIPS Autograd and of JAX.
     """
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args is a tuple of arguments, check_grads(fun, (x, y)); got {type(args).__name__}"
+        )
     if order < 1 or not modes or any(mode not in MODES for mode in modes):
         raise ValueError(
             f"order is 1 or more and modes are of {MODES}; got order={order!r}, modes={modes!r}"
@@ -134,8 +138,6 @@ def _flat(
     fun: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Callable[[list[Any]], list[Any]], list[Any], list[str]]:
     """The function of its floating leaves alone, those in double precision, and their paths."""
-    if not isinstance(args, tuple | list):
-        raise TypeError(f"args is a tuple of arguments, got {type(args).__name__}")
     selection = resolve(fun, tuple(range(len(args))), tuple(args), {}) if args else None
     chosen = selection and selection.refined([is_differentiable(x) for x in selection.leaves])
     if not chosen or not chosen.leaves:

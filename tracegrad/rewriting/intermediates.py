@@ -17,6 +17,7 @@ from tracegrad.rewriting.edits import check_selector, matches_of, place_names
 from tracegrad.rewriting.threading import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
+from tracegrad.variables.trees import given
 
 _TAP = "intermediate"
 
@@ -158,7 +159,7 @@ def _check(fun: object, where: object) -> None:
 def _run(
     program: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], taps: Sequence[Any] = ()
 ) -> list[Any]:
-    flat = jax.tree.leaves((args, kwargs))
+    flat = jax.tree.leaves(given((args, kwargs))[0])
     values = [variable.value for variable in program.variables]
     return evaluate(program, [*flat, *values, *taps])
 

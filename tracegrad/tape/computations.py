@@ -313,8 +313,7 @@ class JittedCall:
         )
 
 
-# Of programs. A step over a jitted function takes 90 µs with it and 140 µs without.
-_calls: WeakCache[JittedCall] = WeakCache()
+_calls: WeakCache[JittedCall] = WeakCache()  # of programs
 
 
 def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:

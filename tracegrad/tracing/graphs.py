@@ -19,7 +19,7 @@ from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
-from tracegrad.variables.trees import given, taken
+from tracegrad.variables.trees import taken, with_statics
 
 Rule = Callable[[Graph], Graph]
 
@@ -63,7 +63,7 @@ def graph(
     @functools.wraps(fun, updated=())
     def make_graph(*args: Any, **kwargs: Any) -> Graph:
         try:
-            return trace_to_graph(fun, *given((args, kwargs))[0], static)
+            return trace_to_graph(fun, *static.given(args, kwargs)[0], static)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -106,7 +106,7 @@ def trace_to_graph(
         capture.explicit(program),
         name=function_name(fun),
         in_tree=jax.tree.structure(dynamic),
-        out_tree=jax.tree.structure(shapes),
+        out_tree=jax.tree.structure(with_statics(shapes)),
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
     if capture.read:

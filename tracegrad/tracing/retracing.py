@@ -6,6 +6,7 @@ compilation. A function that meets ever new ones is slow without a visible cause
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.variables.trees import Given, is_given
+from tracegrad.variables.trees import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8
@@ -46,18 +47,22 @@ class Signature:
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_given)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_structure)
         types: list[tuple[str, str | Given, str, bool]] = []
+        values = dict(static)
         for path, leaf in leaves:
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
             if isinstance(leaf, Given):
                 types.append((name, leaf, "", False))
                 continue
+            if isinstance(leaf, Static):
+                values[name] = leaf
+                continue
             aval = jax.typeof(leaf)
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
-        return cls(tree, tuple(types), tuple(sorted(static.items())))
+        return cls(tree, tuple(types), tuple(sorted(values.items(), key=operator.itemgetter(0))))
 
     def __str__(self) -> str:
         parts = [

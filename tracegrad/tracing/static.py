@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad.variables.trees import Given, given
+
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
 
@@ -38,6 +40,21 @@ class StaticArguments:
         dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
         named = {name: value for name, value in kwargs.items() if name not in static}
         return (dynamic, named), positions, static
+
+    def given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[..., Any] = given
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Given, ...]]:
+        """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
+        values as they are."""
+        if not self.positions and not self.names:
+            arguments, variables = take((args, kwargs))
+            return arguments, variables
+        dynamic, positions, named = self.apart(args, kwargs)
+        (args_left, kwargs_left), variables = take(dynamic)
+        fixed, others = take(([args[i] for i in positions], named), statics=False)
+        own, rest = iter(fixed[0]), iter(args_left)
+        args = tuple(next(own if i in positions else rest) for i in range(len(args)))
+        return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)
 
 
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:

@@ -21,7 +21,6 @@ from tracegrad.tracing.pipeline import described, shared_pipeline, with_jit
 from tracegrad.tracing.retracing import CacheInfo
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.trees import given
 
 
 class TracedFunction:
@@ -63,7 +62,7 @@ class TracedFunction:
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         try:
-            return self._pipeline.graph(*given((args, kwargs))[0])
+            return self._pipeline.graph(*self._pipeline.static.given(args, kwargs)[0])
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 

@@ -36,7 +36,7 @@ from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
 from tracegrad.variables.overriding import ForwardingTrace
-from tracegrad.variables.trees import given_before
+from tracegrad.variables.trees import given_before, with_statics
 from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class Body:
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        (args, kwargs), given = given_before((args, kwargs))
+        (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
         if given:
-            pipeline.take_variables()
+            pipeline.take_apart()
         attempt = attempt_at(pipeline)
         flat, tree = pipeline.flatten(args, kwargs)
         graph, found = pipeline.known(attempt, flat, tree) or pipeline.traced(
@@ -139,7 +139,7 @@ class Body:
         flat += [of_variable[id(variable)] for variable in graph.variables]
         outs = evaluate(graph, flat, Lowering())
         count = len(outs) - len(graph.assigned)
-        result = jax.tree.unflatten(graph.out_tree, outs[:count])
+        result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
         if not use.has_variables:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))

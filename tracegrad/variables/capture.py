@@ -26,7 +26,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
-from tracegrad.variables.trees import without_variables
+from tracegrad.variables.trees import with_statics, without_variables
 from tracegrad.variables.variable import Variable
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
@@ -100,7 +100,7 @@ class Capture:
         _active.captures += 1
         try:
             with self._generations, listening(self):
-                result = without_variables(fun())
+                result = with_statics(without_variables(fun()))
             if not self.assigned:  # messages about the result then say where in it
                 return result
             return result, [self._current[id(variable)] for variable in self.assigned]

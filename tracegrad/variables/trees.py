@@ -1,4 +1,8 @@
-"""Variables in trees: values to JAX, and to traced functions the Variables that they are.
+"""What arguments are made of: arrays, Variables, and whatever else users' objects hold.
+
+A leaf of an argument that is no array and no number (a function, a string, an object: models have
+them) is to JAX a part of the arguments' structure (`Static`): it belongs to what a program is made
+for, and the function gets it as it is. It is so in results.
 
 Among the arguments of a traced function a Variable is no array but a part of their structure
 (`Given`), so that there is a program for each that is given; in the function it is read and
@@ -13,9 +17,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.engine import engine
@@ -59,7 +65,105 @@ def _given_of(variable: Variable) -> Given:
     return given
 
 
-is_given = Given.__instancecheck__  # for ``is_leaf=``
+class Static:
+    """A leaf that is no array, among arguments or results: a node of their tree, without leaves.
+
+    JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
+    equal and of one type, or the same object, where it has no equality or hash of its own.
+    """
+
+    __slots__ = ("_hash", "_leaf", "_ref")
+
+    def __init__(self, leaf: Any, *, is_result: bool = False):
+        kind: Any = type(leaf)
+        self._leaf, self._hash = leaf, object.__hash__(leaf)
+        self._ref: Any = None
+        if kind.__eq__ is object.__eq__:
+            # JAX's caches keep this, and may not keep an argument that they can tell by identity.
+            if not is_result:
+                with suppress(TypeError):
+                    self._leaf, self._ref = None, weakref.ref(leaf)
+        else:
+            _check_comparable(leaf)
+            with suppress(TypeError):  # then it is known by identity
+                self._hash = hash(leaf)
+
+    @property
+    def leaf(self) -> Any:
+        return self._leaf if self._ref is None else self._ref()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static) or self._hash != other._hash:
+            return False
+        mine, others = self.leaf, other.leaf
+        if mine is others:
+            return self._ref is None or mine is not None
+        comparable = type(mine) is type(others) and type(mine).__hash__ is not None
+        return comparable and bool(mine == others)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self.leaf)
+
+
+jax.tree_util.register_pytree_node(
+    Static, lambda static: ((), static), lambda static, _: static.leaf
+)
+
+
+def _check_comparable(leaf: Any) -> None:
+    try:
+        equal = bool(leaf == leaf)
+    except Exception as error:
+        problem: Exception | None = error
+    else:
+        problem = None
+        if equal:
+            return
+    raise TypeError(
+        "what is no array among the arguments is part of what a program is made for, and is "
+        f"compared with that of other calls; {leaf!r} of type {type(leaf).__name__} cannot be "
+        "compared even with itself. Give its class an __eq__ that returns a bool, or none at all"
+    ) from problem
+
+
+_ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of an argument is traced: an array, a number, or the type of one."""
+    if type(leaf) in _ARRAYS or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__"):
+        return True
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def with_statics(result: T) -> T:
+    """A result whose leaves that are no arrays are parts of its structure; itself without such."""
+    leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
+    if not _fix(leaves, is_result=True):
+        return result
+    new: T = jax.tree.unflatten(structure, leaves)
+    return new
+
+
+def _fix(leaves: list[Any], *, is_result: bool = False) -> bool:
+    """Puts `Static` in the places of what is no array; whether there was such."""
+    fixed = False
+    for i, leaf in enumerate(leaves):
+        if not is_array(leaf) and not isinstance(leaf, (Variable, Given)):
+            leaves[i], fixed = Static(leaf, is_result=is_result), True
+    return fixed
+
+
+def is_structure(node: Any) -> bool:
+    """For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array."""
+    return isinstance(node, (Given, Static))
 
 
 class _Pass(threading.local):
@@ -158,14 +262,17 @@ def _whose(value: object) -> Variable | None:
 # --------------------------------------------------------------------------- arguments of a call
 
 
-def given(arguments: T) -> tuple[T, tuple[Given, ...]]:
-    """Arguments with Variables as parts of their structure (the same object if there are none), and
-    those Variables in order."""
+def given(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
+    """Arguments with Variables, and what is no array, as parts of their structure (the same object
+    if there are none), and those Variables in order.
+
+    `statics`: whether what is no array is looked for.
+    """
     leaves, tree, found = _flattened(arguments)
-    return (jax.tree.unflatten(tree, leaves) if found else arguments), tuple(found)
+    return _given(arguments, leaves, tree, found, statics)
 
 
-def given_before(arguments: T) -> tuple[T, tuple[Given, ...]]:
+def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
     """Arguments as JAX hands them to the function that it traces; what was a Variable when the
     function was called is one again, as in `given`."""
     leaves, tree, found = _flattened(arguments)
@@ -175,7 +282,14 @@ def given_before(arguments: T) -> tuple[T, tuple[Given, ...]]:
             if variable is not None:
                 leaves[i] = _given_of(variable)
                 found.append(leaves[i])
-    return (jax.tree.unflatten(tree, leaves) if found else arguments), tuple(found)
+    return _given(arguments, leaves, tree, found, statics)
+
+
+def _given(
+    arguments: T, leaves: list[Any], tree: Any, found: list[Given], statics: bool
+) -> tuple[T, tuple[Given, ...]]:
+    is_changed = (statics and _fix(leaves)) or found
+    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), tuple(found)
 
 
 def taken(arguments: T) -> T:

@@ -1,0 +1,192 @@
+"""Leaves that are no arrays: static wherever a function takes them, None in gradients."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+MODEL = eqx.nn.MLP(3, "scalar", 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+X, Y = jnp.linspace(-1, 1, 15).reshape(5, 3), jnp.ones(5)
+DOT = match.op("dot_general")
+
+
+def loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+VALUE = loss(MODEL, X, Y)
+GRADIENT = eqx.filter_grad(loss)(MODEL, X, Y)
+
+
+def assert_same_tree(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+VALUES = {
+    "trace": tg.trace(loss),
+    "graph": lambda *args: tg.graph(loss)(*args).to_callable()(*args),
+    "rewrite": tg.rewrite(loss, rules.scale_gradient(DOT, 2.0)),
+    "intermediates": lambda *args: tg.intermediates(loss, DOT)(*args)[0],
+    "plan_recompute": lambda *args: tg.plan_recompute(loss, "90%")(*args).graph.to_callable()(
+        *args
+    ),
+}
+
+
+@pytest.mark.parametrize("way", VALUES)
+def test_a_model_with_functions_among_its_leaves_is_an_argument(way):
+    np.testing.assert_allclose(VALUES[way](MODEL, X, Y), VALUE, rtol=1e-5)
+
+
+GRADIENTS = {
+    "grad": tg.grad(loss),
+    "by name": tg.grad(loss, wrt="model"),
+    "value_and_grad": lambda *args: tg.value_and_grad(loss)(*args)[1],
+    "unconnected raise": tg.grad(loss, unconnected="raise"),
+    "sparse": tg.grad(loss, sparse=True),
+    "jacobian": tg.jacobian(loss),
+    "of a rewritten function": tg.grad(tg.rewrite(loss, rules.scale_gradient(DOT, 1.0))),
+    "traced": lambda *args: tg.trace(tg.grad(loss))(*args),
+    "filter_grad traced": lambda *args: tg.trace(eqx.filter_grad(loss))(*args),
+}
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_a_gradient_has_the_tree_of_the_model_with_none_for_what_is_no_float(way):
+    assert_same_tree(GRADIENTS[way](MODEL, X, Y), GRADIENT)
+
+
+def test_second_derivatives_have_none_there_too():
+    small = eqx.nn.MLP(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
+    x, y = jnp.ones((1, 1)), jnp.ones(1)
+    arrays, others = eqx.partition(small, eqx.is_inexact_array)
+    hand = jax.hessian(lambda arrays: loss(eqx.combine(arrays, others), x, y))(arrays)
+    got = tg.hessian(loss)(small, x, y)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(hand), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    direction = jax.tree.map(jnp.ones_like, arrays)
+    product = tg.hvp(loss, (small, x, y), direction)
+    gradient = jax.grad(lambda arrays: loss(eqx.combine(arrays, others), x, y))
+    assert_same_tree(product, jax.jvp(gradient, (arrays,), (direction,))[1])
+
+
+def test_integers_of_a_model_get_none_and_alone_are_refused():
+    gradient = tg.grad(lambda m: m["w"] ** 2 * m["count"])({"w": 3.0, "count": jnp.array(2)})
+    np.testing.assert_allclose(gradient["w"], 12.0)
+    assert gradient["count"] is None
+    with pytest.raises(TypeError, match="wrt selects n, of type int32"):
+        tg.grad(lambda w, n: w * n, wrt=(0, 1))(1.0, jnp.array(2))
+
+
+def test_a_predicate_that_selects_a_function_is_refused_by_its_path():
+    with pytest.raises(TypeError, match="wrt selects model/activation, of type function"):
+        tg.grad(loss, wrt=lambda path, leaf: "activation" in path)(MODEL, X, Y)
+
+
+def test_insight_takes_models():
+    assert "nothing found" in str(tg.explain(loss, MODEL, X, Y))
+    assert "dot_general" in str(tg.show(loss, MODEL, X, Y))
+    assert not tg.check_grads(loss, (MODEL, X, Y), order=1).wrong
+    with pytest.raises(TypeError, match=r"args is a tuple of arguments.*got MLP"):
+        tg.check_grads(loss, MODEL, X)
+
+
+def test_a_change_of_a_static_leaf_traces_again_and_an_equal_one_does_not():
+    traced = []
+
+    def scaled(how, x):
+        traced.append(how["name"])
+        return x * 2 if how["name"] == "double" else x
+
+    program = tg.trace(scaled)
+    for name, expected in (("double", 6.0), ("once", 3.0), ("dou" + "ble", 6.0)):
+        assert program({"name": name}, 3.0) == expected
+    assert traced == ["double", "once"]
+
+
+def test_a_graph_is_for_the_static_leaves_that_it_was_made_for():
+    run = tg.graph(lambda f, x: f(x))(jnp.sin, 1.0).to_callable()
+    np.testing.assert_allclose(run(jnp.sin, 2.0), jnp.sin(2.0))
+    with pytest.raises(TypeError, match="was traced for arguments of the structure"):
+        run(jnp.cos, 2.0)
+
+
+def test_objects_without_equality_are_told_apart_and_not_kept():
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+    program = tg.trace(lambda scale, x: scale.factor * x)
+    objects = [Scale(2.0), Scale(3.0)]
+    assert [program(scale, 1.0) for scale in objects] == [2.0, 3.0]
+    gone = list(map(weakref.ref, objects))
+    objects.clear()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert program(Scale(5.0), 1.0) == 5.0
+
+
+def test_what_has_no_hash_goes_by_identity_and_what_cannot_be_compared_is_refused():
+    names = {"a", "b"}  # a set is a leaf
+    program = tg.trace(lambda names, x: x * len(names))
+    assert program(names, 2.0) == program(set(names), 2.0) == 4.0
+
+    class Odd:
+        def __eq__(self, other):
+            raise ZeroDivisionError
+
+    with pytest.raises(TypeError, match=r"of type Odd cannot be compared even with itself"):
+        tg.trace(lambda odd, x: x)(Odd(), 1.0)
+
+
+def test_methods_of_plain_objects_see_the_variables_of_their_own():
+    class Counter:
+        def __init__(self, start):
+            self.count = tg.Variable(start)
+
+        @tg.trace
+        def add(self, x):
+            return self.count.assign_add(x)
+
+    one, two = Counter(1.0), Counter(10.0)
+    assert [one.add(1.0), one.add(1.0), two.add(1.0)] == [2.0, 3.0, 11.0]
+    assert (one.count.numpy(), two.count.numpy()) == (3.0, 11.0)
+
+
+def test_what_is_no_array_comes_back_in_results_as_it_was():
+    step = tg.trace(lambda model, x: (model, jax.vmap(model)(x), "text"))
+    model = MODEL
+    for _ in range(3):
+        model, values, text = step(model, X)
+        assert model.activation is MODEL.activation
+        assert text == "text"
+        np.testing.assert_allclose(values, jax.vmap(MODEL)(X), rtol=1e-6)
+    assert step.cache_info().count == 1
+
+
+def test_why_it_was_traced_again_names_the_leaf():
+    program = tg.trace(lambda options, x: x * len(options["name"]))
+    program({"name": "a"}, 1.0)
+    program({"name": "bb"}, 1.0)
+    assert "`options['name']` changed from 'a' to 'bb'" in str(program.cache_info())
+
+
+def test_static_arguments_are_python_values_as_they_are():
+    def scaled(how, x, *, names):
+        assert (type(how), type(names)) == (str, tuple)
+        return x * len(how) * len(names)
+
+    program = tg.trace(scaled, static_argnums=0, static_argnames="names")
+    assert program("ab", 2.0, names=("x",)) == 4.0
+    assert program("abc", {"x": 2.0, "tag": "t"}["x"], names=("x", "y")) == 12.0
