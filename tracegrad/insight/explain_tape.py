@@ -198,8 +198,7 @@ def _explain(
         if slot in values and slot not in used and not _jax.has_gradient(types[slot])
     ]
     outputs = [*(record.slots[id(targets[i])] for i in inside), *ends]
-    for slot in outputs:
-        graph.add_output(values[slot])
+    graph.add_outputs([values[slot] for slot in outputs])
     slot_of = {value: slot for slot, value in values.items()}
     inputs = [arrays[slot_of[value]] for value in graph.inputs]
     number = {value: i for i, value in enumerate(graph.inputs)}

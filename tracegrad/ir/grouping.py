@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
-from tracegrad.ir.nodes import Node, Value
+from tracegrad.ir.nodes import Call, Literal, Node, Recompute, Value, copied
 from tracegrad.ir.occurrence import Occurrence
 
 if TYPE_CHECKING:
@@ -76,3 +77,68 @@ def parted(
             before.append(node)
         effect_is_late = effect_is_late or (bool(node.effects) and node in late)
     return members, before, after
+
+
+def group(
+    graph: Graph,
+    nodes: Iterable[Node],
+    recompute: bool,
+    policy: Callable[..., Any] | None,
+    name: str,
+) -> Call | Recompute:
+    """See `Graph.group`."""
+    chosen = set(nodes)
+    for node in chosen:
+        graph._check_node(node)
+    if not chosen:
+        raise GraphError(f"no nodes to group in {graph.name}")
+    places = [i for i, node in enumerate(graph._nodes) if node in chosen]
+    stretch = slice(places[0], places[-1] + 1)
+    members, before, after = parted(graph._nodes[stretch], chosen)
+    inputs, outputs = entering(members), leaving(graph, members)
+    region = _region_of(graph, members, inputs, outputs, name)
+    kind = Recompute if recompute else Call
+    grouped = kind(
+        primitive=_jax.REMAT if recompute else _jax.JIT,
+        params={"policy": policy} if recompute else {"name": name},
+        inputs=tuple(inputs),
+        source=members[0].source,
+        effects=frozenset().union(*(node.effects for node in members)),
+        is_new=True,
+        _regions={"jaxpr": region},
+    )
+    graph._edited()
+    graph._adopt(grouped, [v.aval for v in outputs])
+    for old, new in zip(outputs, grouped.outputs, strict=True):
+        new.hint = old.hint or old.name
+        for user in old.users:
+            if user not in chosen:
+                graph.set_inputs(user, [new if v is old else v for v in user.inputs])
+        graph._outputs = tuple(new if v is old else v for v in graph._outputs)
+    for node in members:
+        graph._disown(node)
+    graph._set_nodes(
+        [*graph._nodes[: stretch.start], *before, grouped, *after, *graph._nodes[stretch.stop :]]
+    )
+    return grouped
+
+
+def _region_of(
+    graph: Graph,
+    members: Sequence[Node],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    name: str,
+) -> Graph:
+    """A graph of copies of some nodes."""
+    region = type(graph)(name, function_source=graph.function_source)
+    avals, names = [v.aval for v in inputs], [v.name for v in inputs]
+    values: dict[Value, Value | Literal] = dict(
+        zip(inputs, region.add_inputs(avals, names), strict=True)
+    )
+    for node in members:
+        new = copied(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
+        region.append(new, [v.aval for v in node.outputs])
+        values.update(zip(node.outputs, new.outputs, strict=True))
+    region.add_outputs([values[v] for v in outputs])
+    return region

@@ -15,7 +15,7 @@ everybody else it is frozen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,9 +35,9 @@ class Value:
 
     __slots__ = ("_name", "_uses", "aval", "graph", "hint", "producer")
 
-    def __init__(self, aval: Any, graph: Graph, producer: Node | None = None, hint: str = ""):
+    def __init__(self, aval: Any, graph: Any, producer: Node | None = None, hint: str = ""):
         self.aval = aval
-        self.graph = graph
+        self.graph: Graph = graph
         self.producer = producer
         self.hint = hint  # what its name is made from: `x`, `params['w']`; "": the operation's
         self._name: str | None = None
@@ -88,6 +88,20 @@ class Source:
     info: Any  # JAX's SourceInfo: a traceback and the named scopes
     # JAX's JaxprEqnContext: mesh, compute type, random number settings; None for what was recorded.
     settings: Any
+
+
+@dataclass(frozen=True)
+class Tap:
+    """An input whose gradient is the one that arrives at a place of the program.
+
+    `name` is what the user calls it, `match` the name of the match at which it is, and `place` that
+    of the one value of the match; each different among the taps of a name.
+    """
+
+    name: str
+    match: str
+    place: str
+    aval: Any
 
 
 # `set_field(node, name, value)` changes a node: for its graph, which knows then that it was edited.
@@ -290,3 +304,48 @@ def _refuse(node: Node, name: str, *_: object) -> None:
 for _kind in (Node, Apply, StopGradient, RegionNode, Call, Recompute, CustomGradient):
     type.__setattr__(_kind, "__setattr__", _refuse)
     type.__setattr__(_kind, "__delattr__", _refuse)
+
+
+# ------------------------------------------------------------------------------------- of several
+
+
+def copied(node: Node, inputs: Sequence[Value | Literal], **changes: Any) -> Node:
+    """A node of the same kind on other inputs, which belongs to no graph yet."""
+    common: dict[str, Any] = {
+        "primitive": node.primitive,
+        "params": node.params,
+        "inputs": tuple(inputs),
+        "source": node.source,
+        "effects": node.effects,
+        "is_new": node.is_new,
+    }
+    if isinstance(node, RegionNode):
+        common |= {"_regions": dict(node._regions), "replaced": node.replaced}
+    if isinstance(node, CustomGradient):
+        common["trace_face"] = node.trace_face
+        common["_returned"] = node._returned
+    return type(node)(**(common | changes))
+
+
+def nodes_between(old: Value, new: Value | Literal) -> set[Node]:
+    """The nodes by which `new` is computed, back to `old`."""
+    found: set[Node] = set()
+    pending = [new]
+    while pending:
+        value = pending.pop()
+        producer = value.producer if isinstance(value, Value) and value is not old else None
+        if producer is not None and producer not in found:
+            found.add(producer)
+            pending.extend(producer.inputs)
+    return found
+
+
+def same_type(a: Any, b: Any) -> bool:
+    """Whether one value can stand for the other: of one shape and dtype.
+
+    Weak types and the mesh axes over which a value varies follow from where it stands, and
+    lowering works them out anew.
+    """
+    if hasattr(a, "shape") and hasattr(b, "shape"):
+        return bool(type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype))
+    return bool(a == b)

@@ -8,6 +8,9 @@ addresses, no absolute paths, and the same program prints the same text.
 
 from __future__ import annotations
 
+import builtins
+import keyword
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -146,6 +149,16 @@ def label(node: Node) -> str:
         policy = "" if node.policy is None else f"[{_jax.policy_name(node.policy)}]"
         return f"{RECOMPUTE} recompute{policy} {node.name}"
     return f"{node.op} {node.name}" if node.regions and node.name != node.op else node.op
+
+
+def readable(hint: str) -> tuple[str, str]:
+    """What the name of a value begins with, made from an argument's or an operation's; and a name
+    of it that a reader can type, as torch.fx has it."""
+    # The array of a flax.nnx variable: `model.blocks[0].kernel.value`.
+    base = re.sub(r"\W+", "_", hint.removesuffix(".value")).strip("_") or "value"
+    if base[0].isdigit():
+        base = f"v{base}"
+    return base, f"{base}_" if keyword.iskeyword(base) or hasattr(builtins, base) else base
 
 
 def types_text(values: Sequence[Value]) -> str:

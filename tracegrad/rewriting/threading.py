@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import is_reference
-from tracegrad.ir.graph import Tap
+from tracegrad.ir.nodes import Tap
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering import evaluate_node, has_jit_settings
 from tracegrad.rewriting.edits import leaving, made_different, place_names
@@ -46,8 +46,7 @@ def with_outputs(graph: Graph, matches: Sequence[Occurrence]) -> tuple[Graph, li
 
     new = graph.copy()
     ports = _thread(graph, new, [(match.path, match) for match in matches], _Outward(open_))
-    for port in ports:
-        new.add_output(port.value)
+    new.add_outputs([port.value for port in ports])
     return new, [[i for i, p in enumerate(ports) if p.match is match] for match in matches]
 
 
@@ -149,15 +148,12 @@ class _Outward:
     open_: _Open
 
     def close(self, region: Graph, ports: Sequence[Port]) -> None:
-        for port in ports:
-            region.add_output(port.value)
+        region.add_outputs([port.value for port in ports])
 
     def fill(self, region: Graph, avals: Sequence[Any], behind: int) -> None:
         """A branch that was not taken gives zeros."""
-        at = len(region.outputs) - behind
-        for i, aval in enumerate(avals):
-            (zeros,) = region.insert(lambda aval=aval: jnp.zeros(aval.shape, aval.dtype), [])
-            region.add_output(zeros, at=at + i)
+        zeros = region.insert(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], [])
+        region.add_outputs(zeros, at=len(region.outputs) - behind)
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
@@ -176,14 +172,13 @@ class _Inward:
         pass  # they were made as its inputs
 
     def fill(self, region: Graph, avals: Sequence[Any], behind: int) -> None:
-        at = len(region.inputs) - behind
-        for i, aval in enumerate(avals):
-            region.add_input(aval, "tap", at=at + i)
+        region.add_inputs(avals, ["tap"] * len(avals), at=len(region.inputs) - behind)
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
     ) -> list[Port]:
-        inputs = [here.add_input(_outside(node, port.value.aval), "tap") for port in ports]
+        avals = [_outside(node, port.value.aval) for port in ports]
+        inputs = here.add_inputs(avals, ["tap"] * len(avals))
         here.widen(node, regions, inputs, ())
         return [replace(port, value=value) for port, value in zip(ports, inputs, strict=True)]
 

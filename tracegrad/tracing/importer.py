@@ -61,8 +61,8 @@ def _import(
     if len(names) != count:  # JAX does not know them: then as the caller calls its operands
         names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
     names = names if len(names) == count else ("",) * count
-    for var, hint in zip(open_form.invars, names, strict=True):
-        values[var] = graph.add_input(var.aval, hint)
+    arguments = graph.add_inputs([var.aval for var in open_form.invars], names)
+    values.update(zip(open_form.invars, arguments, strict=True))
 
     for equation in open_form.eqns:
         primitive, params = equation.primitive, equation.params
@@ -79,8 +79,9 @@ def _import(
             node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
         graph.append(node, [var.aval for var in equation.outvars])
         values.update(zip(equation.outvars, node.outputs, strict=True))
-    for atom in open_form.outvars:
-        graph.add_output(Literal(atom.val, atom.aval) if hasattr(atom, "val") else values[atom])
+    graph.add_outputs(
+        [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars]
+    )
     graph.seal(program)
     return graph
 

@@ -1,0 +1,58 @@
+"""What is below a graph: its regions each once, or every node with each path of calls to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.occurrence import Occurrence, Path
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+# Of the nodes of one graph, each with every path of calls to it: a walk over as many takes minutes.
+_MOST = 20_000_000
+
+
+def regions_below(graph: Graph) -> list[Graph]:
+    """A graph and the regions at any depth, each once."""
+    seen: dict[Graph, None] = {}
+    _below(graph, seen)
+    return list(seen)
+
+
+def _below(graph: Graph, seen: dict[Graph, None]) -> None:
+    if graph not in seen:
+        seen[graph] = None
+        for node in graph.nodes:
+            for region in node.regions.values():
+                _below(region, seen)
+
+
+def walk(graph: Graph) -> Iterator[Occurrence]:
+    """See `Graph.walk`."""
+    total = count(graph, {})
+    if total > _MOST:
+        raise GraphError(
+            f"{graph.name} has {total:.1e} nodes, each counted with every path of calls to it: "
+            "functions that are called several times call others several times, and so on. "
+            "Look at one of its regions by itself: node.regions, or graph.regions_below"
+        )
+    return _walk(graph, ())
+
+
+def count(graph: Graph, known: dict[Graph, int]) -> int:
+    """The number of nodes that `walk` gives."""
+    if graph not in known:
+        below = (region for node in graph.nodes for region in node.regions.values())
+        known[graph] = len(graph.nodes) + sum(count(region, known) for region in below)
+    return known[graph]
+
+
+def _walk(graph: Graph, path: Path) -> Iterator[Occurrence]:
+    for node in graph.nodes:
+        found = Occurrence(path, node)
+        yield found
+        for name, region in node.regions.items():
+            yield from _walk(region, found.into(name))
