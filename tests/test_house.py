@@ -3,90 +3,146 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "tracegrad"
+HERE = Path(__file__).parents[1]
+PACKAGE = HERE / "tracegrad"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A room imports from lower floors, and from neighbours as long as no circle comes of it.
-FLOORS = [
-    {"_jax"},
-    {"ir"},
-    {"lowering"},
-    {"variables"},
-    {"tracing"},
-    {"rewriting", "planning"},
-    {"differentiation"},
-    {"tape"},
-    {"annotations", "saving", "insight"},
-    {"__main__"},
+# Each room imports from those before it.
+ROOMS = [
+    "_version",
+    "_jax",
+    "ir",
+    "lowering",
+    "variables",
+    "tracing",
+    "rewriting",
+    "differentiation",
+    "tape",
+    "annotations",
+    "planning",
+    "saving",
+    "insight",
+    "__init__",
+    "__main__",
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 each_module = pytest.mark.parametrize(
     "module", MODULES, ids=lambda module: str(module.relative_to(PACKAGE))
 )
 
 
-def room_of(module: Path) -> str:
-    return module.relative_to(PACKAGE).with_suffix("").parts[0]
+def name_of(module: Path) -> str:
+    """``tracegrad.ir.graph``; a room's ``__init__`` has the name of the room."""
+    parts = module.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
-def imported_names(module: Path) -> set[str]:
-    """Every dotted name that a file imports: ``a.b`` for ``from a import b`` too."""
-    found = set()
-    for node in ast.walk(ast.parse(module.read_text())):
+FILES = {name_of(module): module for module in MODULES}
+TREES = {module: ast.parse(module.read_text()) for module in MODULES}
+
+
+def room_of(name: str) -> str:
+    """``ir``, of ``tracegrad.ir.graph.Graph``; that of ``tracegrad`` itself is ``__init__``."""
+    return [*name.split("."), "__init__"][1]
+
+
+def statements(
+    node: ast.AST, *, running: bool, in_function: bool = False
+) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement below a node, and whether it stands in a function. `running`: not those that
+    only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
+        if running and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            child = ast.Module(child.orelse, [])
+        yield child, in_function
+        inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from statements(child, running=running, in_function=inside)
+
+
+def imported_names(module: Path, *, running: bool = False) -> Iterator[tuple[str, bool]]:
+    """Every dotted name that a file imports (``a.b`` for ``from a import b``), and whether a
+    function does it."""
+    for node, in_function in statements(TREES[module], running=running):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, in_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = node.module if node.level == 0 else f"relative import, line {node.lineno}"
-            found |= {f"{package}.{alias.name}" for alias in node.names}
-    return found
+            yield from ((f"{package}.{alias.name}", in_function) for alias in node.names)
 
 
-def imported_rooms(module: Path) -> set[str]:
-    ours = {name for name in imported_names(module) if name.startswith("tracegrad.")}
-    return {name.split(".")[1] for name in ours} - {room_of(module)}
+def own_names(module: Path) -> set[str]:
+    """Those of this package."""
+    names = {name for name, _ in imported_names(module)}
+    return {name for name in names if name.split(".")[0] == "tracegrad"}
 
 
 @each_module
-def test_a_room_imports_from_no_higher_floor(module: Path):
-    if room_of(module) != "__init__":
-        floor = FLOOR[room_of(module)]
-        assert {room for room in imported_rooms(module) if FLOOR[room] > floor} == set()
+def test_a_room_imports_from_those_before_it(module: Path):
+    floor = ROOMS.index(room_of(name_of(module)))
+    assert {name for name in own_names(module) if ROOMS.index(room_of(name)) > floor} == set()
 
 
-def test_rooms_do_not_import_in_a_circle():
-    rooms: dict[str, set[str]] = {}
+def test_files_do_not_import_in_a_circle():
+    """A name from a room's ``__init__`` is an import of that file, and it one of all it imports."""
+    imported = {}
     for module in MODULES:
-        rooms.setdefault(room_of(module), set()).update(imported_rooms(module))
-    assert "_jax" in set(TopologicalSorter(rooms).static_order())  # a circle raises CycleError
+        names = [name for name, _ in imported_names(module, running=True)]
+        paths = {FILES.get(name) or FILES.get(name.rpartition(".")[0]) for name in names}
+        imported[module] = paths - {None, module}
+    assert len(set(TopologicalSorter(imported).static_order())) == len(MODULES)
+
+
+@each_module
+def test_what_is_private_to_a_room_is_used_in_it_alone(module: Path):
+    """`_jax` is a name of all: it is the package that is private, not what it offers."""
+    room = room_of(name_of(module))
+    others = {name for name in own_names(module) if room_of(name) not in (room, "_version")}
+    parts = [(name, part) for name in others for part in name.split(".")[1:]]
+    assert [name for name, part in parts if part.startswith("_") and part != "_jax"] == []
+    modules = {name.rpartition(".")[2] for name in others if name in FILES}
+    attributes = [
+        ast.unparse(node)
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+        and node.attr.startswith("_")
+    ]
+    assert attributes == []
+
+
+@each_module
+def test_no_function_imports_from_this_package_to_dodge_a_circle(module: Path):
+    hidden = [name for name, in_function in imported_names(module) if in_function]
+    assert [name for name in hidden if name.split(".")[0] == "tracegrad"] == []
 
 
 @each_module
 def test_imports_are_absolute_and_not_private_to_jax(module: Path):
-    for name in imported_names(module):
+    for name, _ in imported_names(module):
         assert not name.startswith(("relative import", "jax._src", "jaxlib._")), name
 
 
 @each_module
 def test_only_one_module_knows_the_versions_of_jax(module: Path):
     if module != PACKAGE / "_jax" / "compat.py":
-        nodes = ast.walk(ast.parse(module.read_text()))
-        names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        names = {ast.unparse(n) for n in ast.walk(TREES[module]) if isinstance(n, ast.Attribute)}
         assert not names & {"jax.__version__", "jax.__version_info__", "_jax.VERSION"}
         assert module.parent.name == "_jax" or not any(
-            name.endswith("compat.VERSION") for name in imported_names(module)
+            name.endswith("compat.VERSION") for name in own_names(module)
         )
 
 
-@each_module
-def test_the_package_differentiates_by_jaxs_own_functions(module: Path):
-    """Those in `jax` go by the rules in force; see `tracegrad.differentiation.jax_derivatives`."""
-    nodes = ast.walk(ast.parse(module.read_text()))
-    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-    replaced = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "jacfwd", "hessian")
-    assert not names & {f"jax.{name}" for name in replaced}
+def test_the_map_shows_the_rooms_in_the_order_of_imports():
+    text = (HERE / "CONTRIBUTING.md").read_text()
+    shown = re.findall(r"^\d+\. `(\w+)/`", text, flags=re.MULTILINE)
+    assert shown == [room for room in ROOMS if (PACKAGE / room).is_dir()]

@@ -5,6 +5,7 @@ import os as _os
 from tracegrad import _jax as _jax
 from tracegrad import ir as ir
 from tracegrad._jax.caches import clear_caches as clear_caches
+from tracegrad._version import __version__ as __version__
 from tracegrad.annotations import custom_gradient as custom_gradient
 from tracegrad.annotations import grad_pass_through as grad_pass_through
 from tracegrad.annotations import gradient_override_map as gradient_override_map
@@ -56,7 +57,5 @@ from tracegrad.tracing import trace as trace
 from tracegrad.variables import Variable as Variable
 from tracegrad.variables import assign_values as assign_values
 from tracegrad.variables import values_of as values_of
-
-__version__ = "0.1.0"
 
 _jax.hide_frames(_os.path.dirname(__file__))

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-import tracegrad
 from tracegrad import _jax
+from tracegrad._version import __version__
 from tracegrad.ir import Graph
 from tracegrad.saving import dimensions, documents, program
 from tracegrad.saving.container import write_container
@@ -111,7 +111,7 @@ def save(
         for name, function, given in _requests(fun, specs)
     ]
     document = Manifest(
-        versions=Versions(tracegrad.__version__, **_jax.versions()),
+        versions=Versions(__version__, **_jax.versions()),
         single=single,
         variables=tuple(variables.records),
         functions=tuple(record for record, _ in saved),
