@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,21 @@ def test_clearing_leaves_variables_and_traced_functions_that_hold_them():
     clear_caches()
     step(2.0)
     assert float(count.value) == 3.0
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_results_of_a_loaded_function_are_of_one_class_before_and_after_clearing(tmp_path):
+    x = jnp.ones(2)
+    tg.save(lambda x: Pair(x, jnp.sum(x)), tmp_path / "f", [x])
+    before = tg.load(tmp_path / "f")(x)
+    tg.clear_caches()
+    after = tg.load(tmp_path / "f")(x)
+    assert type(after) is type(before)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_cache_drops_what_came_first_and_keeps_what_another_thread_has_put():

@@ -39,6 +39,7 @@ from tracegrad.lowering.returned import returned_gradients, written_tangents
 from tracegrad.tracing.importer import import_program
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
+# Without them a gradient that may not be unconnected takes a third longer.
 _REMEMBERED = 4096
 
 
@@ -65,7 +66,6 @@ def _sources(graph: Graph) -> Masks:
     return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
 
 
-@cached(_REMEMBERED)
 def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
     return is_reference(aval) or _jax.has_gradient(aval)

@@ -280,7 +280,7 @@ def is_jaxs_file(file: str) -> bool:
     return file.startswith(_JAX)
 
 
-@cached(4096)
+@cached(4096)  # asked of every frame of a node: 0.2 µs with it, 12 µs without
 def _owner(file: str) -> str:
     """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""
     if file.startswith((_PACKAGE, *_JAX)):

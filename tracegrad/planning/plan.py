@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
@@ -424,7 +425,8 @@ def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
         recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)
-    return _fit_to(memory_budget)
+    key = type(memory_budget), memory_budget  # 1 is a byte, and 1.0 is all
+    return _fitting.get(key) or _fitting.put(key, _FitToBudget(memory_budget))
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,9 +446,9 @@ class _FitToBudget:
         return f"memory_budget={self.memory_budget!r}"
 
 
-# Of one budget there is one rule, so that functions traced with it again share their programs. By
-# type too: 1 is a byte, and 1.0 is all.
-_fit_to = functools.lru_cache(maxsize=256, typed=True)(_FitToBudget)
+# Of one budget there is one rule, so that functions traced with it again share their programs:
+# without it each is planned again, which takes seconds.
+_fitting: Cache[Any, _FitToBudget] = Cache(256)
 
 
 engine.fit_to_budget = recompute_to_fit

@@ -7,9 +7,9 @@ code, which is not there when the file is read.
 
 from __future__ import annotations
 
-import functools
 import keyword
 import unicodedata
+import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,9 +121,13 @@ def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
     return tuple(items) if "tuple" in structure else items
 
 
-@functools.lru_cache(maxsize=256)
+# No cache, but the classes in use: trees of equal results match only where their classes are one.
+_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
+
+
 def _namedtuple(name: str, fields: tuple[str, ...]) -> type:
-    return namedtuple(name, fields, rename=True)
+    known = _classes.get((name, fields))
+    return known or _classes.setdefault((name, fields), namedtuple(name, fields, rename=True))
 
 
 def placed(structure: Structure, where: str) -> list[tuple[str, dict[str, Any]]]:

