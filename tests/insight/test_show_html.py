@@ -202,6 +202,24 @@ def test_the_rule_of_a_custom_gradient_can_be_read():
     assert "clip" in " ".join(label for _, label, _, _ in named(backward))
 
 
+def test_a_scope_in_a_rule_may_be_called_as_jax_writes_a_transformation():
+    @jax.jit
+    def clipped(dy):
+        with jax.named_scope("jvp()"):
+            return jnp.clip(dy, -1, 1)
+
+    @tg.custom_gradient
+    def clip(x):
+        return x * 1.0, clipped
+
+    data = data_of(clip, jnp.ones(3))
+    ((_, number, _),) = (part for part in data["bodies"][0]["rows"][0][9] if len(part) == 3)
+    (call,) = data["bodies"][number]["rows"]
+    ((_, number, _),) = call[9]
+    found = {tuple(data["scopes"][row[6]]) for row in data["bodies"][number]["rows"]}
+    assert found == {("jvp()",)}
+
+
 def test_a_rule_that_does_not_fit_leaves_the_rest_to_be_shown():
     @tg.custom_gradient
     def wrong(x):

@@ -110,9 +110,7 @@ class _Writer:
             "again": int(again),
         }
         self.bodies.append(body)
-        frames, are_named = parts_of(graph)
-        if flow is None:  # a rule is traced as it is differentiated, which leaves this scope
-            frames = [tuple(part for part in frame if part != "jvp()") for frame in frames]
+        frames, are_named = parts_of(graph, of_rule=flow is None)
         body["calls"] = int(not are_named)
         body["rows"] = [
             self.row(node, frame, flow, path)

@@ -17,8 +17,11 @@ from tracegrad.ir.occurrence import Origin, is_user_file
 Part = tuple[str, ...]  # the names of the parts around a node, from the outside in
 
 
-def parts_of(graph: Graph) -> tuple[list[Part], bool]:
+def parts_of(graph: Graph, *, of_rule: bool = False) -> tuple[list[Part], bool]:
     """For each node of a graph the parts that it lies in, within the graph.
+
+    `of_rule`: the graph is a custom gradient's rule, which is traced as it is differentiated: that
+    it came through JAX's ``jvp`` says nothing there.
 
     Returns them, and whether they are named scopes. They are if at least half of the nodes have
     one. Else they are calls, ``Block (model.py:12)``, under what JAX's transformations leave
@@ -26,18 +29,25 @@ def parts_of(graph: Graph) -> tuple[list[Part], bool]:
     """
     nodes = [Occurrence((), node) for node in graph.nodes]
     stacks = [scopes.around(node) for node in graph.nodes]
-    split = [(_passes(stack), scopes.scopes(stack)) for stack in stacks]
+    if of_rule:
+        stacks = [_without_bare_jvp(stack) for stack in stacks]
+    split = [(_passes(stack, of_rule), scopes.scopes(stack)) for stack in stacks]
     if 2 * sum(1 for _, names in split if names) >= max(1, len(nodes)):
         return [_frames(stack) for stack in stacks], True
     return _calls(nodes, split), False
 
 
-def _passes(stack: Sequence[_jax.Around]) -> Part:
+def _without_bare_jvp(stack: Sequence[_jax.Around]) -> Sequence[_jax.Around]:
+    """A stack without the ``jvp`` that it ends in, with no scope inside."""
+    return stack[:-1] if stack and stack[-1] == ("jvp", True) else stack
+
+
+def _passes(stack: Sequence[_jax.Around], of_rule: bool) -> Part:
     """The pass of a derivative that a stack tells of."""
     through = scopes.transformations(stack)
     if "transpose" in through:
         return ("transpose(jvp())",)
-    return ("jvp()",) if "jvp" in through else ()
+    return ("jvp()",) if "jvp" in through and not of_rule else ()
 
 
 def _frames(stack: Sequence[_jax.Around]) -> Part:

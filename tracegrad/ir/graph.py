@@ -162,6 +162,10 @@ class Graph(Body):
         It runs under every JAX transformation. It reads the Variables among its inputs, and
         assigns those among its outputs, whenever it is called. A graph that is a region takes and
         returns flat lists.
+
+        What it computes is the graph as that is when it is called. JAX keeps what it has traced:
+        a call under `jax.jit` that was compiled before an edit does not see the edit, so make a
+        new function after one, or take that of a `copy` for one that no edit reaches.
         """
         return engine.to_callable(self)
 
