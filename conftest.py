@@ -8,10 +8,11 @@ is off. The promise is that whatever ``jax.jit`` takes is taken, and users' prog
 optax mix dtypes and ranks: tests that ran under stricter rules would not see such programs fail.
 """
 
+import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,7 @@ from hypothesis import settings
 DEVICES = 4  # enough for a 2 × 2 mesh
 MOST_WORKERS = 8  # each holds a JAX of its own: about a gigabyte at its peak
 MOST_KEPT = 2**29  # bytes of compiled programs that stay from one run to the next
+MOST_MAPS = 2**13  # of memory, an eighth of what Linux lets a process have; one module needs less
 
 
 def usable_cores() -> int:
@@ -34,6 +36,9 @@ def set_environment() -> None:
     if "xla_force_host_platform_device_count" not in flags:
         flags += f" --xla_force_host_platform_device_count={DEVICES}"
         os.environ["XLA_FLAGS"] = flags.strip()
+    # Processes that tests start by the dozen would each compile the package's source anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # NumPy's and scikit-learn's own threads would spin against XLA's.
     for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(threads, "1")
@@ -77,12 +82,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(MOST_WORKERS, usable_cores())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_programs_are_dropped() -> Iterator[None]:
-    """Frees what a module compiled: some thousand programs use up a process's memory maps."""
-    yield
-    if "jax" in sys.modules:
-        sys.modules["jax"].clear_caches()
+gc.disable()  # until all is imported, most of which stays
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no later search for garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def memory_maps() -> int:
+    """How many this process has; more than it may have where nobody says."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else sys.maxsize
 
 
 # These hold what XLA optimises: its programs, its bytes and operations, or results to the last bit.
@@ -103,13 +116,15 @@ COMPILED_FULLY = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def plain_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leaves out what XLA optimises, but in the modules above."""
-    if request.node.name.removesuffix(".py").rpartition("/")[2] in COMPILED_FULLY:
-        yield
-        return
+def compilation(request: pytest.FixtureRequest) -> None:
+    """Leaves out what XLA optimises, but in the modules above.
+
+    Modules share what was compiled, unless it was compiled in the other way; or is so much that it
+    uses up a process's memory maps, as some thousand programs do.
+    """
     import jax  # noqa: PLC0415 (the settings above come first)
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    plainly = request.node.name.removesuffix(".py").rpartition("/")[2] not in COMPILED_FULLY
+    if plainly != jax.config.read("jax_disable_most_optimizations") or memory_maps() > MOST_MAPS:
+        jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", plainly)
