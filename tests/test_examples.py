@@ -1,4 +1,7 @@
-"""Every example runs as a user runs it, and the main one does what it says."""
+"""Every example runs as a user runs it, and the main one does what it says.
+
+In .ci/run on the newest JAX alone, as the README's example runs on the oldest; in .ci/nightly too.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ OTHERS = sorted(
 )
 
 LONG = {"gradient_reversal"}
+
+pytestmark = pytest.mark.any_jax
 
 
 def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -70,13 +75,29 @@ def test_the_main_example_reaches_its_goal(tmp_path: Path):
     assert "epoch/s" in done.stderr  # the progress bar
 
 
-def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(tmp_path: Path):
+def run_here(
+    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments
+) -> tuple[object, str, str]:
+    """Code, output and errors of an example that exits, in this process: one of its own would
+    import all libraries again."""
+    monkeypatch.syspath_prepend(example.parent)
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(example.stem).main()
+    return exit.value.code, *capsys.readouterr()
+
+
+def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     picture = tmp_path / "curve.svg"
     picture.write_text("another one")
-    done = run(MAIN, tmp_path, "--epochs=1", "--seed=1", "--out=curve.svg", "--no-progress")
-    assert done.returncode == 1
-    assert done.stderr.startswith("That is below the goal of 95%")  # and no progress bar
-    assert "curve.svg (in place of the one that was there)" in done.stdout
+    arguments = ("--epochs=1", "--seed=1", "--out=curve.svg", "--no-progress")
+    said, output, errors = run_here(MAIN, monkeypatch, capsys, *arguments)
+    assert str(said).startswith("That is below the goal of 95%")  # a text is the exit status 1
+    assert errors == ""  # no progress bar
+    assert "curve.svg (in place of the one that was there)" in output
     assert "</svg>" in picture.read_text()
 
 
@@ -92,15 +113,10 @@ def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(tmp_
 def test_an_example_refuses_before_it_trains(
     example: Path, argument: str, complaint: str, monkeypatch, capsys
 ):
-    """In this process: a script of its own would import all libraries to refuse a word."""
-    monkeypatch.syspath_prepend(example.parent)
-    monkeypatch.setattr(sys, "argv", [str(example), argument])
-    with pytest.raises(SystemExit) as refused:
-        importlib.import_module(example.stem).main()
-    assert refused.value.code == 2
-    said = capsys.readouterr()
-    assert complaint in said.err
-    assert said.out == ""
+    code, output, errors = run_here(example, monkeypatch, capsys, argument)
+    assert code == 2
+    assert complaint in errors
+    assert output == ""
 
 
 @pytest.mark.long
@@ -114,6 +130,7 @@ def test_word_vectors_find_words_that_are_used_alike(tmp_path: Path):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_the_plan_of_a_gru_keeps_its_promises(tmp_path: Path):
     done = run(PLAN, tmp_path, "--model=gru", "--budget=40%", "--out=plan.png")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,7 @@
-"""Every notebook runs from top to bottom, and is stored as somebody wants to read it."""
+"""Every notebook runs from top to bottom, and is stored as somebody wants to read it.
+
+In .ci/run on the newest JAX alone; .ci/nightly runs them in the environment that it is given.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LONG = {"gradient_surgery", "recompute"}  # most of that to compile
+LONG = {"advanced_autodiff", "debugging_gradients", "gradient_surgery", "recompute"}
+
+pytestmark = pytest.mark.any_jax
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -35,7 +40,6 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
 
 
-@pytest.mark.any_jax
 @each_notebook
 def test_a_notebook_is_stored_with_its_outputs_and_small(path: Path):
     notebook = nbformat.read(path, as_version=4)
