@@ -36,7 +36,8 @@ def test_a_program_moves_as_under_jvp(build):
             changed[i] = leaf
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, changed)))
 
-    _, expected = jvp(of_moving, [leaves[i] for i in moving], directions)
+    compiled = jax.jit(lambda primals, tangents: jvp(of_moving, primals, tangents))
+    _, expected = compiled([leaves[i] for i in moving], directions)
     found = accumulator.jvp(results, unconnected_gradients="zero")
     assert any(map(jnp.any, found))
     for one, other in zip(found, expected, strict=True):

@@ -361,7 +361,7 @@ def check_by_differences(program, inputs, expected, scale):
 
 OPERATIONS = [*NESTED, "lax_stop", "tg_stop", "gather", "where", "matmul", "identity", "integers"]
 # Of each operation; most of them in float64, where ten digits have to agree and not three.
-EXAMPLES = max(3, 4 * settings().max_examples // len(OPERATIONS))
+EXAMPLES = max(3, 3 * settings().max_examples // len(OPERATIONS))
 
 each_operation = pytest.mark.parametrize("op", OPERATIONS)
 

@@ -166,9 +166,11 @@ def test_a_custom_vjp_gets_the_jvp_of_a_hand_written_one(place):
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(place(product), primals, tangents)
     got = jvp(place(product), primals, tangents)
-    assert_close(got, jax.jvp(place(product_forwards), primals, tangents))
-    assert_close(got[0], place(product)(*primals))
-    assert_close(got[1], finite_difference(place(product), primals, tangents), rtol=1e-6, atol=1e-6)
+    by_hand = jax.jit(lambda p, t: jax.jvp(place(product_forwards), p, t))
+    assert_close(got, by_hand(primals, tangents))
+    function = jax.jit(place(product))
+    assert_close(got[0], function(*primals))
+    assert_close(got[1], finite_difference(function, primals, tangents), rtol=1e-6, atol=1e-6)
     assert_close(jax.jit(lambda *p: jvp(place(product), p, tangents))(*primals), got)
 
 
@@ -180,20 +182,24 @@ def test_it_is_differentiable_batchable_and_its_own_jvp(place):
     def along(transform, rule, x):
         return transform(place(rule), (x, primals[1]), tangents)
 
-    def ours(x):
-        return along(jvp, product, x)
+    def ways(transform, rule):
+        def once(x):
+            return along(transform, rule, x)
 
-    def theirs(x):
-        return along(jax.jvp, product_forwards, x)
+        def twice(x):
+            return transform(once, (x,), (T,))
 
-    assert_close(jvp(ours, (X,), (T,)), jax.jvp(theirs, (X,), (T,)))
-    third = jvp(lambda x: jvp(ours, (x,), (T,)), (X,), (T,))
-    assert_close(third, jax.jvp(lambda x: jax.jvp(theirs, (x,), (T,)), (X,), (T,)))
-    batch = np.stack([X, 2 * X])
-    assert_close(jax.vmap(ours)(batch), jax.vmap(theirs)(batch))
-    if place is not in_while:  # JAX has no reverse mode there
-        got = jax.vjp(ours, X)[1](jax.tree.map(jnp.ones_like, ours(X)))
-        assert_close(got, jax.vjp(theirs, X)[1](jax.tree.map(jnp.ones_like, theirs(X))))
+        def every(x):
+            found = [twice(x), transform(twice, (x,), (T,))]
+            found.append(jax.vmap(once)(jnp.stack([x, 2 * x])))
+            if place is not in_while:  # JAX has no reverse mode there
+                y, pullback = jax.vjp(once, x)
+                found.append(pullback(jax.tree.map(jnp.ones_like, y)))
+            return found
+
+        return jax.jit(every)
+
+    assert_close(ways(jvp, product)(X), ways(jax.jvp, product_forwards)(X))
 
 
 def test_forward_and_reverse_agree_where_the_rule_is_not_the_derivative():

@@ -69,8 +69,8 @@ def test_a_jacobian_is_that_of_jax(wrap, wrt):
     def f(params, x):
         return {"hidden": jnp.tanh(params["w"] @ x), "sum": jnp.sum(x) * params["b"][0]}
 
-    got = jacobian(wrap(f), wrt)(*arguments())
-    assert_trees_close(got, jax.jacrev(f, POSITIONS.get(wrt, wrt))(*arguments()))
+    got = jax.jit(jacobian(wrap(f), wrt))(*arguments())
+    assert_trees_close(got, jax.jit(jax.jacrev(f, POSITIONS.get(wrt, wrt)))(*arguments()))
 
 
 @pytest.mark.usefixtures("x64")
@@ -122,8 +122,8 @@ def test_a_jacobian_of_what_is_not_connected():
 @each_wrt
 @pytest.mark.parametrize("wrap", [lambda f: f, tg.trace, jax.jit], ids=["plain", "traced", "jit"])
 def test_a_hessian_is_that_of_jax_and_goes_through_custom_gradients(wrap, wrt):
-    expected = jax.hessian(plain_energy, POSITIONS.get(wrt, wrt))(*arguments())
-    assert_trees_close(hessian(wrap(energy), wrt)(*arguments()), expected)
+    expected = jax.jit(jax.hessian(plain_energy, POSITIONS.get(wrt, wrt)))(*arguments())
+    assert_trees_close(jax.jit(hessian(wrap(energy), wrt))(*arguments()), expected)
 
 
 @pytest.mark.usefixtures("x64")
@@ -172,8 +172,9 @@ def test_a_product_is_that_with_the_hessian(wrt):
         parts = v if isinstance(wrt, tuple) else (v,)
         for name, part in zip(names, parts, strict=True):
             moved[name] = jax.tree.map(lambda a, b: a + step * b, moved[name], part)
-        return grad(energy, wrt)(moved["params"], moved["x"])
+        return gradient(moved["params"], moved["x"])
 
+    gradient = jax.jit(grad(energy, wrt))
     step = 1e-6
     expected = jax.tree.map(
         lambda a, b: (a - b) / (2 * step), gradient_along(step), gradient_along(-step)

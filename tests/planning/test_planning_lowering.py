@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import tracegrad
 from tracegrad.ir import Graph, Recompute
-from tracegrad.planning import load_plan, plan_recompute, recompute_to_fit
+from tracegrad.planning import RecomputePlan, load_plan, plan_recompute, recompute_to_fit
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.modelling import model
 from tracegrad.planning.simulation import keep_all
@@ -121,11 +122,16 @@ PROGRAMS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@functools.cache
+def planned(name: str) -> RecomputePlan:
+    fun, shapes, budget = PROGRAMS[name]
+    return plan_recompute(fun, budget)(*shapes)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_the_original(name: str):
-    fun, shapes, budget = PROGRAMS[name]
-    args = values(shapes)
-    plan = plan_recompute(fun, budget)(*args)
+    fun, shapes, _ = PROGRAMS[name]
+    args, plan = values(shapes), planned(name)
     assert plan.is_needed
     assert plan.peak <= plan.budget
     plan.rewritten().verify()
@@ -163,7 +169,7 @@ def test_memory_falls_and_products_are_done_again_as_planned(budget: str):
 
 
 def test_memory_falls_as_planned_where_a_backward_pass_goes_piece_by_piece():
-    plan = plan_recompute(residual_blocks, "40%")(*RESIDUAL_BLOCKS)
+    plan = planned("residual blocks")
     assert any(segment.inner for segment in plan.segments)
     assert re.search(r" recompute, \d+ pieces ", str(plan))
     share = cost(plan.apply(), RESIDUAL_BLOCKS)[0] / cost(residual_blocks, RESIDUAL_BLOCKS)[0]
@@ -315,8 +321,8 @@ def test_values_that_the_function_closes_over_get_their_gradient():
 
 @pytest.mark.parametrize("name", ["loop", "residual blocks"])
 def test_a_plan_is_saved_and_loaded_as_json(name: str, tmp_path: Path):
-    fun, shapes, budget = PROGRAMS[name]
-    plan = plan_recompute(fun, budget)(*shapes)
+    fun, shapes, _ = PROGRAMS[name]
+    plan = planned(name)
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json", fun)(*shapes)
     assert again == plan
