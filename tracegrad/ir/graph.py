@@ -54,6 +54,7 @@ class Graph(Body):
       taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
+      loses: paths of what the function changes in modules that it is given, and nobody would see.
       program: the JAX program that it was imported from; None once it, or a region below it, was
         edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
@@ -77,6 +78,7 @@ class Graph(Body):
         self.variables: tuple[Any, ...] = ()
         self.assigned: tuple[Any, ...] = ()
         self.taps: tuple[Tap, ...] = ()
+        self.loses: tuple[str, ...] = ()
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
         # For a copy: the node of the original -> its node here, so that occurrences stay good.
         self._copies: weakref.WeakKeyDictionary[Node, Node] = weakref.WeakKeyDictionary()
@@ -184,6 +186,7 @@ class Graph(Body):
         )
         new.signature = self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
+        new.loses = self.loses
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])
         values: dict[Value, Value | Literal] = dict(zip(self.inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))

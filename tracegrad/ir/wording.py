@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -48,3 +49,15 @@ def brief(value: object) -> str:
         return "None"
     text = repr(value)
     return f"{with_article(type(value).__name__)}: {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def changes_lost(function: str, paths: Sequence[str]) -> str:
+    """Of a call of a function that changes what is at these paths in modules that it is given."""
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return (
+        f"{function} changes {paths[0]}{more}, of a module of flax.nnx that it is given. It has a "
+        "copy of the module, so that what it assigns would be lost when the call is over. Give it "
+        "the state, and have it return the new one: graphdef, state = nnx.split(model) before, "
+        "model = nnx.merge(graphdef, state) inside, nnx.state(model) as a result. Or compile it by "
+        "nnx.jit, where nothing is to be edited"
+    )

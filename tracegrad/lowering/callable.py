@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering.evaluate import Lowering, evaluate
 
 
@@ -40,6 +41,8 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                     f"it was called with {tree}"
                 )
+        if graph.loses:
+            raise TypeError(changes_lost(graph.name, graph.loses))
         flat += [variable.value for variable in graph.variables]
         flat += _tap_values(graph, taps)
         _check_types(graph, flat)

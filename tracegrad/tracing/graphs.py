@@ -16,6 +16,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.importer import import_program
+from tracegrad.tracing.modules import Changes, Modules, is_passed_on
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
@@ -90,12 +91,13 @@ def trace_to_graph(
 
     def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Capture]:
         capture = Capture(lambda: attempt.leave(within))
-        fresh = _fresh(fun, static_kwargs, within, capture)
+        fresh = _fresh(fun, static_kwargs, within, capture, changes)
         traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
         program, shapes = traced(*args, **dynamic[1])
         return program, shapes[0] if capture.assigned else shapes, capture
 
     result = None
+    changes: list[Changes] = []  # of the one trace that came to its end
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     while result is None:
         with Attempt() as attempt:
@@ -117,7 +119,35 @@ def trace_to_graph(
             value.hint = name
     graph.variables = tuple(capture.read)
     graph.assigned = tuple(capture.assigned)
+    graph.loses = _lost(changes.pop(), fun, args, kwargs, static)
     return graph
+
+
+def _lost(
+    changes: Changes,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    static: StaticArguments,
+) -> tuple[str, ...]:
+    """The paths of those changes in modules that are changes of values too.
+
+    A jitted function that is given a module (`nnx.jit`) gives all of its state back, as values of
+    its own. What they are shows in a program that returns them; it is traced for that alone.
+    """
+    if not changes.paths:
+        return tuple(changes.structures)
+
+    @functools.wraps(fun, updated=())
+    def before_and_after(*args: Any, **kwargs: Any) -> Any:
+        values: list[Changes] = []
+        _call(fun, nullcontext, args, kwargs, values)
+        return values[0].values
+
+    outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
+    pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
+    lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
+    return (*changes.structures, *lost)
 
 
 def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Graph:
@@ -181,19 +211,20 @@ def _fresh(
     static_kwargs: Mapping[str, Any],
     within: Callable[[], AbstractContextManager[Any]],
     capture: Capture,
+    changes: list[Changes],
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now.
 
-    It returns what `Capture.run` does.
+    It returns what `Capture.run` does, and puts into `changes` what it changes in modules.
     """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, capture)
+        inner = _fresh(fun.func, static_kwargs, within, capture, changes)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return capture.run(lambda: _call(fun, within, args, {**kwargs, **static_kwargs}))
+        return capture.run(lambda: _call(fun, within, args, {**kwargs, **static_kwargs}, changes))
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
@@ -207,11 +238,15 @@ def _call(
     within: Callable[[], AbstractContextManager[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    changes: list[Changes],
 ) -> Any:
     """Calls the user's function: what is computed inside of this is its program."""
     args, kwargs = taken((args, kwargs))
+    modules = Modules({**dict(zip(argument_names(fun, len(args)), args, strict=True)), **kwargs})
     with within():
-        return fun(*args, **kwargs)
+        result = fun(*args, **kwargs)
+    changes[:] = [modules.changes(result)]
+    return result
 
 
 def _dynamic_signature(
@@ -230,6 +265,16 @@ def _dynamic_signature(
         return signature.replace(parameters=kept)
     except ValueError:  # a parameter with a default now stands before one without
         return None
+
+
+def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` positional arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):
+        return [f"args[{i}]" for i in range(count)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
 def function_name(fun: Callable[..., Any]) -> str:

@@ -10,7 +10,6 @@ the place of the pipeline in the wrappers, so that a warm call costs what it cos
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import threading
 import types
 import weakref
@@ -25,9 +24,10 @@ from tracegrad import _jax
 from tracegrad._jax.caches import WeakCache
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
-from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
+from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments
@@ -192,6 +192,7 @@ class Pipeline:
         graph = force.finish(traced)
         if not graph.variables and not graph.assigned:  # a rule may make a new graph
             graph.variables, graph.assigned = traced.variables, traced.assigned
+        graph.loses = traced.loses
         return graph
 
     def traced(
@@ -203,6 +204,8 @@ class Pipeline:
         """
         try:
             graph = self.graph(args, kwargs)
+            if graph.loses:
+                raise TypeError(changes_lost(self.__name__, graph.loses))
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
@@ -241,7 +244,7 @@ class Pipeline:
         )
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = _argument_names(self.fun, len(args))
+        names = argument_names(self.fun, len(args))
         named = {**dict(zip(names, args, strict=True)), **kwargs}
         _, positions, static_kwargs = self.static.apart(args, kwargs)
         fixed = {*(names[i] for i in positions), *static_kwargs}
@@ -453,13 +456,3 @@ def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
         return weakref.ref(fun)
     except TypeError:
         return lambda: fun
-
-
-def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional arguments."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (ValueError, TypeError):
-        return [f"args[{i}]" for i in range(count)]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]

@@ -1,0 +1,84 @@
+"""What a function changes in modules of `flax.nnx` that it is given, and what becomes of that.
+
+To JAX such a module is a tree of arrays, of which the function gets a copy: what it assigns in that
+copy (weights, statistics, counts of random numbers) is lost when the function is over. It is
+noticed here, so that nobody trains a model that stays as it is: a call that would lose something
+raises (`ir.wording.changes_lost`), while a graph can be looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tracegrad.ir import Call
+
+
+class Modules:
+    """The modules among the arguments of a function that is being traced, as they come in."""
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        self._modules = _modules_in(arguments)
+        self._before = [jax.tree_util.tree_flatten_with_path(m) for _, m in self._modules]
+
+    def changes(self, result: Any) -> Changes:
+        """What the function has changed in them that is not in its result either."""
+        returned = set(map(id, jax.tree.leaves(result)))
+        changes = Changes()
+        for (name, module), (leaves, structure) in zip(self._modules, self._before, strict=True):
+            now, new_structure = jax.tree_util.tree_flatten_with_path(module)
+            if not _same(structure, new_structure):
+                changes.structures.append(f"{name} (its structure)")
+                continue
+            for (path, old), (_, new) in zip(leaves, now, strict=True):
+                if old is not new and id(new) not in returned:
+                    changes.paths.append(name + jax.tree_util.keystr(path))
+                    changes.values.append((old, new))
+        return changes
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+@dataclass
+class Changes:
+    """Paths of what was changed: parts of the structure; and arrays, before and after."""
+
+    structures: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    values: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+def is_passed_on(before: Any, after: Any) -> bool:
+    """Whether a value of a graph is another one, handed through calls of jitted functions."""
+    while after is not before:
+        node = getattr(after, "producer", None)
+        if not isinstance(node, Call) or len(node.regions) != 1 or node.op != "jit":
+            return False
+        (region,) = node.regions.values()
+        out = region.outputs[node.outputs.index(after)]
+        if out not in region.inputs:
+            return False
+        after = node.inputs[region.inputs.index(out)]
+    return True
+
+
+def _modules_in(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Only where flax is imported can there be any."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    kinds = (nnx.Pytree, nnx.Variable)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        dict(arguments), is_leaf=lambda node: isinstance(node, kinds)
+    )
+    return [
+        (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, kinds)
+    ]
