@@ -71,6 +71,63 @@ def test_without_variables_the_argument_is_not_passed():
     assert float(tape.gradient(y, x)) == 5.0
 
 
+@pytest.mark.parametrize(
+    "slope", [jax.grad, lambda f: jax.grad(tg.trace(f)), lambda f: tg.trace(jax.grad(f)), tg.grad]
+)
+def test_traced_they_run_once_and_are_given_the_variables_that_time(slope):
+    v, w = Variable(3.0, name="v"), Variable(5.0, name="w")
+    runs = []
+
+    @tg.custom_gradient
+    def f(x):
+        runs.append("f")
+
+        def grad(dy, variables=None):
+            runs.append([variable.name for variable in variables])
+            return dy * v * w, [dy * x]
+
+        return x * v, grad
+
+    assert float(slope(f)(jnp.float32(2.0))) == 15.0
+    assert runs == ["f", ["v"]]  # and not w, of which y is no function
+
+
+def test_what_only_a_gradient_function_reads_is_differentiated_in_higher_orders():
+    v, w = Variable(3.0), Variable(5.0)
+
+    @tg.custom_gradient
+    def f(x):
+        return x * v, lambda dy, variables: (dy * v * w, [dy * x])
+
+    @tg.custom_gradient
+    def around(x):
+        return f(x) + v, lambda dy, variables: (dy * jax.grad(f)(x), [dy * 7])
+
+    x = jnp.float32(2.0)
+    with GradientTape() as tape:
+        y = tg.trace(f)(x)
+    assert floats(tape.gradient(y, [v, w])) == [2.0, None]
+    for function in (f, around):
+        with GradientTape() as tape:
+            slope = tg.trace(jax.grad(function))(x)
+        assert floats(tape.gradient(slope, [v, w])) == [5.0, 3.0]
+
+
+def test_a_variable_that_is_closed_over_and_not_read_is_no_input():
+    also = Variable(5.0)
+
+    def loss(x):
+        scale = jax.lax.stop_gradient(x)
+
+        @tg.custom_gradient
+        def f(y):
+            return also if y is None else y * scale, lambda dy: dy
+
+        return f(x)
+
+    assert tg.trace(loss).graph(1.0).variables == ()
+
+
 def test_a_variable_given_as_an_argument_is_an_input_like_any_other():
     v = Variable(3.0)
 

@@ -16,6 +16,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.lowering.closed_over import depends_on
+from tracegrad.variables.capture import variable_of
+from tracegrad.variables.trees import is_variable
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
     Looked for among the keyword arguments, the variables that the function closes over, the
     attributes of the object that a method belongs to, and the same of functions held by those.
     """
+    if (variable := variable_of(value)) is not None:
+        return f"the Variable {variable.name!r}"
     for name, held in kwargs.items():
         if (path := _path_to(value, held)) is not None:
             return f"keyword argument '{name}{path}'"
@@ -73,7 +77,8 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
 
 def _path_to(value: object, held: object) -> str | None:
     """The path of a leaf in a tree, by identity."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(held)[0]:
+    # Variables are not looked into: that would be to read them.
+    for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:
             return str(jax.tree_util.keystr(path))
     return None

@@ -14,6 +14,7 @@ error, because the gradient function has no way to give their gradient.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from tracegrad.annotations.pullback import (
     zero_cotangent,
 )
 from tracegrad.annotations.variables import (
+    Operands,
     Reads,
     flat_with_variables,
     require_variables_parameter,
@@ -182,12 +184,12 @@ _within = _Within()
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a function with a custom gradient."""
-    reads, trace = Reads(fun, args), _jax.current_trace(None)
-    args = without_variables(args)
+    given, args = args, without_variables(args)
+    trace = _jax.current_trace(None)
     recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
     if recorder is not None or isinstance(trace, _jax.TopLevelTrace):
-        return _call_on_values(reads, fun, args, kwargs, recorder)
-    return _call_listening(reads, fun, args, kwargs)
+        return _call_on_values(Reads(fun, given), fun, args, kwargs, recorder)
+    return _call_traced(Operands(fun, given), fun, args, kwargs)
 
 
 def _call_on_values(
@@ -227,45 +229,43 @@ def _call_on_values(
         return gradients_of_inputs(fun, args, gradient, arrays, dys, sparse)
 
     def traced(*arrays: Any) -> list[Any]:
-        y = _call_listening(None, function, inputs.with_arrays(arrays), kwargs, variables)
+        y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
     rule = Rule(name_of(fun), traced, pull_back)
     return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results))
 
 
-def _call_listening(
-    reads: Reads | None,
+def _call_traced(
+    reads: Operands | None,
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     variables: tuple[Variable, ...] = (),
 ) -> Any:
-    """The call, while `reads` hears which Variables the function reads; None where that is known.
+    """The call as one of a rule around what the function is traced to.
 
-    `variables`: those of which the values are the last inputs.
+    Args:
+      reads: hears which Variables the function reads; None where that is known.
+      variables: then those of which the values are the last arguments.
     """
-    listener = ReadsOutside() if reads is None else reads
-    call = _Call(fun, args, kwargs, Arguments.of(args))
+    call = _Call(fun, args, kwargs, Arguments.of(args), reads)
+    listener = reads or ReadsOutside()
 
     def heard(*arrays: Any) -> tuple[Any, Residuals]:
         with listener.around():
             return call.forward_or_later(*arrays)
 
-    try:
+    program = None
+    with contextlib.suppress(*NEEDS_VALUES):
         program, shapes = jax.make_jaxpr(heard, return_shape=True)(
             *map(jax.typeof, call.arguments.arrays)
         )
-        if reads is not None:
-            reads.note(_jax.constants_of(program))
-    except NEEDS_VALUES:
-        program = None
-    if reads is not None and reads.trainable:
-        # Once more, with their values among the inputs.
+    if reads is not None and not reads.are_all_in(program):
+        # Once more, with the values of all Variables among the inputs.
         values = [variable.value for variable in reads.trainable]
         as_inputs = with_variables(fun, reads.trainable)
-        inputs = (*args, values)
-        return _call_listening(None, as_inputs, inputs, kwargs, reads.trainable)
+        return _call_traced(None, as_inputs, (*args, values), kwargs, reads.trainable)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.
@@ -281,6 +281,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: Arguments  # the leaves of args
+    reads: Operands | None = None  # the Variables that become inputs
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
@@ -314,6 +315,11 @@ class _Call:
     def forward_or_later(self, *arrays: Any) -> tuple[Any, Residuals]:
         """The same; an error in the gradient function waits until the gradient is asked for."""
         y, grad_fn = self.run(*arrays)
+        args = self.args
+        if self.reads is not None:
+            grad_fn, operands = self.reads.list_for(grad_fn, len(args))
+            if operands:
+                args, arrays = (*args, operands), (*arrays, *operands)
         pullback: Pullback | Exception
         values: list[Any] = []
         if _within.pullbacks == _DEEPEST:
@@ -325,7 +331,7 @@ class _Call:
             return y, Residuals(values, 0)
         _within.pullbacks += 1
         try:
-            pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
+            pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
         except NEEDS_VALUES:
             raise
         except Exception as error:
@@ -369,18 +375,26 @@ def _bind_traced(
     """JAX's rule around the traced function, with what it closes over as further arguments."""
     traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
-    pullbacks, given = call.pullbacks, len(call.arguments.arrays)
-    # What functions further inside have read of a Variable is the input that stands for it.
+    pullbacks, own = call.pullbacks, len(call.arguments.arrays)
+    inputs_given = [*call.arguments.arrays]
+    reads = call.reads
+    if reads is not None:
+        variables = reads.listed
+        inputs_given += reads.values()
+    given = len(inputs_given)
+    # What was read of a Variable is the input that stands for it.
     places: dict[Variable | None, int] = {
         variable: given - len(variables) + i for i, variable in enumerate(variables)
     }
     inputs_read = [places.get(variable_of(value)) for value in values]
     values = [value for value, place in zip(values, inputs_read) if place is None]
+    if reads is not None:
+        values = [reads.value_of(value) for value in values]
 
     def evaluate(*inputs: Any) -> Any:
         rest = iter(inputs[given:])
         closed_over = [next(rest) if place is None else inputs[place] for place in inputs_read]
-        return jax.tree.unflatten(out_tree, traced(closed_over, inputs[:given]))
+        return jax.tree.unflatten(out_tree, traced(closed_over, inputs[:own]))
 
     def primal(*inputs: Any) -> Any:
         return evaluate(*inputs)[0]
@@ -415,7 +429,7 @@ def _bind_traced(
     rule = jax.custom_vjp(named_after(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return _bound(rule, primal, (*call.arguments.arrays, *values))
+    return _bound(rule, primal, (*inputs_given, *values))
 
 
 def _made_of(

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.ir.wording import described
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.reading import InOwnTrace, ReadsOutside
 from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
+
+
+class _Reading(threading.local):
+    for_gradient = False  # a gradient function that is traced reads, and what it belongs to has not
+
+
+_reading = _Reading()
 
 
 class Reads(ReadsOutside):
@@ -31,7 +41,8 @@ class Reads(ReadsOutside):
         self._found: dict[Variable, None] = {}
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        self._found[variable] = None
+        if not _reading.for_gradient:
+            self._found[variable] = None
         return super().on_read(variable, outside)
 
     def note(self, values: Sequence[Any]) -> None:
@@ -47,6 +58,95 @@ class Reads(ReadsOutside):
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
+
+
+class Operands(Reads):
+    """The same for a function that is traced together with its gradient function: there each
+    trainable Variable is an operand, one that stands for its value in the trace around. (A
+    `Listener`.)
+
+    Attributes:
+      listed: those of which the gradient function has to return the gradients.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__(fun, args)
+        self.listed: tuple[Variable, ...] = ()
+        self._operands: dict[Variable, Any] = {}
+        self._values: dict[int, Any] = {}  # by the identity of the operand
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        value = super().on_read(variable, outside)
+        return value if self._is_inside else self.operand(variable, value)
+
+    def operand(self, variable: Variable, value: Any) -> Any:
+        """What stands for the value of a Variable."""
+        if not variable.trainable or variable in self._given:
+            return value
+        if variable not in self._operands:
+            operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
+            self._operands[variable] = operand
+            self._values[id(operand)] = value
+        return self._operands[variable]
+
+    def value_of(self, operand: Any) -> Any:
+        """What an operand stands for; other values are themselves."""
+        return self._values.get(id(operand), operand)
+
+    def values(self) -> list[Any]:
+        """Those of the Variables that are listed."""
+        return [self.value_of(self._operands[variable]) for variable in self.listed]
+
+    def list_for(self, grad_fn: Callable[..., Any], count: int) -> tuple[Any, list[Any]]:
+        """Lists what was read until now. Returns the gradient function as one of cotangents alone,
+        which returns the gradients of `count` arguments and of those; and their operands."""
+        self.listed = self.trainable
+        operands = [self._operands[variable] for variable in self.listed]
+        if operands:
+            require_variables_parameter(self._fun, grad_fn, self.listed)
+            grad_fn = flat_with_variables(self._fun, grad_fn, self.listed, operands, count)
+        gradient = grad_fn
+
+        @functools.wraps(gradient, updated=())
+        def listening(*dys: Any) -> Any:
+            with _InGradient(self).around():
+                return gradient(*dys)
+
+        return listening, operands
+
+    def are_all_in(self, program: Any) -> bool:
+        """Whether the program has an operand for all that the function read: what functions
+        further inside read that JAX has kept is not heard; and there may be no program."""
+        if program is None:
+            return not self.trainable
+        self.note([c for c in _jax.constants_of(program) if id(c) not in self._values])
+        return list(map(id, self.trainable)) == list(map(id, self.listed))
+
+    def read_for_gradient(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """What a read of the gradient function alone gives: by the function itself it is none, nor
+        by those around it, which only call that."""
+        before, _reading.for_gradient = _reading.for_gradient, True
+        try:
+            with _jax.set_current_trace(self._trace):
+                value = outside()
+        finally:
+            _reading.for_gradient = before
+        return self.operand(variable, value)
+
+
+class _InGradient(InOwnTrace):
+    """What a gradient function alone reads is an operand too, and no input. (A `Listener`.)"""
+
+    def __init__(self, operands: Operands) -> None:
+        self._operands = operands
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return outside()
+        return self._operands.read_for_gradient(variable, outside)
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
 
 
 class Substitute(InOwnTrace):
