@@ -205,6 +205,24 @@ def slope(fun):
     return float(fun(jnp.float32(1.0)))
 
 
+def test_loops_of_one_body_that_run_in_different_directions_are_told_apart():
+    def body(carry, x):
+        carry = carry * x + jnp.sin(x)
+        return carry, carry
+
+    def both(xs):
+        forward, _ = jax.lax.scan(body, 1.0, xs)
+        backward, _ = jax.lax.scan(body, 1.0, xs, reverse=True)
+        return forward, backward
+
+    np.testing.assert_allclose(within(both)(X), both(X), rtol=1e-6)
+    a, b, c = X
+    last = c + jnp.sin(c)  # where the backward one begins
+    slopes = [last * b + jnp.sin(b) + 100, a * (last + 100), a * b * 101]
+    found = jax.grad(within(lambda xs: both(xs)[1]))(X)
+    np.testing.assert_allclose(found, slopes, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "computed",
     [

@@ -25,6 +25,7 @@ from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
+from tracegrad.tape.keys import params_key
 from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
@@ -243,17 +244,18 @@ class _Overrides(OverridingTrace):
         programs = [program for _, program in sub_programs(params)]
         if not programs or primitive.name in _jax.OPAQUE_PRIMITIVES:
             return None
+        # Two loops of one body may run round in different directions.
         key = (
             primitive,
             tuple(map(id, programs)),
+            params_key(params),
             tuple(map(_jax.type_key, args)),
             frozenset(self._overrides.items()),
         )
         known = _edited.get(key)
         if known is None:
-            known = (programs, self._edited_program(primitive, params, args))
-            _edited.put(key, known)
-        run: Callable[..., list[Any]] | None = known[1]
+            known = _edited.put(key, (programs, self._edited_program(primitive, params, args)))
+        run = known[1]
         if run is not None:
             self._refuse_differentiated(name)
         return run
@@ -319,7 +321,7 @@ def _times_differentiated() -> int:
 
 # Edited programs of calls, and what they were made of, which keeps its identity: a jitted call in a
 # block takes 1 ms with it and 70 ms without.
-_edited: Cache[Any, Any] = Cache(256)
+_edited: Cache[Any, tuple[list[Any], Callable[..., list[Any]] | None]] = Cache(256)
 
 
 def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
