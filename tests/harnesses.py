@@ -20,7 +20,7 @@ import numpy as np
 from jax._src.internal_test_util import test_harnesses
 
 import tracegrad
-from tracegrad.lowering import to_callable
+from tracegrad.tracing import to_callable
 
 Harness = test_harnesses.Harness
 

@@ -19,7 +19,7 @@ from programs import PROGRAMS, Program
 
 import tracegrad
 from tracegrad import _jax
-from tracegrad.lowering import to_callable
+from tracegrad.tracing import to_callable
 
 # What XLA must be told so that it does not merge recomputed code with the original, on JAX before
 # 0.11.2; tracegrad says it itself. A program that recomputes is compared with jit's under the same.

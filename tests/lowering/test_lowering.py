@@ -7,7 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.ir import CustomGradient, Literal, Occurrence
-from tracegrad.lowering import to_callable
+from tracegrad.tracing import to_callable
 
 
 def multiply(graph, occurrence, by):

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
 from tracegrad import _jax
-from tracegrad.lowering import to_callable
+from tracegrad.tracing import to_callable
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from tracegrad.lowering import to_callable
 from tracegrad.rewriting.forward_mode import with_forward_mode
+from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 

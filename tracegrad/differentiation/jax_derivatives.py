@@ -20,9 +20,8 @@ from typing import Any
 
 import jax
 
-from tracegrad.lowering import to_callable
 from tracegrad.rewriting.forward_mode import with_forward_mode
-from tracegrad.tracing import in_force
+from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
 
 # By the name under which each stands in `jax`, whether the function given is differentiated in

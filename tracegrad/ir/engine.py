@@ -22,14 +22,12 @@ class Engine:
     """`to_callable`: the function that a graph computes. `trace_at`: the graph of a function on
     flat arguments of these types, in the place of a graph that it is to be written into.
     `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget.
-    `explain_tape`: why the gradients of a tape are what they are. `given`: the arguments of a call
-    with Variables as parts of their structure."""
+    `explain_tape`: why the gradients of a tape are what they are."""
 
     to_callable: Callable[[Graph], Callable[..., Any]] = _missing
     trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
     fit_to_budget: Callable[[Any], Callable[[Graph], Graph]] = _missing
     explain_tape: Callable[..., Any] = _missing
-    given: Callable[[Any], Any] = _missing
 
 
 engine = Engine()

@@ -1,6 +1,5 @@
 """Graph → a function that JAX can transform and XLA can compile."""
 
-from tracegrad.lowering.callable import to_callable as to_callable
 from tracegrad.lowering.evaluate import Lowering as Lowering
 from tracegrad.lowering.evaluate import evaluate as evaluate
 from tracegrad.lowering.evaluate import evaluate_node as evaluate_node

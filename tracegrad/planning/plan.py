@@ -16,7 +16,6 @@ from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
-from tracegrad.lowering import to_callable
 from tracegrad.planning.bounds import FlopsBound, lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fingerprint import fingerprint
@@ -28,6 +27,7 @@ from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.scans import Variant, variants
 from tracegrad.planning.simulation import Segment, Simulation, keep_all, simulate
 from tracegrad.rewriting.edits import refuse_differentiated
+from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.graphs import graph as trace_graph
 

@@ -20,7 +20,6 @@ from jax import lax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
-from tracegrad.lowering import to_callable
 from tracegrad.planning.activity import active_in_body
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten, replace_values
@@ -30,6 +29,7 @@ from tracegrad.planning.paths import frontier
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
+from tracegrad.tracing import to_callable
 
 MOST_SAVE_SETS = 4
 MOST_OPTIONS = 8

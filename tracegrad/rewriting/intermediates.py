@@ -14,7 +14,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate
 from tracegrad.rewriting.edits import check_selector, matches_of, place_names
-from tracegrad.rewriting.threading import with_outputs, with_taps
+from tracegrad.rewriting.ports import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 from tracegrad.variables.trees import given

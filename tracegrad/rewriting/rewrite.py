@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad.ir import Graph
-from tracegrad.lowering import to_callable
-from tracegrad.lowering.callable import tap_zeros
+from tracegrad.tracing import to_callable
+from tracegrad.tracing.callable import tap_zeros
 from tracegrad.tracing.graphs import Rule, graph
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.static import Indices, Names, resolve

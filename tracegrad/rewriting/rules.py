@@ -40,7 +40,7 @@ from tracegrad.rewriting.edits import (
 from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
 from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
-from tracegrad.rewriting.threading import with_taps
+from tracegrad.rewriting.ports import with_taps
 from tracegrad.tracing.in_force import without_rules
 
 GradientFunction = Callable[..., Any]

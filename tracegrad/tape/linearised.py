@@ -28,7 +28,7 @@ from tracegrad.rewriting.host_calls import (
     end_gradients_in,
     program_calls_host,
 )
-from tracegrad.rewriting.threading import with_steps
+from tracegrad.rewriting.ports import with_steps
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence, silence_in
 from tracegrad.tape.keys import RULES, has_rules

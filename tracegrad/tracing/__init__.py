@@ -1,5 +1,6 @@
 """Python function → Graph, and the decorator that compiles by way of it."""
 
+from tracegrad.tracing.callable import to_callable as to_callable
 from tracegrad.tracing.graphs import Rule as Rule
 from tracegrad.tracing.graphs import graph as graph
 from tracegrad.tracing.retracing import RetraceWarning as RetraceWarning

@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir.engine import engine
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -314,13 +313,6 @@ def _flattened(arguments: Any) -> tuple[list[Any], Any, list[Given]]:
     finally:
         _pass.found = None
     return leaves, tree, found
-
-
-def _as_structure(arguments: T) -> T:
-    return given(arguments)[0]
-
-
-engine.given = _as_structure
 
 
 # ------------------------------------------------------------------------------------------ values

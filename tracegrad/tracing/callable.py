@@ -12,7 +12,8 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.wording import changes_lost
-from tracegrad.lowering.evaluate import Lowering, evaluate
+from tracegrad.lowering import Lowering, evaluate
+from tracegrad.variables.trees import given
 
 
 def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
         if graph.in_tree is None:
             flat = list(args)
         else:
-            flat, tree = jax.tree.flatten(engine.given((args, kwargs)))
+            flat, tree = jax.tree.flatten(given((args, kwargs))[0])
             if tree != graph.in_tree:
                 raise TypeError(
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
