@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +18,6 @@ from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
 from tracegrad.saving.program_tree import ProgramTree
 from tracegrad.variables.variable import Variable
-
-_MOST_ORDERS = 1024  # trees of arguments that a function remembers
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,6 @@ class Signature:
 
     def __str__(self) -> str:
         return self._text
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What stands in a tree of arguments for the leaf at a position."""
-
-    position: int
 
 
 class LoadedFunction:
@@ -102,23 +95,29 @@ class LoadedFunction:
         self.signature = _signature(record, tree.program)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._places = [name for name, _ in record.parameters]
-        self._orders: dict[Any, tuple[int, ...]] = {}
+        self._result = jax.tree.structure(structure.rebuild(record.result, repeat(0)))
         self._flat = differentiable(tree, len(record.assigns), self._beyond)
-        self._compiled = jax.jit(_named(self._checked, record.name))
+        self._compiled: Any = jax.jit(_named(self._checked, record.name))
 
     def written(self) -> tuple[FunctionRecord, Sequence[bytes]]:
         """What was read: the record in the manifest, and the programs."""
         return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        record = self._record
-        flat = self._leaves(self._arguments(args, kwargs))
+        given = self._arguments(args, kwargs)
         values = [variable.value for variable in self.reads]
+        result, assigned = self._run(given, values)
+        for variable, value in zip(self.assigns, assigned, strict=True):
+            variable.assign(value)
+        return result
+
+    def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
+        """The result, and the new values of the Variables that it assigns."""
+        with contextlib.suppress(TypeError, ValueError):
+            return self._compiled(args, values)
+        # JAX takes some container for something else; or what is wrong is said here.
         try:
-            results = self._compiled(*flat, *values)
-        except TypeError:
-            self._check_arrays(args, kwargs)
-            raise
+            return self._compiled(self._rebuilt(args), values)
         except ValueError as error:
             if "was exported for" in str(error):
                 error.add_note(
@@ -127,10 +126,6 @@ class LoadedFunction:
                     "lie on as many: jax.device_put(x, sharding)."
                 )
             raise
-        count = len(results) - len(self.assigns)
-        for variable, value in zip(self.assigns, results[count:], strict=True):
-            variable.assign(value)
-        return structure.rebuild(record.result, iter(results[:count]))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the parameters."""
@@ -141,41 +136,6 @@ class LoadedFunction:
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
         return tuple(bound.arguments[name] for name in self._places)
-
-    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """The leaves of the arguments, in the order in which the program takes them."""
-        leaves, tree = jax.tree.flatten(args)
-        try:
-            order = self._orders.get(tree)
-        except Exception:  # containers whose static fields cannot be hashed or compared
-            return self._values(args)
-        if order is None:
-            values = self._values(args)
-            order = self._order(tree)
-            if order is None:
-                return values
-            if len(self._orders) < _MOST_ORDERS:
-                self._orders[tree] = order
-        return [leaves[i] for i in order]
-
-    def _values(self, args: tuple[Any, ...]) -> list[Any]:
-        found = (leaf for _, leaf in self._placed(args))
-        return [leaf.value if isinstance(leaf, Variable) else leaf for leaf in found]
-
-    def _order(self, tree: Any) -> tuple[int, ...] | None:
-        """Where the leaves of a tree that fits stand among those that JAX finds in it: elsewhere
-        for an `OrderedDict`. None for what JAX and we take apart differently.
-
-        It is asked of the tree alone: of the arguments two may be the same object.
-        """
-        marks = [_Mark(i) for i in range(tree.num_leaves)]
-        try:
-            placed = [mark for _, mark in self._placed(jax.tree.unflatten(tree, marks))]
-        except Exception:  # containers of the user's own, which may take nothing but arrays
-            return None
-        if len(placed) != len(marks) or not all(isinstance(mark, _Mark) for mark in placed):
-            return None
-        return tuple(mark.position for mark in placed)
 
     def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
         """The leaves of the arguments, each with its place. Raises where a tree does not fit."""
@@ -190,30 +150,56 @@ class LoadedFunction:
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
 
-    def _check_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for place, leaf in self._placed(self._arguments(args, kwargs)):
-            try:
-                jax.typeof(leaf)
-            except TypeError:
-                raise TypeError(
-                    f"{self.signature}: {place} should be an array and is of type "
-                    f"{type(leaf).__name__}"
-                ) from None
+    def _rebuilt(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments in containers that JAX knows. Raises where a leaf is no array."""
+        placed = self._placed(args)
+        for place, leaf in placed:
+            if not isinstance(leaf, Variable):
+                self._type_of(place, leaf)
+        leaves = (leaf for _, leaf in placed)
+        return tuple(structure.rebuild(tree, leaves) for tree in self._record.arguments)
 
-    def _checked(self, *flat: Any) -> list[Any]:
-        """The program, after checking the types of its operands: once for each of them."""
+    def _type_of(self, place: str, leaf: Any) -> Any:
+        try:
+            return jax.typeof(leaf)
+        except TypeError:
+            what = type(leaf).__name__
+            raise TypeError(
+                f"{self.signature}: {place} should be an array and is of type {what}"
+            ) from None
+
+    def _checked(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
+        """The program, after checking its arguments: once for arguments of each type."""
         record = self._record
         trees = zip(self._places, record.arguments, strict=True)
-        leaves = [leaf for name, tree in trees for leaf in structure.placed(tree, name)]
-        operands = list(flat)
-        for i, (place, wanted) in enumerate(leaves):
-            operands[i] = _of_dtype(self.signature, place, wanted["dtype"], flat[i])
+        wanted = [leaf for name, tree in trees for _, leaf in structure.placed(tree, name)]
+        places, given = zip(*self._placed(args), strict=True) if wanted else ((), ())
+        operands = [
+            self._of_dtype(place, leaf["dtype"], value)
+            for place, leaf, value in zip(places, wanted, given, strict=True)
+        ]
         shapes = [
-            (place, wanted["shape"], jnp.shape(value))
-            for (place, wanted), value in zip(leaves, operands, strict=False)
+            (place, leaf["shape"], jnp.shape(value))
+            for place, leaf, value in zip(places, wanted, operands, strict=True)
         ]
         dimensions.bind(shapes, record.constraints, record.name)
-        return self._flat(*operands)
+        results = self._flat(*operands, *values)
+        count = len(results) - len(self.assigns)
+        return jax.tree.unflatten(self._result, results[:count]), results[count:]
+
+    def _of_dtype(self, place: str, wanted: str, value: Any) -> Any:
+        """A value of the dtype that was saved; Python's numbers are converted, as in arithmetic."""
+        aval = self._type_of(place, value)
+        if str(aval.dtype) == wanted:
+            return value
+        if getattr(aval, "weak_type", False) and not wanted.startswith("key<"):
+            dtype = jnp.dtype(wanted)
+            if jnp.result_type(value, dtype) == dtype:
+                return jax.lax.convert_element_type(value, dtype)
+        raise TypeError(
+            f"{self.signature}: {place} should be of dtype {wanted} and is {aval.dtype}; convert "
+            f"it with `.astype({wanted!r})`"
+        )
 
     def _beyond(self, order: int) -> Exception:
         saved = self.gradient_order
@@ -229,8 +215,8 @@ class LoadedFunction:
 
 
 def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*flat: Any) -> Any:
-        return fun(*flat)
+    def call(args: tuple[Any, ...], values: list[Any]) -> Any:
+        return fun(args, values)
 
     call.__name__ = call.__qualname__ = name
     return call
@@ -247,21 +233,6 @@ def _signature(record: FunctionRecord, exported: Any) -> Signature:
     split = sum(kind != "keyword" for _, kind in record.parameters)
     kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
     return Signature(record.name, names, tuple(given[:split]), kwargs, result, str(record))
-
-
-def _of_dtype(signature: Signature, place: str, wanted: str, value: Any) -> Any:
-    """A value of the dtype that was saved; Python's numbers are converted, as in arithmetic."""
-    aval = jax.typeof(value)
-    if str(aval.dtype) == wanted:
-        return value
-    if getattr(aval, "weak_type", False) and not wanted.startswith("key<"):
-        dtype = jnp.dtype(wanted)
-        if jnp.result_type(value, dtype) == dtype:
-            return jax.lax.convert_element_type(value, dtype)
-    raise TypeError(
-        f"{signature}: {place} should be of dtype {wanted} and is {aval.dtype}; convert it with "
-        f"`.astype({wanted!r})`"
-    )
 
 
 class LoadedFunctions(Mapping[str, LoadedFunction]):
