@@ -36,6 +36,7 @@ from tracegrad.differentiation.gates import (
     any_of,
     entry,
     name_of,
+    names_condition,
 )
 from tracegrad.ir import Graph, Literal, Value
 from tracegrad.ir.dependence import is_reference
@@ -57,7 +58,9 @@ def with_flags(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> G
       What calls it, differentiable as the graph is; the cotangent of an output whose flag is False
       must be zeros. None if no flag is needed: whatever is made of such zeros is zeros.
     """
-    nodes = (node for region in graph.regions_below for node in region.nodes)
+    nodes = [node for region in graph.regions_below for node in region.nodes]
+    if len(flowing) == 1 and not any(map(names_condition, nodes)):
+        return None
     if any(is_reference(v.aval) for node in nodes for v in (*node.inputs, *node.outputs)):
         return None
     first = len(graph.inputs) + len(flowing)

@@ -58,6 +58,11 @@ def name_of(when: When) -> str:
     return _NAME + json.dumps(sorted(map(sorted, when)))
 
 
+def names_condition(node: Node) -> bool:
+    """Whether the result of a node is the truth of a condition."""
+    return node.op == "name" and str(node.params["name"]).startswith(_NAME)
+
+
 def _condition(value: Value | Literal, known: dict[Value, When | None]) -> When | None:
     """The condition that a value is the truth of, if it is that of a gate."""
     if isinstance(value, Literal):
@@ -65,7 +70,7 @@ def _condition(value: Value | Literal, known: dict[Value, When | None]) -> When 
     producer = value.producer
     if producer is None:
         return known.get(value)
-    if producer.op != "name" or not str(producer.params["name"]).startswith(_NAME):
+    if not names_condition(producer):
         return None
     flags = json.loads(str(producer.params["name"]).removeprefix(_NAME))
     return frozenset(map(frozenset, flags))

@@ -113,11 +113,14 @@ class LoadedFunction:
 
     def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
         """The result, and the new values of the Variables that it assigns."""
+        results: tuple[Any, list[Any]]
         with contextlib.suppress(TypeError, ValueError):
-            return self._compiled(args, values)
+            results = self._compiled(args, values)
+            return results
         # JAX takes some container for something else; or what is wrong is said here.
         try:
-            return self._compiled(self._rebuilt(args), values)
+            results = self._compiled(self._rebuilt(args), values)
+            return results
         except ValueError as error:
             if "was exported for" in str(error):
                 error.add_note(
