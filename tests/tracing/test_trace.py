@@ -41,6 +41,39 @@ def test_it_carries_the_data_of_the_function():
     assert callable(traced)
 
 
+def test_it_has_the_attributes_of_the_function():
+    def f(x: int) -> int:
+        return x
+
+    f.some_value = 4
+    traced = tg.trace(f)
+    assert traced.some_value == 4
+    f.some_value = 5
+    assert traced.some_value == 5
+    assert traced.__annotations__ == f.__annotations__
+    assert traced.__qualname__ == f.__qualname__
+    assert traced.__module__ == f.__module__
+    with pytest.raises(AttributeError, match="another_value"):
+        _ = traced.another_value
+
+
+def test_its_repr_never_raises():
+    class Model:
+        def __call__(self, x):
+            return x + self.weight
+
+        def __repr__(self):
+            return f"Model({self.weight})"
+
+    model = Model()
+    traced = tg.trace(model)
+    assert repr(traced).startswith("<traced <Model ")
+    assert repr(tg.trace(model.__call__)).startswith("<traced <method ")
+    model.weight = 2.0
+    assert repr(traced) == "<traced Model(2.0)>"
+    assert traced(1.0) == 3.0
+
+
 def test_every_call_goes_through_the_graph_and_its_rules():
     seen = []
 

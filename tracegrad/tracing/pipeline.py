@@ -9,7 +9,6 @@ the place of the pipeline in the wrappers, so that a warm call costs what it cos
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import types
 import weakref
@@ -27,6 +26,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
+from tracegrad.tracing.elsewhere import Elsewhere
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.tracing.retracing import Signature, TraceHistory
@@ -121,9 +121,9 @@ class Pipeline:
         Args:
           found: what the function is for these arguments, where it is known.
         """
-        called: Any = jax.tree.structure((args, kwargs))
+        called = args, kwargs
         (args, kwargs), variables = self.static.given(args, kwargs)
-        if called != jax.tree.structure((args, kwargs)):
+        if args is not called[0] or kwargs is not called[1]:
             self.take_apart()
         variant = None if found else self._likely(variables, args, kwargs)
         for _ in range(_ATTEMPTS):
@@ -144,7 +144,10 @@ class Pipeline:
         """The result of the trace of a call that went to jit directly, as none had found Variables
         until then: it is made anew as soon as there are values. From now on all come here."""
         self._leave_to_jit(None)
-        return Elsewhere.of(self, (args, kwargs), found)
+        return Elsewhere.of(self._again, (args, kwargs), found)
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None) -> Any:
+        return self.search(args, kwargs, Variant.__call__, found or self.traced(args, kwargs))
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
@@ -336,69 +339,6 @@ class Pipeline:
             self._variants.clear()
             self._by_signature.clear()
             self._only.clear()
-
-
-# ---------------------------------------------------------------------- found in a jit's own call
-
-
-@jax.tree_util.register_pytree_node_class
-class Elsewhere:
-    """In the place of a result, the arguments of a call that another variant has to make. When it
-    is handed out, with values in the places of arguments, the call is made, and is the result.
-
-    For the call of a function that turns out to be of another variant although earlier calls were
-    not: it went to jit's own callable, so that there is no other place to go on from.
-    """
-
-    def __init__(self, arrays: Sequence[Any], call: _Call):
-        self._arrays = arrays
-        self._call = call
-
-    @classmethod
-    def of(cls, pipeline: Pipeline, arguments: Any, found: Found) -> Elsewhere:
-        leaves, tree = jax.tree.flatten(arguments)
-        is_array = [_jax.is_tracer(leaf) for leaf in leaves]
-        arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
-        fixed = [None if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
-        call = _Call(weakref.ref(pipeline), tree, is_array, fixed, found)
-        return cls([*arrays, jax.numpy.zeros(())], call)  # the last tells values from places
-
-    def tree_flatten(self) -> tuple[Sequence[Any], _Call]:
-        return self._arrays, self._call
-
-    @classmethod
-    def tree_unflatten(cls, call: _Call, arrays: Sequence[Any]) -> Any:
-        if not all(isinstance(array, jax.Array) for array in arrays) or call.is_made(arrays[-1]):
-            return cls(arrays, call)
-        return call(arrays)
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """A call of a pipeline, but for the arrays among its arguments."""
-
-    pipeline: Callable[[], Pipeline | None]
-    tree: Any
-    is_array: list[bool]
-    fixed: list[Any]
-    found: Found | None  # for the first time
-    made: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
-
-    def is_made(self, last: Any) -> bool:
-        """Whether the call was made, and JAX only looks what the results are like: by the last
-        array, which is a new one each time."""
-        self.made[:] = [ref for ref in self.made if ref() is not None]
-        return any(ref() is last for ref in self.made)
-
-    def __call__(self, arrays: Sequence[Any]) -> Any:
-        self.made.append(weakref.ref(arrays[-1]))
-        pipeline, found, self.found = self.pipeline(), self.found, None
-        assert pipeline is not None, "the traced function that is called holds it"
-        rest = iter(arrays)
-        leaves = [next(rest) if a else x for a, x in zip(self.is_array, self.fixed, strict=True)]
-        args, kwargs = jax.tree.unflatten(self.tree, leaves)
-        found = found or pipeline.traced(args, kwargs)
-        return pipeline.search(args, kwargs, Variant.__call__, found)
 
 
 # ------------------------------------------------------------------------------------------ caches

@@ -45,13 +45,17 @@ class StaticArguments:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[..., Any] = given
     ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Given, ...]]:
         """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
-        values as they are."""
+        values as they are: the same objects if there is nothing to replace."""
         if not self.positions and not self.names:
             arguments, variables = take((args, kwargs))
             return arguments, variables
         dynamic, positions, named = self.apart(args, kwargs)
-        (args_left, kwargs_left), variables = take(dynamic)
-        fixed, others = take(([args[i] for i in positions], named), statics=False)
+        static = [args[i] for i in positions], named
+        left, variables = take(dynamic)
+        fixed, others = take(static, statics=False)
+        if left is dynamic and fixed is static:
+            return (args, kwargs), ()
+        args_left, kwargs_left = left
         own, rest = iter(fixed[0]), iter(args_left)
         args = tuple(next(own if i in positions else rest) for i in range(len(args)))
         return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)

@@ -45,6 +45,17 @@ _ADVICE: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
+# What `Variable`s have and arrays have not.
+_OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
+_NO_VARIABLE = (
+    "This line takes an array for a `Variable`. Transformations of JAX (jax.vmap, jax.grad, "
+    "jax.jit) hand on the value of a Variable among their arguments, and what is assigned to that "
+    "would be lost. Let the function close over the Variable, or transform a function of the other "
+    "arguments alone, as in `jax.vmap(lambda x: f(v, x))(xs)`; inside of them return a new value, "
+    "and assign it outside."
+)
+
+
 def explain(error: Exception) -> Exception:
     """The same error with the user's line and the way out added, and without our frames.
 
@@ -52,6 +63,8 @@ def explain(error: Exception) -> Exception:
     between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
     """
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
+    if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
+        advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
     if advice is not None and not any(advice in note for note in getattr(error, "__notes__", ())):
         line = innermost_user_line(error.__traceback__)
         error.add_note(f"{line}\n{advice}" if line else advice)
