@@ -14,7 +14,6 @@ import pytest
 
 import tracegrad
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning import cuts as cuts_module
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.budget import budget_bytes
 from tracegrad.planning.cuts import Network
@@ -503,7 +502,6 @@ def test_a_budget_below_what_is_possible_says_what_is_possible():
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ortools.graph.python.max_flow", None)
-    cuts_module._max_flow.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'tracegrad\[plan\]'"):
         plan_recompute(deep, "50%")(f32(1024))
     plan = plan_recompute(deep, "100%")(f32(1024))  # nothing to plan

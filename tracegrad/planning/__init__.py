@@ -1,7 +1,7 @@
 """What to keep and what to compute again, so that a program fits a memory budget."""
 
+from tracegrad.planning.loading import load_plan as load_plan
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan
-from tracegrad.planning.plan import load_plan as load_plan
 from tracegrad.planning.plan import plan_graph as plan_graph
 from tracegrad.planning.plan import plan_recompute as plan_recompute
 from tracegrad.planning.plan import recompute_to_fit as recompute_to_fit

@@ -6,8 +6,7 @@ import functools
 import importlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,22 @@ from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
-from tracegrad.planning.bounds import FlopsBound, lowest_peak_bound
+from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.planning.planner import BudgetTooSmall, Planner
 from tracegrad.planning.regions import nodes_of, with_regions
-from tracegrad.planning.scans import Variant, variants
+from tracegrad.planning.search import Case, Progress, Search
 from tracegrad.planning.simulation import Segment, Simulation, keep_all, simulate
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.graphs import graph as trace_graph
 
-_FORMAT = "tracegrad recompute plan"
-_VERSION = 2
+FORMAT = "tracegrad recompute plan"
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class RecomputePlan:
     def _as_json(self) -> dict[str, Any]:
         simulation = simulate(self._model, self.segments)
         return {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": FORMAT,
+            "version": VERSION,
             "program": fingerprint(self.graph),
             "name": self.graph.name,
             "budget": self.budget,
@@ -175,7 +173,7 @@ class RecomputePlan:
         """The trade for other budgets: peak bytes, extra FLOPs and their lower bound, from the
         largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
         as long."""
-        search = _Search(self._whole)
+        search = Search(self._whole)
         lowest = search.lowest_peak()
         found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
@@ -291,98 +289,19 @@ def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
     whole = model(flat)
     without = keep_all(whole)
     budget = budget_bytes(memory_budget, without.peak)
-    bar = _Progress()
-    search = _Search(whole, bar)
+    bar = Progress()
+    search = Search(whole, bar)
     try:
         case, segments, simulation = search.best(budget)
     finally:
         bar.close()
-    return _plan(flat, search, case, budget, segments, simulation)
+    return plan_of(flat, search, case, budget, segments, simulation)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One of the ways to run a program's scans."""
-
-    number: int
-    variant: Variant
-    model: MemoryModel
-    progress: Callable[[float], None]
-
-    @functools.cached_property
-    def kept(self) -> Simulation:
-        """With nothing recomputed but in its scans."""
-        return keep_all(self.model)
-
-    @functools.cached_property
-    def planner(self) -> Planner:
-        return Planner(self.model, self.progress)
-
-
-class _Search:
-    """Plans for one program, for any number of budgets, over all ways to run its scans."""
-
-    def __init__(self, whole: MemoryModel, progress: Callable[[float], None] = lambda share: None):
-        self.whole, self._progress = whole, progress
-        self._variants = enumerate(variants(whole))
-        self._known: list[_Case] = []
-
-    def cases(self) -> Iterator[_Case]:
-        """From the one whose scans run the least again; each is made when it is asked for."""
-        yield from self._known
-        for number, variant in self._variants:
-            planned = self.whole
-            if number:
-                planned = model(variant.graph, residuals=self.whole.residuals)
-            case = _Case(number, variant, planned, self._progress)
-            self._known.append(case)
-            yield case
-
-    def best(self, budget: int) -> tuple[_Case, list[Segment], Simulation]:
-        """The plan within a budget that computes the least again.
-
-        Raises BudgetTooSmall, with the lowest peak of all, if there is none.
-        """
-        best: tuple[_Case, list[Segment], Simulation] | None = None
-        least = 0
-        for case in self.cases():
-            if best is not None and case.variant.flops >= least:
-                continue
-            found = _segments(case, budget)
-            if found is None:
-                continue
-            segments, simulation = found
-            flops = simulation.flops + case.variant.flops
-            if best is None or flops < least:
-                best, least = (case, segments, simulation), flops
-            if least == 0:
-                break
-        if best is None:
-            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.whole))
-        return best
-
-    def lowest_peak(self) -> int:
-        return min(case.planner.lowest_peak() for case in self.cases())
-
-    @functools.cached_property
-    def _bound(self) -> FlopsBound:
-        return FlopsBound(self.whole)
-
-    def flops_bound(self, budget: int, flops: int) -> int:
-        """What no plan within a budget is below; `flops` is what one of them needs."""
-        return min(flops, self._bound(budget)) if flops else 0
-
-
-def _segments(case: _Case, budget: int) -> tuple[list[Segment], Simulation] | None:
-    if case.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-        return [Segment(0, len(case.model))], case.kept
-    return case.planner.find(budget)
-
-
-def _plan(
+def plan_of(
     flat: Graph,
-    search: _Search,
-    case: _Case,
+    search: Search,
+    case: Case,
     budget: int,
     segments: list[Segment],
     simulation: Simulation,
@@ -454,80 +373,6 @@ _fitting: Cache[Any, _FitToBudget] = Cache(256)
 engine.fit_to_budget = recompute_to_fit
 
 
-def load_plan(
-    path: str | os.PathLike[str], fun: Callable[..., Any]
-) -> Callable[..., RecomputePlan]:
-    """A plan that `RecomputePlan.save` wrote, for the function that it was made for.
-
-    Args:
-      path: the JSON file.
-      fun: the function; it is traced, and nothing is planned anew.
-
-    Returns:
-      A function of the arguments of ``fun`` that returns the plan.
-
-    Raises:
-      ValueError: the file is no plan, or of another program (when called with arguments): one with
-        other operations, parameters of them, custom gradients or types. Other values of what it
-        closes over are no other program.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a recompute plan: {error}") from error
-    if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
-        raise ValueError(f"{path} is not a recompute plan (no {_FORMAT!r} in it)")
-    if data.get("version") != _VERSION:
-        why = ""
-        if data.get("version") == 1:  # by operations and types alone
-            why = ", since that does not say enough of the program it is for to tell it from others"
-        raise ValueError(
-            f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
-            f"version {_VERSION}{why}. Plan again, and save that: "
-            "plan_recompute(fun, memory_budget)(*args).save(path)"
-        )
-
-    @functools.wraps(fun, updated=())
-    def load(*args: Any, **kwargs: Any) -> RecomputePlan:
-        flat = flatten(trace_graph(fun)(*args, **kwargs))
-        if fingerprint(flat) != data["program"]:
-            raise ValueError(
-                f"{path} was planned for another program: {data.get('name')} with other "
-                "operations, parameters of these, custom gradients or argument shapes, or with "
-                "another JAX. Plan again"
-            )
-        search = _Search(model(flat))
-        number = data["scan_variant"]
-        found = [case for case in search.cases() if case.number == number]
-        segments = [_segment(entry) for entry in data["segments"]]
-        if not found:
-            raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
-        name = found[0].variant.name
-        if data.get("scans", name) != name:
-            raise ValueError(
-                f"{path} was planned by another version of this package, which runs scans in other "
-                f"ways: {data['scans']!r} was what is {name!r} now. Plan again"
-            )
-        planned = found[0].model
-        ends = [0, *(segment.stop for segment in segments)]
-        if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
-            raise ValueError(f"{path}: the segments do not cover the program's operations in order")
-        simulation = simulate(planned, segments)
-        return _plan(flat, search, found[0], int(data["budget"]), segments, simulation)
-
-    return load
-
-
-def _segment(entry: Mapping[str, Any]) -> Segment:
-    start, stop = int(entry["start"]), int(entry["stop"])
-    saved = frozenset(int(v) for v in entry["saved"])
-    segment = Segment(start, stop, bool(entry["recompute"]), saved, tuple(entry.get("inner", ())))
-    in_order = all(first < last for first, last in segment.pieces)
-    if not in_order or any(not start <= v < stop for v in saved):
-        raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")
-    return segment
-
-
 def _what(segment: Segment) -> str:
     if not segment.recompute:
         return "keep"
@@ -544,27 +389,3 @@ def _optional(module: str, why: str) -> Any:
     except ImportError as error:
         name = module.split(".")[0]
         raise ImportError(f"{why}: pip install {name}") from error
-
-
-class _Progress:
-    """A bar, if tqdm is there, once planning has taken more than a second."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.bar: Any = None
-
-    def __call__(self, share: float) -> None:
-        if self.bar is None:
-            if time.monotonic() - self.began < 1:
-                return
-            try:
-                # Not tqdm.auto, which warns in a notebook that has no ipywidgets.
-                tqdm = importlib.import_module("tqdm").tqdm
-            except ImportError:
-                return
-            self.bar = tqdm(total=100, desc="planning what to recompute", unit="%", leave=False)
-        self.bar.update(round(100 * share) - self.bar.n)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

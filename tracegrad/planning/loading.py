@@ -1,0 +1,92 @@
+"""`load_plan`: a plan that was written to a file → the plan of the function it was made for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tracegrad.planning.fingerprint import fingerprint
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.modelling import model
+from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan, plan_of
+from tracegrad.planning.search import Search
+from tracegrad.planning.simulation import Segment, simulate
+from tracegrad.tracing.graphs import graph as trace_graph
+
+
+def load_plan(
+    path: str | os.PathLike[str], fun: Callable[..., Any]
+) -> Callable[..., RecomputePlan]:
+    """A plan that `RecomputePlan.save` wrote, for the function that it was made for.
+
+    Args:
+      path: the JSON file.
+      fun: the function; it is traced, and nothing is planned anew.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns the plan.
+
+    Raises:
+      ValueError: the file is no plan, or of another program (when called with arguments): one with
+        other operations, parameters of them, custom gradients or types. Other values of what it
+        closes over are no other program.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a recompute plan: {error}") from error
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a recompute plan (no {FORMAT!r} in it)")
+    if data.get("version") != VERSION:
+        why = ""
+        if data.get("version") == 1:  # by operations and types alone
+            why = ", since that does not say enough of the program it is for to tell it from others"
+        raise ValueError(
+            f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
+            f"version {VERSION}{why}. Plan again, and save that: "
+            "plan_recompute(fun, memory_budget)(*args).save(path)"
+        )
+
+    @functools.wraps(fun, updated=())
+    def load(*args: Any, **kwargs: Any) -> RecomputePlan:
+        flat = flatten(trace_graph(fun)(*args, **kwargs))
+        if fingerprint(flat) != data["program"]:
+            raise ValueError(
+                f"{path} was planned for another program: {data.get('name')} with other "
+                "operations, parameters of these, custom gradients or argument shapes, or with "
+                "another JAX. Plan again"
+            )
+        search = Search(model(flat))
+        number = data["scan_variant"]
+        found = [case for case in search.cases() if case.number == number]
+        segments = [_segment(entry) for entry in data["segments"]]
+        if not found:
+            raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
+        name = found[0].variant.name
+        if data.get("scans", name) != name:
+            raise ValueError(
+                f"{path} was planned by another version of this package, which runs scans in other "
+                f"ways: {data['scans']!r} was what is {name!r} now. Plan again"
+            )
+        planned = found[0].model
+        ends = [0, *(segment.stop for segment in segments)]
+        if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
+            raise ValueError(f"{path}: the segments do not cover the program's operations in order")
+        simulation = simulate(planned, segments)
+        return plan_of(flat, search, found[0], int(data["budget"]), segments, simulation)
+
+    return load
+
+
+def _segment(entry: Mapping[str, Any]) -> Segment:
+    start, stop = int(entry["start"]), int(entry["stop"])
+    saved = frozenset(int(v) for v in entry["saved"])
+    segment = Segment(start, stop, bool(entry["recompute"]), saved, tuple(entry.get("inner", ())))
+    in_order = all(first < last for first, last in segment.pieces)
+    if not in_order or any(not start <= v < stop for v in saved):
+        raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")
+    return segment
