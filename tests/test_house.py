@@ -127,6 +127,21 @@ def test_no_function_imports_from_this_package_to_dodge_a_circle(module: Path):
 
 
 @each_module
+def test_a_room_puts_what_earlier_ones_need_of_it_into_the_engine_alone(module: Path):
+    room = room_of(name_of(module))
+    others = {name.rpartition(".")[2] for name in own_names(module) if room_of(name) != room}
+    targets = [
+        target
+        for node in TREES[module].body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
+    ]
+    changed = {target.value.id for target in targets if target.value.id in others}
+    assert changed <= {"engine"}
+
+
+@each_module
 def test_imports_are_absolute_and_not_private_to_jax(module: Path):
     for name, _ in imported_names(module):
         assert not name.startswith(("relative import", "jax._src", "jaxlib._")), name

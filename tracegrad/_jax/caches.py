@@ -150,11 +150,12 @@ def of_program(find: Callable[[Any], V]) -> Callable[[Any], V]:
     """A function of a program (or of another object that nobody changes) alone, which is run once
     for each as long as it lives. What it returns does not hold the program."""
 
+    entries = _facts._entries
+
     @functools.wraps(find)
     def fact(program: Any) -> V:
-        facts = _facts.get(program)
-        if facts is None:
-            facts = _facts.put(program, {})
+        entry = entries.get(id(program))  # as `WeakCache.get`: hits are many
+        facts = _facts.put(program, {}) if entry is None else entry[1]
         try:
             return facts[find]  # type: ignore[no-any-return]
         except KeyError:
