@@ -50,7 +50,6 @@ from tracegrad._jax.programs import equation_context as equation_context
 from tracegrad._jax.programs import eval_program as eval_program
 from tracegrad._jax.programs import identity_primitive as identity_primitive
 from tracegrad._jax.programs import is_plain_jit as is_plain_jit
-from tracegrad._jax.programs import is_program as is_program
 from tracegrad._jax.programs import jit_settings as jit_settings
 from tracegrad._jax.programs import opened as opened
 from tracegrad._jax.programs import outside_calls as outside_calls

@@ -16,7 +16,6 @@ from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 from tracegrad._jax.arrays import struct
-from tracegrad._jax.compat import PROGRAM_TYPES
 from tracegrad._jax.traces import in_a_new_thread
 
 JIT = primitives.jit_p
@@ -45,11 +44,6 @@ def calls_host(primitive: str) -> bool:
     checkify, which raises from the host where JAX was told to lower it.
     """
     return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
-
-
-def is_program(value: object) -> bool:
-    """Whether a parameter of a primitive is a sub-program."""
-    return isinstance(value, PROGRAM_TYPES)
 
 
 def constants_of(program: Any) -> Sequence[Any]:

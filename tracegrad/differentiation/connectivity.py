@@ -28,7 +28,6 @@ from tracegrad.ir.dependence import (
     Masks,
     dependence,
     enter,
-    is_reference,
     joined,
     node_dependence,
     spread,
@@ -68,7 +67,7 @@ def _sources(graph: Graph) -> Masks:
 
 def is_connectable(aval: Any) -> bool:
     """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
-    return is_reference(aval) or _jax.has_gradient(aval)
+    return not isinstance(aval, ARRAY) or _jax.has_gradient(aval)
 
 
 # ------------------------------------------------------------------------------- the forward walk
@@ -91,7 +90,7 @@ class Walk:
         elif node.regions and (entered := self._entered(node, ins)) is not None:
             outs = entered
         else:
-            outs = _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
+            return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
         pairs = zip(outs, node.outputs, strict=True)
         return [m if m and is_connectable(v.aval) else 0 for m, v in pairs]
 
@@ -130,7 +129,8 @@ class Walk:
             return rows
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
             return _all_of(node, reached)
-        return tuple(node_dependence(node))
+        pairs = zip(node_dependence(node), node.outputs, strict=True)
+        return tuple(row if is_connectable(v.aval) else 0 for row, v in pairs)
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:

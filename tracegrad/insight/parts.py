@@ -28,7 +28,7 @@ def parts_of(graph: Graph, *, of_rule: bool = False) -> tuple[list[Part], bool]:
     (``transpose(jvp())``: a backward pass) and around what scopes there are.
     """
     nodes = [Occurrence((), node) for node in graph.nodes]
-    stacks: list[Sequence[_jax.Around]] = [scopes.around(node) for node in graph.nodes]
+    stacks = [scopes.around(node) for node in graph.nodes]
     if of_rule:
         stacks = [_without_bare_jvp(stack) for stack in stacks]
     split = [(_passes(stack, of_rule), scopes.scopes(stack)) for stack in stacks]

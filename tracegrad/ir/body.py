@@ -381,3 +381,9 @@ class Body:
                     f"{value!r} is not a value of this graph, {self.name}, but of another one "
                     f"({value.graph.name}): a region sees only its own inputs and what it computes"
                 )
+
+
+def leave(node: RegionNode, region: Body) -> None:
+    """Takes a node from the owners of what it has given up, unless that is another region of it."""
+    if all(other is not region for other in node._regions.values()):
+        region._owners.discard(node)

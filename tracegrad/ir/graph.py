@@ -18,7 +18,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import grouping, match, text, verification, walking
-from tracegrad.ir.body import Body
+from tracegrad.ir.body import Body, leave
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.nodes import (
@@ -359,7 +359,7 @@ class Graph(Body):
         set_field(node, "effects", (node.effects - before) | after)
         set_field(node, "replaced", node.replaced | {name})
         region.add_owner(node)
-        _leave(node, old)
+        leave(node, old)
         self._tell_owners(after)
 
     def group(
@@ -391,12 +391,6 @@ def _own_region(node: RegionNode, name: str) -> Graph:
     if region.is_shared:  # the copy computes the same, so this is no edit yet
         copy = node._regions[name] = region.copy()
         copy.add_owner(node)
-        _leave(node, region)
+        leave(node, region)
         return copy
     return region
-
-
-def _leave(node: RegionNode, region: Graph) -> None:
-    """Takes a node from the owners of what it has given up, unless that is another region of it."""
-    if all(other is not region for other in node._regions.values()):
-        region._owners.discard(node)

@@ -181,7 +181,7 @@ def _derived(
 def _has_costly(equation: Any) -> bool:
     """Whether a call inside a rule does something costly."""
     for value in equation.params.values():
-        if _jax.is_program(value):
+        if isinstance(value, _jax.PROGRAM_TYPES):
             inner = _jax.opened(value).eqns
             if any(e.primitive.name in operations.KERNELS or _has_costly(e) for e in inner):
                 return True

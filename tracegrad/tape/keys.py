@@ -258,9 +258,9 @@ _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 def _value_key(value: Any, within: Within | None) -> Any:
     if type(value) in _PLAIN:
         return type(value), value  # 1, 1.0 and True are equal, but not the same parameter
-    if _jax.is_program(value):
+    if isinstance(value, _jax.PROGRAM_TYPES):
         return program_key(value, within)
-    if isinstance(value, tuple | list) and any(map(_jax.is_program, value)):
+    if isinstance(value, tuple | list) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
         return type(value), tuple(_value_key(item, within) for item in value)
     try:
         hash(value)
