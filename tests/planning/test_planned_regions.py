@@ -83,9 +83,13 @@ def test_what_is_saved_has_the_derivatives_that_jax_gives():
             def gradient(*args):
                 return jax.grad(lambda *args: sum(f(*args) for f in losses), (0, 1, 2))(*args)
 
-            batch = jnp.stack([args[0], 2 * args[0]])
-            second = jax.jvp(gradient, args, args)
-            return jax.tree.leaves((second, jax.vmap(gradient, (0, None, None))(batch, *args[1:])))
+            @jax.jit
+            def second_and_mapped(*args):
+                batch = jnp.stack([args[0], 2 * args[0]])
+                mapped = jax.vmap(gradient, (0, None, None))(batch, *args[1:])
+                return jax.jvp(gradient, args, args), mapped
+
+            return jax.tree.leaves(second_and_mapped(*args))
 
         for got, want in zip(derivatives(planned), derivatives(losses), strict=True):
             np.testing.assert_allclose(got, want, 1e-12, 1e-14)
