@@ -39,7 +39,7 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
     ]
 
 
-def parted(
+def set_apart(
     nodes: Sequence[Node], chosen: Collection[Node]
 ) -> tuple[list[Node], list[Node], list[Node]]:
     """Sorts a stretch of a graph's nodes, from the first to the last chosen one, into the chosen,
@@ -94,7 +94,7 @@ def group(
         raise GraphError(f"no nodes to group in {graph.name}")
     places = [i for i, node in enumerate(graph._nodes) if node in chosen]
     stretch = slice(places[0], places[-1] + 1)
-    members, before, after = parted(graph._nodes[stretch], chosen)
+    members, before, after = set_apart(graph._nodes[stretch], chosen)
     inputs, outputs = entering(members), leaving(graph, members)
     region = _region_of(graph, members, inputs, outputs, name)
     kind = Recompute if recompute else Call

@@ -72,16 +72,16 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     function = jax.custom_jvp(original)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [
+        active = [
             i
             for i, (value, tangent) in enumerate(zip(node.inputs, tangents, strict=True))
             if _jax.has_gradient(value.aval) and not isinstance(tangent, SymbolicZero)
         ]
-        graph = trace_jvp(run, [value.aval for value in node.inputs], moving)
+        graph = trace_jvp(run, [value.aval for value in node.inputs], active)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
                 _name(graph, value.producer, [value], [name])
-        found = evaluate(graph, [*primals, *(tangents[i] for i in moving)])
+        found = evaluate(graph, [*primals, *(tangents[i] for i in active)])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)
 

@@ -209,19 +209,19 @@ def _trace_rule(
 
 
 def trace_jvp(
-    bound: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int] | None = None
+    bound: Callable[..., Any], avals: Sequence[Any], active: Sequence[int] | None = None
 ) -> Graph:
     """JAX's derivative of a function of arrays as a graph: of these and the tangents of some of
-    them (`moving`, by position; default: of all that have any), to the results and the tangents of
+    them (`active`, by position; default: of all that have any), to the results and the tangents of
     those that have any."""
-    if moving is None:
-        moving = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
+    if active is None:
+        active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        along = _jax.of_some(lambda operands: bound(*operands), primals, moving)
-        outs, out_tangents = jax.jvp(along, tuple(primals[i] for i in moving), given)
+        along = _jax.of_some(lambda operands: bound(*operands), primals, active)
+        outs, out_tangents = jax.jvp(along, tuple(primals[i] for i in active), given)
         flowing = [
             t
             for out, t in zip(outs, out_tangents, strict=True)
@@ -229,7 +229,7 @@ def trace_jvp(
         ]
         return [*outs, *flowing]
 
-    tangents = [avals[i] for i in moving]
+    tangents = [avals[i] for i in active]
     graph = import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
     _hint(graph, ["x"] * len(avals) + ["tangent"] * len(tangents))
     return graph
