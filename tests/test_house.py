@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_jax
+
 HERE = Path(__file__).parents[1]
 PACKAGE = HERE / "tracegrad"
 MODULES = sorted(PACKAGE.rglob("*.py"))

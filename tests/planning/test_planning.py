@@ -307,6 +307,7 @@ def is_beaten(ways: Ways, count: int, budget: int, flops: int) -> bool:
     return follow(0, 0, 0, 0, [])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("count", [7, 10, EXACT])
 def test_no_plan_of_a_small_program_is_beaten(count: int):
     m = random_model(count, count)
@@ -319,6 +320,7 @@ def test_no_plan_of_a_small_program_is_beaten(count: int):
         assert is_beaten(ways, count, budget, simulation.flops + 1)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("count", [40, 80])
 def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
     m = random_model(3, count)
