@@ -37,7 +37,7 @@ def parts_of(graph: Graph, *, of_rule: bool = False) -> tuple[list[Part], bool]:
     return _calls(nodes, split), False
 
 
-def _without_bare_jvp(stack: Sequence[_jax.Around]) -> Sequence[_jax.Around]:
+def _without_bare_jvp(stack: tuple[_jax.Around, ...]) -> tuple[_jax.Around, ...]:
     """A stack without the ``jvp`` that it ends in, with no scope inside."""
     return stack[:-1] if stack and stack[-1] == ("jvp", True) else stack
 
