@@ -72,7 +72,7 @@ def pull_back(
     reached = reached_from(graph, wanted, stopped)
     for node in reversed(graph.nodes):
         given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
-        active = _active(node, reached)
+        active = active_inputs(node, reached)
         if not active or all(ct is None for ct in given):
             continue
         results = (through or node_vjp)(node, values, given, active)
@@ -110,7 +110,7 @@ def reached_from(
     return reached
 
 
-def _active(node: Node, reached: AbstractSet[Value]) -> list[int]:
+def active_inputs(node: Node, reached: AbstractSet[Value]) -> list[int]:
     """The inputs of a node that get a cotangent from it."""
     # What a custom rule closes over comes first, and gets nothing from the rule.
     first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
@@ -126,24 +126,24 @@ def node_vjp(
     None for one that is zero whatever the cotangents are (``floor``): carried on as an array of
     zeros it would become NaN at the first infinite derivative on its way, where there is nothing.
     """
-    linked = _linked(node, cotangents, active)
-    chosen = [i for i in active if linked >> i & 1]
+    linked = linked_inputs(node, cotangents, active)
+    chosen = [i for i, is_linked in zip(active, linked, strict=True) if is_linked]
     found = iter(_jax_vjp(node, values, cotangents, chosen) if chosen else ())
-    return [next(found) if linked >> i & 1 else None for i in active]
+    return [next(found) if is_linked else None for is_linked in linked]
 
 
-def _linked(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> int:
-    """The mask of the active inputs whose cotangents depend on one that is given."""
+def linked_inputs(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> list[bool]:
+    """Whether the cotangents of the active inputs of a node depend on one that is given."""
     if isinstance(node, Recompute):
         # TensorFlow differentiates a recomputed function as a whole: an argument that it does not
         # use has a gradient of zero, not none.
-        return sum(1 << i for i in active)
+        return [True] * len(active)
     ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
     linked = 0
     for row, ct in zip(Walk().rule(node, ins), cotangents, strict=True):
         if ct is not None:
             linked |= row
-    return linked
+    return [bool(linked >> i & 1) for i in active]
 
 
 def _jax_vjp(

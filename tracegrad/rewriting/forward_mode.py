@@ -34,7 +34,25 @@ def with_forward_mode(graph: Graph) -> Graph:
     A rule whose backward is not linear in its cotangents has no transpose: differentiating it
     forward raises ValueError, which names the rule and its line.
     """
-    return _rewritten(graph, (), {})
+    return _rewritten(_without_unused_rules(graph), (), {})
+
+
+def _without_unused_rules(graph: Graph) -> Graph:
+    """The graph without what nobody reads, if a custom gradient may be in that: a function that
+    returns the gradient of its value leaves the value, whose tangent nobody wants."""
+    returned = set(graph.outputs)
+    unused = set[Node]()
+    for node in reversed(graph.nodes):
+        users = (user for value in node.outputs for user in value.users)
+        if not node.effects and returned.isdisjoint(node.outputs) and unused.issuperset(users):
+            unused.add(node)
+    if not any(isinstance(node, RegionNode) for node in unused):
+        return graph
+    result = graph.copy()
+    for node, here in reversed(list(zip(graph.nodes, result.nodes, strict=True))):
+        if node in unused:
+            result.erase(here)
+    return result
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,20 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, node_vjp, pull_back, running_sum
-from tracegrad.ir import Graph, Literal, Node, Value
+from tracegrad.differentiation.pull_back import (
+    Aggregation,
+    active_inputs,
+    linked_inputs,
+    node_vjp,
+    pull_back,
+    reached_from,
+    running_sum,
+)
+from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.lowering import Lowering, evaluate_node
+from tracegrad.tape.effects import silence
 from tracegrad.tape.record import Block, graph_of, refuse_saved
+from tracegrad.tape.replay import NOTHING, PullBack, Replay, run_again, with_stand_in
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 
 
@@ -42,40 +50,74 @@ def trace_backward(
     stopped: Collection[int] = (),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
+    replay: Replay = NOTHING,
 ) -> Traced:
     """Traces the reverse pass over a block.
 
     Args:
       block: from `block_between`.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
+      replay: what runs again, if the cotangents may be differentiated. In the place of the arrays
+        of its slots stand-ins are given (see `with_stand_in`).
     """
     rules = rules_in_force()
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
+    places = {value: slot for slot, value in values.items()}
+    if rules:
+        refuse_saved(block.operations)
+        graph, values = _under_rules(graph, values, block, stopped)
+        places = {value: slot for slot, value in values.items() if value.producer is None}
+        again = graph.nodes
+    else:
+        again = tuple([graph.nodes[i] for i in replay.operations])
+    as_called = {graph.nodes[i] for i in replay.as_called}
     wanted = [values[slot] for slot in block.sources]
     outputs = [values[slot] for slot in block.targets]
     stops = {values[slot] for slot in stopped}
-    types = [*block.types, *(block.types[slot] for slot in block.targets)]
+    stand_ins = {values[slot]: slot for slot in replay.slots}
+    reached = reached_from(graph, wanted, stops)
     count = len(block.types)
-    if rules:
-        refuse_saved(block.operations)
-        backward = _under_rules(graph, values, wanted, outputs, stops, aggregate, gated, count)
-        return _traced(backward, types, count)
+    # Which results of a node have cotangents: what runs again is differentiated with respect to
+    # those alone, and before anything is pulled back. So it is traced twice.
+    given_to: dict[Node, list[int]] = {}
 
-    def through(
-        node: Node, known: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
-    ) -> list[Any]:
-        saved = saving.get(node)
-        if saved is None:
-            return node_vjp(node, known, given, active)
-        return saved.pull_back(node, known, given, active)
+    def backward(*arrays_and_seeds: Any) -> list[Any]:
+        known: dict[Value, Any] = dict(graph.constants)
+        known.update((value, arrays_and_seeds[slot]) for value, slot in places.items())
+        pull: dict[Node, tuple[Node, PullBack]] = {}
 
-    def plain_backward(*arrays_and_seeds: Any) -> list[Any]:
-        cotangents: dict[Any, list[Any]] = {}
+        def through(
+            node: Node, known: Mapping[Value, Any], cts: Sequence[Any], active: Sequence[int]
+        ) -> list[Any]:
+            if node in pull:
+                called, pulled = pull[node]
+                found = pulled([ct for ct in cts if ct is not None])
+                linked = linked_inputs(called, cts[: len(called.outputs)], active)
+                return [ct if is_linked else None for ct, is_linked in zip(found, linked)]
+            given_to[node] = [i for i, ct in enumerate(cts) if ct is not None]
+            saved = saving.get(node)
+            if saved is None:
+                return node_vjp(node, known, cts, active)
+            return saved.pull_back(node, known, cts, active, as_called=node in as_called)
+
+        for node in again:
+            called, at = saving[node].as_called(node, known) if node in as_called else (node, known)
+            silence(called)
+            given = given_to.get(node, ())
+            results, pulled = run_again(called, at, active_inputs(node, reached), given)
+            if node in given_to and (called is not node or node not in saving):
+                pull[node] = called, pulled
+            for value, result in zip(node.outputs, results):
+                if value in stand_ins:
+                    known[value] = with_stand_in(result, arrays_and_seeds[stand_ins[value]])
+                else:
+                    known.setdefault(value, result)
+        cotangents: dict[Value, list[Any]] = {}
         for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
             cotangents.setdefault(value, []).append(seed)
         return pull_back(
             graph,
-            {value: arrays_and_seeds[slot] for slot, value in values.items()},
+            known,
             cotangents,
             wanted,
             stopped=stops,
@@ -84,7 +126,11 @@ def trace_backward(
             through=through,
         )
 
-    return _traced(plain_backward, types, count)
+    run = jax.named_call(backward, name=UNDER_RULES) if rules else backward
+    types = [*block.types, *(block.types[slot] for slot in block.targets)]
+    if again:
+        jax.eval_shape(run, *types)
+    return _traced(run, types, count)
 
 
 def _traced(backward: Callable[..., list[Any]], types: Sequence[Any], count: int) -> Traced:
@@ -114,54 +160,23 @@ def _needed(program: Any) -> tuple[bool, ...]:
 
 
 def _under_rules(
-    graph: Graph,
-    values: Mapping[int, Value],
-    wanted: Sequence[Value],
-    outputs: Sequence[Value],
-    stops: AbstractSet[Value],
-    aggregate: Aggregation,
-    gated: bool,
-    count: int,
-) -> Callable[..., list[Any]]:
-    """The same with the rules in force applied to the block. What they put into it has no recorded
-    values: the block is computed once more from its inputs, which XLA makes one with the first."""
-    slots = {value: slot for slot, value in values.items()}
-    given = [slots[value] for value in graph.inputs]
-    made = [value for value in (*wanted, *outputs, *stops) if value.producer is not None]
-    for value in dict.fromkeys(made):
-        graph.add_output(value)
+    graph: Graph, values: Mapping[int, Value], block: Block, stopped: Collection[int]
+) -> tuple[Graph, dict[int, Value]]:
+    """The graph with the rules in force applied to it, and its values for slots that are asked for.
+
+    What rules put into it has no recorded values: the block is computed once more from its inputs,
+    which XLA makes one with the first.
+    """
+    slots = dict.fromkeys([*block.sources, *block.targets, *stopped])
+    made = [slot for slot in slots if values[slot].producer is not None]
+    for slot in made:
+        graph.add_output(values[slot])
+    given = [slot for slot, value in values.items() if value.producer is None]
+    assert [values[slot] for slot in given] == list(graph.inputs)
     edited = apply_in_force(graph)
-    now = dict(zip(graph.inputs, edited.inputs, strict=True))
-    for old, new in zip(graph.outputs, edited.outputs, strict=True):
-        assert isinstance(old, Value)
-        assert isinstance(new, Value)
-        now[old] = new
-
-    def backward(*arrays_and_seeds: Any) -> list[Any]:
-        with jax.named_scope(UNDER_RULES):
-            known = {
-                value: arrays_and_seeds[slot]
-                for value, slot in zip(edited.inputs, given, strict=True)
-            }
-            known.update(edited.constants)
-            for node in edited.nodes:
-                operands = [v.value if isinstance(v, Literal) else known[v] for v in node.inputs]
-                results = evaluate_node(node, operands, Lowering())
-                known.update(zip(node.outputs, results, strict=True))
-            cotangents: dict[Value, list[Any]] = {}
-            for value, seed in zip(outputs, arrays_and_seeds[count:], strict=True):
-                cotangents.setdefault(now[value], []).append(seed)
-            return pull_back(
-                edited,
-                known,
-                cotangents,
-                [now[value] for value in wanted],
-                stopped={now[value] for value in stops},
-                aggregate=aggregate,
-                gated=gated,
-            )
-
-    return backward
+    now: dict[int, Any] = dict(zip(given, edited.inputs, strict=True))
+    now.update(zip(made, edited.outputs, strict=True))
+    return edited, now
 
 
 def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:

@@ -25,7 +25,8 @@ from tracegrad.tape.backward import Traced, sum_of_known, trace_backward
 from tracegrad.tape.keys import Structure
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import ON_VALUES, Block, Operation, Record, block_between, on_the_way
-from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.recorder import Recorder, with_stand_ins
+from tracegrad.tape.replay import NOTHING, Replay, replay_of
 from tracegrad.tracing.in_force import rules_in_force
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
@@ -92,11 +93,13 @@ class _Compiled:
     Attributes:
       connected: which sources it has a gradient for.
       needed: the positions in the block of the arrays that it takes.
+      replay: what of the block it runs again.
     """
 
     run: Callable[..., list[Any]]
     connected: tuple[bool, ...]
     needed: tuple[int, ...]
+    replay: Replay
     key: Any
 
 
@@ -106,14 +109,17 @@ class _Placed:
 
     compiled: weakref.ref[_Compiled]
     slots: tuple[int, ...]
+    stood_in: frozenset[int]
 
 
 class _Ready(NamedTuple):
-    """From the arrays of these slots and the seeds to the cotangents of the connected sources."""
+    """From the arrays of these slots (stand-ins for some of them: see `with_stand_in`) and the
+    seeds to the cotangents of the connected sources."""
 
     run: Callable[..., list[Any]]
     connected: tuple[bool, ...]
     slots: tuple[int, ...]
+    stood_in: frozenset[int]
 
 
 def cotangents(
@@ -156,6 +162,8 @@ def _run(record: Record, ready: _Ready, seeds: Sequence[Any]) -> list[Any]:
     if not any(ready.connected):
         return [None] * len(ready.connected)
     arrays = [record.arrays[slot] for slot in ready.slots]
+    if ready.stood_in:
+        arrays = with_stand_ins(arrays, [slot in ready.stood_in for slot in ready.slots])
     found = iter(ready.run(*arrays, *[seed for seed in seeds if seed is not None]))
     return [next(found) if linked else None for linked in ready.connected]
 
@@ -188,28 +196,32 @@ def _compiled(
         before: _Compiled | None = placed.compiled()
         kept: object = None if before is None else PROGRAMS.get(before.key)
         if before is not None and kept is before:
-            return _Ready(before.run, before.connected, placed.slots)
+            return _Ready(before.run, before.connected, placed.slots, placed.stood_in)
     operations = record.operations()
     if piece is not None:
         operations = [operations[i] for i in piece.operations]
     block = block_between(operations, record.types(), sources, targets)
     stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
+    replay = NOTHING if runs else replay_of(block, stops)
     structure = block.key if runs else block.exact_key
-    key = structure and Structure((kind, given, structure, rules, stops, *how[1:], sparse))
+    key = structure and Structure((kind, given, structure, rules, stops, *how[1:], sparse, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
-        traced = trace_backward(block, stopped=stops, aggregate=how.aggregate, gated=how.gated)
-        known = _compile(block, traced, kind, given, sparse, key)
+        traced = trace_backward(
+            block, stopped=stops, aggregate=how.aggregate, gated=how.gated, replay=replay
+        )
+        known = _compile(block, traced, kind, given, sparse, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)
         if key is not None and (rule_free or not _is_transforming()):
             PROGRAMS.put(key, known)
     slots = tuple([block.slots[place] for place in known.needed])
+    stood_in = frozenset([block.slots[place] for place in known.replay.slots])
     if record.step.is_shared:
         if len(programs) > 64:
             programs.clear()
-        programs[here] = _Placed(weakref.ref(known), slots)
-    return _Ready(known.run, known.connected, slots)
+        programs[here] = _Placed(weakref.ref(known), slots, stood_in)
+    return _Ready(known.run, known.connected, slots, stood_in)
 
 
 def _is_transforming() -> bool:
@@ -225,6 +237,7 @@ def _compile(
     kind: Kind,
     given: Sequence[bool],
     sparse: Sequence[bool],
+    replay: Replay,
     key: Any,
 ) -> _Compiled:
     program, connected = traced.program, traced.connected
@@ -255,7 +268,7 @@ def _compile(
         ]
         return kind.run(connected_only, [arrays[i] for i in range(len(arrays))], seeds, types)
 
-    return _Compiled(jax.jit(backward), connected, tuple(needed), key)
+    return _Compiled(jax.jit(backward), connected, tuple(needed), replay, key)
 
 
 # ------------------------------------------------------------------------------- rules on values

@@ -70,7 +70,7 @@ class ForwardAccumulator:
             if isinstance(primal, Variable):
                 self._variables[id(primal)] = primal, tangent
             else:
-                self._tangents.set(primal, tangent)
+                self._tangents.move(primal, tangent)
 
     def __enter__(self) -> ForwardAccumulator:
         self._check_thread()

@@ -366,13 +366,13 @@ class GradientTape:
         record = self._record
         if not _jax.is_top_level():
             record.hand_out()
-        if any(isinstance(leaf, Variable) for leaf in leaves):
+        if record.stand_ins or any(isinstance(leaf, Variable) for leaf in leaves):
             # A Variable is all its reads: each is a value of its own, the more so after an
             # assignment.
             reads = [
-                _with(record.reads_of(leaf), variables.get(leaf))
+                record.stands_for(_with(record.reads_of(leaf), variables.get(leaf)))
                 if isinstance(leaf, Variable)
-                else [leaf]
+                else record.stands_for([leaf])
                 for leaf in leaves
             ]
             each = iter(self._pull_back(targets, [a for of in reads for a in of], kind, seeds))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
 from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Block, Record, block_between
-from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tape.recorder import Recorder, recorder_here, with_stand_ins
+from tracegrad.tape.replay import Replay, replay_of
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable
@@ -201,8 +202,8 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
         ends = tuple(map(record.slot, reads)), (record.slot(first),)
         found = cotangents(record, *ends, JACOBIAN)
     else:
-        block, arrays = _block(record, reads, [first])
-        program, connected, _ = trace_backward(block)
+        block, replay, arrays = _block(record, reads, [first])
+        program, connected, _ = trace_backward(block, replay=replay)
 
         def row(seed: Any) -> list[Any]:
             rows = _jax.eval_program(program, [*arrays, seed])
@@ -261,7 +262,7 @@ def _values(values: Any) -> list[Any]:
 
 def _reads(record: Record, x: Any) -> list[Any]:
     """The arrays that an x stands for. A Variable is all its reads: each is a value of its own."""
-    return record.reads_of(x) or _values(x)
+    return record.stands_for(record.reads_of(x) or _values(x))
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
@@ -297,6 +298,7 @@ def _pull_back(
     sparse: bool,
 ) -> list[Any]:
     stopped = {record.slots[id(array)] for array in stops if id(array) in record.slots}
+    record.refuse_to_stop(stopped, list(map(record.slot, targets)))
     if _runs_at_once():
         return cotangents(
             record,
@@ -308,12 +310,13 @@ def _pull_back(
             aggregate,
             gated,
         )
-    block, arrays = _block(record, sources, targets)
+    block, replay, arrays = _block(record, sources, targets, stopped)
     program, connected, _ = trace_backward(
         block,
         stopped=[i for i, slot in enumerate(block.slots) if slot in stopped],
         aggregate=aggregate,
         gated=gated,
+        replay=replay,
     )
     # Bound one by one, so that gradients of gradients find every operation.
     if sparse:
@@ -330,12 +333,17 @@ def _runs_at_once() -> bool:
 
 
 def _block(
-    record: Record, sources: Sequence[Any], targets: Sequence[Any]
-) -> tuple[Block, list[Any]]:
-    """The part of a record between sources and targets, and its arrays."""
+    record: Record,
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    stopped: Collection[int] = (),
+) -> tuple[Block, Replay, list[Any]]:
+    """The part of a record between sources and targets, what of it runs again, and its arrays."""
     ends = list(map(record.slot, sources)), list(map(record.slot, targets))
     block = block_between(record.operations(), record.types(), *ends)
-    return block, [record.arrays[slot] for slot in block.slots]
+    replay = replay_of(block, [i for i, slot in enumerate(block.slots) if slot in stopped])
+    arrays = [record.arrays[slot] for slot in block.slots]
+    return block, replay, with_stand_ins(arrays, [i in replay.slots for i in range(len(arrays))])
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

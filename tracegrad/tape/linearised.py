@@ -64,12 +64,13 @@ class Linearised(Computation):
     """The forward pass of an operation, with respect to some of its operands.
 
     Attributes:
+      active: the positions of the operands of which derivatives may be wanted.
       forward: the forward pass, ``(*operands) -> (*results, *saved)``, compiled.
       original: the computation of which it is the forward pass.
       count: how many results that has; after them comes what is saved.
     """
 
-    __slots__ = ("_active", "_graph", "_has_rules", "_passes", "count", "forward", "original")
+    __slots__ = ("_graph", "_has_rules", "_passes", "active", "count", "forward", "original")
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Linearised(Computation):
         key: which key of `of` tells it from others: that of one derivative, or of all.
         """
         self.original = of
-        self._active = active
+        self.active = active
         run, graph = _as_run(of, types)
         self._has_rules = of.primitive in RULES or any(map(has_rules, of.programs))
         self._passes: list[_Pass] = []
@@ -130,10 +131,15 @@ class Linearised(Computation):
         values: Mapping[Value, Any],
         cotangents: Sequence[Any],
         active: Sequence[int],
+        *,
+        as_called: bool = False,
     ) -> list[Any]:
-        """The cotangents of operands of a node of this computation, as `node_vjp` gives them."""
+        """The cotangents of operands of a node of this computation, as `node_vjp` gives them.
+
+        `as_called`: those of its results without what was saved for them.
+        """
         terms = [
-            self._of_part(first, node, values, part, active)
+            self._of_part(first, node, values, part, active, as_called=as_called)
             for first, part in self._parts(cotangents)
             if any(ct is not None for ct in part)
         ]
@@ -162,13 +168,15 @@ class Linearised(Computation):
         values: Mapping[Value, Any],
         cotangents: Sequence[Any],
         active: Sequence[int],
+        as_called: bool,
     ) -> list[Any]:
-        if order < len(self._passes) and set(active) <= set(self._active):
+        is_saved = order < len(self._passes) and set(active) <= set(self.active)
+        if is_saved and not (order == 0 and as_called):
             one = self._passes[order]
-            found = dict(zip(self._active, self._pull_back(one, node, values, cotangents)))
+            found = dict(zip(self.active, self._pull_back(one, node, values, cotangents)))
             return [found[i] for i in active]
         if order == 0:  # an operand that nobody watched when it ran
-            plain, known = self._as_called(node, values)
+            plain, known = self.as_called(node, values)
             return node_vjp(_silent(plain), known, cotangents[: self.count], active)
         return node_vjp(_silent(node), values, cotangents, active)
 
@@ -186,7 +194,7 @@ class Linearised(Computation):
             return list(found)  # it counts as a whole: see `node_vjp`
         return [ct if flow & given else None for ct, flow in zip(found, one.flows, strict=True)]
 
-    def _as_called(self, node: Node, values: Mapping[Value, Any]) -> tuple[Node, dict[Value, Any]]:
+    def as_called(self, node: Node, values: Mapping[Value, Any]) -> tuple[Node, dict[Value, Any]]:
         """The node of the operation itself in the place of its forward pass, with its values."""
         assert node.source is not None
         graph = Graph(node.name)

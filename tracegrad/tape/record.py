@@ -6,7 +6,7 @@ steps that it shares with other records (see `structure`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ class Record:
         "shown",
         "slots",
         "source_infos",
+        "stand_ins",
         "step",
         "steps",
         "tracked",
@@ -92,6 +93,8 @@ class Record:
         self.rules: dict[int, Rule] = {}  # on values, by the slot of the first result
         # Every Variable that is watched, and what it gave at each read, by identity.
         self.reads: dict[Variable, dict[int, Any]] = {}
+        # What takes part in a recorded gradient in the stead of an array, by that one's identity.
+        self.stand_ins: dict[int, list[Any]] = {}
         # What nobody else was handed of Variables, to be given back.
         self.shown: list[tuple[Variable, Any]] = []
 
@@ -199,6 +202,33 @@ class Record:
             list(self.reads.get(source, {}).values()) if isinstance(source, Variable) else [source]
         )
 
+    def add_stand_in(self, stand_in: Any, of: Any) -> None:
+        """Follows an array that stands in a gradient for another one that is followed."""
+        self.watch(stand_in)
+        self.stand_ins.setdefault(id(of), []).append(stand_in)
+
+    def stands_for(self, sources: Sequence[Any]) -> list[Any]:
+        """The sources with what has taken part in gradients in the stead of them."""
+        if not self.stand_ins:
+            return list(sources)
+        return [each for s in sources for each in (s, *self.stand_ins.get(id(s), ()))]
+
+    def refuse_to_stop(self, stopped: Collection[int], targets: Sequence[int]) -> None:
+        """Raises NotImplementedError where a value that counts as constant has taken part in a
+        gradient by a stand-in: what it was computed from has a part of its own there."""
+        stand_ins = [
+            self.slots[id(each)]
+            for slot in (stopped if self.stand_ins else ())
+            for each in self.stand_ins.get(id(self.arrays[slot]), ())
+        ]
+        if stand_ins and on_the_way(self.operations(), self.types(), stand_ins, targets):
+            raise NotImplementedError(
+                "stop_gradients has a value that comes after a function with a rule, and the ys "
+                "are computed from a gradient of what that value is used for. There it is a part "
+                "of the derivative of the rule's forward pass. Stop it where it is used "
+                "(tracegrad.stop_gradient), or give it to the first gradients() as well"
+            )
+
     def hand_out(self) -> None:
         """Whoever records what is done with the arrays from now on may keep them."""
         self.shown.clear()
@@ -212,6 +242,7 @@ class Record:
         self.slots.clear()
         self.tracked.clear()
         self.rules.clear()
+        self.stand_ins.clear()
         for reads in self.reads.values():
             reads.clear()
         if self.shown:

@@ -635,3 +635,28 @@ def unrecorded() -> Iterator[None]:
         trace = trace.parent_trace
     with set_current_trace(trace):
         yield
+
+
+def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    """The arrays, in the place of each chosen one another one of its type.
+
+    It is computed from nothing, and its value is not used. The records that are on take it for a
+    source where the array is one.
+    """
+    trace = _jax.current_trace(None)
+    recorder = trace if isinstance(trace, Recorder) else None
+    with set_current_trace(trace if recorder is None else recorder.parent_trace):
+        found = [
+            _stand_in(array) if is_chosen else array
+            for array, is_chosen in zip(arrays, chosen, strict=True)
+        ]
+    for array, stand_in in zip(arrays, found, strict=True):
+        if recorder is not None and stand_in is not array:
+            for record in recorder.records:
+                if record.tracks([array]):
+                    record.add_stand_in(stand_in, array)
+    return found
+
+
+def _stand_in(array: Any) -> Any:
+    return jnp.zeros_like(array) if _jax.is_tracer(array) else _jax.fresh_alias(array)

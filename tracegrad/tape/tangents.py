@@ -42,6 +42,7 @@ class Tangents(Record):
         super().__init__()
         self.tracked: dict[int, weakref.ref[Any]] = {}
         self._tangents: dict[int, Any] = {}
+        self._primals: set[int] = set()  # identities
         self._recorder: Recorder | None = None
         self._waiting: list[tuple[_Ran, Any]] = []
 
@@ -71,7 +72,17 @@ class Tangents(Record):
         self._tangents[identity] = tangent
         self.tracked[identity] = weakref.ref(array, gone)
 
+    def move(self, primal: Any, tangent: Any) -> None:
+        """Lets an array move by itself, whatever it was computed from."""
+        self.set(primal, tangent)
+        self._primals.add(id(primal))
+
+    def add_stand_in(self, stand_in: Any, of: Any) -> None:
+        if id(of) in self._primals:
+            self.move(stand_in, self.get(of))
+
     def _forget(self, identity: int) -> None:
+        self._primals.discard(identity)
         self._tangents.pop(identity, None)
         self.tracked.pop(identity, None)
 
