@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
 from tracegrad.saving import load, save
@@ -45,6 +47,12 @@ PAIRS = {
         0
     ],
     "of each step": lambda x: lax.scan(lambda c, _: (c, plus_one(x)), x * x, None, 1),
+    "on a mesh": jax.shard_map(
+        pair,
+        mesh=jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,)),
+        in_specs=P(),
+        out_specs=P(),
+    ),
     "deeper": lambda x: lax.scan(lambda c, _: jax.jit(pair)(c), x, None, 1),
     "shared": lambda x: (lambda y: (y * y / 4, plus_one(y)))(jnp.sqrt(4 * x * x)),
     "stopped": lambda x: (lambda y: (lax.stop_gradient(y) * x + x * x - 6 * x, y))(plus_one(x)),

@@ -216,8 +216,10 @@ class Planner:
         self, node: Node, ins: list[int], results: list[Edge], told: Sequence[When | None]
     ) -> tuple[list[Edge], list[When], dict[str, Inner]] | None:
         """The same of a node whose regions JAX differentiates by what is in them."""
-        is_call = isinstance(node, Recompute) or (
-            node.primitive is _jax.JIT and not has_jit_settings(node)
+        is_call = (
+            isinstance(node, Recompute)
+            or (node.primitive is _jax.JIT and not has_jit_settings(node))
+            or node.op == "shard_map"
         )
         entered = None
         if is_call or node.primitive in (_jax.SCAN, _jax.COND):
