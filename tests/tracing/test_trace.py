@@ -304,6 +304,48 @@ def test_a_function_that_nobody_holds_is_freed():
     assert gone() is None
 
 
+def assigning(v, x):
+    def f():
+        v.assign(x * v)
+
+    return f
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda v, x: lambda: x, lambda f: f()),
+        (lambda v, x: lambda: x, lambda f: f.lower().compile()),
+        (lambda v, x: lambda: x * v, lambda f: f()),
+        (assigning, lambda f: f()),
+        (lambda v, x: lambda u: x * u, lambda f: f(tg.Variable(1.0))),
+        (lambda v, x: lambda y: jnp.sum(jax.checkpoint(jnp.sin)(x * y)), lambda f: f(1.0)),
+        (lambda v, x: lambda y: jnp.sum(x * y), lambda f: jax.grad(f)(1.0)),
+    ],
+    ids=["called", "compiled", "reads", "assigns", "given", "recomputes", "differentiated"],
+)
+def test_what_it_held_is_gone_with_the_last_reference_to_it(make, call, count):
+    variable, x = tg.Variable(np.ones(10, np.float32)), jnp.full(10, 3.0)
+    held = weakref.ref(x)
+    fun = make(variable, x)
+    traced = tg.trace(fun)
+    del x
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(count):
+            call(traced)
+        del fun
+        assert held() is not None
+        if count:
+            call(traced)
+        del traced
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_it_may_be_called_from_many_threads():
     traced = tg.trace(lambda x: jnp.sin(x) * 2)
     results = []

@@ -41,7 +41,7 @@ class Attempt:
     """
 
     def __init__(self, of: object = None, known: Any = None):
-        self.of = self if of is None else of
+        self.of = object() if of is None else of
         self.is_tracing = of is None
         self.known = known
         self.found: Any = None
@@ -52,7 +52,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        _here.attempts = self._before
+        _here.attempts, self._before = self._before, ()
         if isinstance(error, AnotherVariant) and error.of is self.of:
             self.found = error.found
             return True

@@ -137,9 +137,12 @@ class Body:
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
-        outs = evaluate(graph, flat, Lowering())
+        lowering = Lowering()
+        outs = evaluate(graph, flat, lowering)
         count = len(outs) - len(graph.assigned)
         result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
+        if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
+            graph.dissolve()
         if not use.has_variables:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))

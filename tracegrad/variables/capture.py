@@ -107,6 +107,9 @@ class Capture:
         finally:
             _active.captures -= 1
             self._life.runs = False
+            # They know the function, which has this: a circle, that would keep alive what it holds.
+            self._trace = None
+            self._current, self._readable = {}, {}
             for identity in self._handed:
                 _active.assigned.pop(identity, None)
 
