@@ -153,6 +153,9 @@ def with_statics(result: T) -> T:
 
 def _fix(leaves: list[Any], *, is_result: bool = False) -> bool:
     """Puts `Static` in the places of what is no array; whether there was such."""
+    kinds = set(map(type, leaves))
+    if all(kind in _ARRAYS or issubclass(kind, jax.Array) for kind in kinds):
+        return False  # as nearly all are
     fixed = False
     for i, leaf in enumerate(leaves):
         if not is_array(leaf) and not isinstance(leaf, (Variable, Given)):
