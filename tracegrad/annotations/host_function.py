@@ -126,7 +126,7 @@ def numpy_function(
     host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
     with nullcontext() if name is None else jax.named_scope(name):
         results = _run(host, arrays, stateful, has_gradient=grad is not None)
-        if grad is not None and _is_transformed():
+        if grad is not None and not _jax.is_top_level():  # something could ask for it
             params = {"func": func, "Tout": Tout, "stateful": stateful}
             results = _with_gradient(grad, arrays, results, name or name_of(func), params)
     if not host.several:
@@ -168,9 +168,8 @@ def _result_types(
                 f"then has the shape to which its inputs broadcast; these do not: {shapes}. Give "
                 "Tout=jax.ShapeDtypeStruct(shape, dtype)"
             ) from None
-    struct: Any = jax.ShapeDtypeStruct
     types = tuple(
-        struct(shape if bare else t.shape, _dtype(func, t if bare else t.dtype))
+        _jax.struct(shape if bare else t.shape, _dtype(func, t if bare else t.dtype))
         for t, bare in zip(given, is_bare, strict=True)
     )
     return types, is_bare
@@ -279,15 +278,10 @@ def _text(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _is_transformed() -> bool:
-    """Whether anything is there that could ask for a gradient."""
-    return not _jax.is_top_level()
-
-
 def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
     """Calls the host with what is, to differentiation, constants; or an error if there is none."""
     with unrecorded():  # the results are not connected to what a tape sees
-        if not _is_transformed():
+        if _jax.is_top_level():
             return _call(host, arrays, stateful)
         constants = map(jax.lax.stop_gradient, arrays) if has_gradient else arrays
         mark = functools.partial(TO_HOST.bind, function=described(host.func), stateful=stateful)
