@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,13 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.wording import brief, with_article
 from tracegrad.tape.backward import seeds_for, sum_of_known
 from tracegrad.tape.cotangents import (
     BATCH_JACOBIAN,
@@ -26,6 +25,7 @@ from tracegrad.tape.cotangents import (
     Kind,
     cotangents,
 )
+from tracegrad.tape.leaves import are_arrays, arrays_of, one_array, real, require_arrays
 from tracegrad.tape.record import Record, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.variables.lending import is_only_shown
@@ -142,14 +142,19 @@ class GradientTape:
         return tuple(self._record.reads)
 
     def watch(self, tensor: Any) -> None:
-        """Follows an array or a `Variable`, or every one of a tree, from now on.
+        """Follows an array or a `Variable`, or every one of a tree (a model), from now on.
 
         Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over;
-        one that is not a part of a tree with a `UserWarning`. Raises ValueError for what is not a
-        JAX array (a NumPy array, a Python number: they have no identity that JAX would keep).
+        one that is not a part of a tree with a `UserWarning`; and so is what models have beside
+        arrays: functions, and attributes of objects that are none. Raises ValueError for what else
+        is not a JAX array (a NumPy array, a Python number: they have no identity that JAX would
+        keep).
         """
         self._check_thread()
-        for leaf in jax.tree.leaves(tensor, is_leaf=is_variable):
+        leaves = jax.tree.leaves(tensor, is_leaf=is_variable)
+        if not all(isinstance(leaf, (jax.Array, Variable)) for leaf in leaves):
+            leaves = list(itertools.compress(leaves, are_arrays(tensor)))
+        for leaf in leaves:
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
                 continue
@@ -237,7 +242,8 @@ class GradientTape:
             `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
         Returns:
-          A tree like `sources`: of each source's shape and dtype, or None.
+          A tree like `sources`: of each source's shape and dtype, or None. What models have beside
+          arrays gets None.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
@@ -248,7 +254,7 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        targets, variables = _arrays(target)
+        targets, variables = arrays_of(target)
         seeds = seeds_for(targets, output_gradients)
         kind = SPARSE_GRADIENT if sparse else GRADIENT
         return self._differentiate(targets, variables, sources, unconnected, kind, seeds)
@@ -288,8 +294,8 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        one, variables = _one(target)
-        return self._differentiate([_real(one)], variables, sources, unconnected, JACOBIAN)
+        one, variables = one_array(target)
+        return self._differentiate([real(one)], variables, sources, unconnected, JACOBIAN)
 
     def batch_jacobian(
         self,
@@ -330,8 +336,8 @@ class GradientTape:
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
-        one, variables = _one(target)
-        shapes = jnp.shape(one), jnp.shape(_one(source, "source")[0])
+        one, variables = one_array(target)
+        shapes = jnp.shape(one), jnp.shape(one_array(source, "source")[0])
         if min(map(len, shapes)) < 2:
             raise ValueError(
                 f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
@@ -342,7 +348,7 @@ class GradientTape:
                 f"the batch of the target has the size {shapes[0][0]}, that of the source "
                 f"{shapes[1][0]}"
             )
-        return self._differentiate([_real(one)], variables, source, unconnected, BATCH_JACOBIAN)
+        return self._differentiate([real(one)], variables, source, unconnected, BATCH_JACOBIAN)
 
     def _check_usable(self) -> None:
         self._check_thread()
@@ -359,7 +365,11 @@ class GradientTape:
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
-        require_arrays("source", sources, leaves)
+        require_arrays("source", sources, leaves, settings=True)
+        wanted = None
+        if not all(isinstance(leaf, (jax.Array, Variable)) for leaf in leaves):
+            wanted = are_arrays(sources)
+            leaves = list(itertools.compress(leaves, wanted))
         if not self._persistent:
             self._used = True
             self._stop()
@@ -389,6 +399,9 @@ class GradientTape:
                 kind.zeros(targets, leaf) if ct is None else ct
                 for ct, leaf in zip(found, leaves, strict=True)
             ]
+        if wanted is not None:
+            each = iter(found)
+            found = [next(each) if is_array else None for is_array in wanted]
         return jax.tree.unflatten(tree, found)
 
     def _pull_back(
@@ -419,52 +432,7 @@ _USED = (
 )
 
 
-def _arrays(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
-    """The arrays of a target, and the values that those of its Variables have."""
-    leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
-    require_arrays(role, target, leaves)
-    variables = {leaf: leaf.value for leaf in leaves if isinstance(leaf, Variable)}
-    return [variables[v] if isinstance(v, Variable) else v for v in leaves], variables
-
-
-def _is_variable_or_none(leaf: Any) -> bool:
-    return leaf is None or is_variable(leaf)
-
-
-def require_arrays(role: str, tree: Any, leaves: Sequence[Any]) -> None:
-    """Raises TypeError, with the place in the tree, for a leaf that is no array and no Variable."""
-    if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
-        return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable_or_none)[0]:
-        if not isinstance(leaf, _ARRAYS):
-            place = jax.tree_util.keystr(path)
-            raise TypeError(
-                f"{with_article(role)} is an array or a Variable"
-                + (f"; {role}{place}" if place else ", or a tree of them; it")
-                + f" is {brief(leaf)}"
-            )
-
-
-_ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
-
-
 def _with(reads: list[Any], value: Any) -> list[Any]:
     """What was read of a Variable, and the value that it has as a target."""
     is_new = value is not None and all(value is not read for read in reads)
     return [*reads, value] if is_new else reads
-
-
-def _one(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
-    arrays, variables = _arrays(target, role)
-    if len(arrays) != 1:
-        raise ValueError(f"a Jacobian is of one array; there are {len(arrays)}")
-    return arrays[0], variables
-
-
-def _real(target: Any) -> Any:
-    if jnp.iscomplexobj(target):
-        raise TypeError(
-            f"the target is {target.dtype}: take the Jacobians of its real and of its imaginary "
-            "part, which are real"
-        )
-    return target

@@ -21,7 +21,8 @@ from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
-from tracegrad.tape.gradient_tape import UnconnectedGradients, require_arrays
+from tracegrad.tape.gradient_tape import UnconnectedGradients
+from tracegrad.tape.leaves import require_arrays
 from tracegrad.tape.record import Block, Record, block_between
 from tracegrad.tape.recorder import Recorder, recorder_here, with_stand_ins
 from tracegrad.tape.replay import Replay, replay_of

@@ -1,0 +1,83 @@
+"""What a tape is asked about: its targets and sources, and what it watches, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad.ir.wording import brief, with_article
+from tracegrad.variables.trees import is_variable
+from tracegrad.variables.variable import Variable
+
+_ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
+
+
+_ATTRIBUTES = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
+
+
+def are_arrays(tree: Any) -> list[bool]:
+    """Of each leaf of a tree, whether it is to be an array.
+
+    Models have others too: functions, and whatever is an attribute of an object (a rate, a name).
+    A number or a string in a list is none of these.
+    """
+    return [not _is_setting(path, leaf) for path, leaf in _with_paths(tree, is_variable)]
+
+
+def _is_setting(path: Sequence[Any], leaf: Any) -> bool:
+    if not path or isinstance(leaf, (jax.Array, Variable)):
+        return False
+    return callable(leaf) or isinstance(path[-1], _ATTRIBUTES)
+
+
+def _with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+
+
+def arrays_of(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
+    """The arrays of a target, and the values that those of its Variables have."""
+    leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
+    require_arrays(role, target, leaves)
+    variables = {leaf: leaf.value for leaf in leaves if isinstance(leaf, Variable)}
+    return [variables[v] if isinstance(v, Variable) else v for v in leaves], variables
+
+
+def _is_variable_or_none(leaf: Any) -> bool:
+    return leaf is None or is_variable(leaf)
+
+
+def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: bool = False) -> None:
+    """Raises TypeError, with the place in the tree, for a leaf that is no array and no Variable.
+
+    `settings`: whether there may be those that models have; see `are_arrays`.
+    """
+    if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
+        return
+    for path, leaf in _with_paths(tree, _is_variable_or_none):
+        if not isinstance(leaf, _ARRAYS) and not (settings and _is_setting(path, leaf)):
+            place = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"{with_article(role)} is an array or a Variable"
+                + (f"; {role}{place}" if place else ", or a tree of them; it")
+                + f" is {brief(leaf)}"
+            )
+
+
+def one_array(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
+    arrays, variables = arrays_of(target, role)
+    if len(arrays) != 1:
+        raise ValueError(f"a Jacobian is of one array; there are {len(arrays)}")
+    return arrays[0], variables
+
+
+def real(target: Any) -> Any:
+    if jnp.iscomplexobj(target):
+        raise TypeError(
+            f"the target is {target.dtype}: take the Jacobians of its real and of its imaginary "
+            "part, which are real"
+        )
+    return target
