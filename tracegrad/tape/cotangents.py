@@ -204,7 +204,7 @@ def _compiled(
     stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
     replay = NOTHING if runs else replay_of(block, stops)
     structure = block.key if runs else block.exact_key
-    key = structure and Structure((kind, given, structure, rules, stops, *how[1:], sparse, replay))
+    key = Structure((kind, given, structure, rules, stops, *how[1:], sparse, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
         traced = trace_backward(
@@ -213,7 +213,7 @@ def _compiled(
         known = _compile(block, traced, kind, given, sparse, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)
-        if key is not None and (rule_free or not _is_transforming()):
+        if rule_free or not _is_transforming():
             PROGRAMS.put(key, known)
     slots = tuple([block.slots[place] for place in known.needed])
     stood_in = frozenset([block.slots[place] for place in known.replay.slots])

@@ -79,37 +79,23 @@ class Linearised(Computation):
         types: Sequence[Any],
         orders: int,
         key: Any,
+        passes: Sequence[_Pass],
+        graph: Graph,
     ):
         """Args:
         of: what it is the forward pass of.
         active: the positions of the operands of which derivatives may be wanted.
         types: of all operands.
-        orders: as many derivatives of one another are given without running it again.
+        orders: as many derivatives of one another were to be given without running it again.
         key: which key of `of` tells it from others: that of one derivative, or of all.
+        passes, graph: from `_trace_orders`.
         """
         self.original = of
         self.active = active
-        run, graph = _as_run(of, types)
         self._has_rules = of.primitive in RULES or any(map(has_rules, of.programs))
-        self._passes: list[_Pass] = []
-        for order in range(orders):
-            try:
-                program, one = _trace(run, graph, types, active)
-            except Exception:
-                if order == 0:
-                    raise
-                break  # whoever asks for this derivative is told
-            self._passes.append(one)
-            graph = import_program(program)
-            if program_calls_host(program):
-                # That of a custom rule is differentiated from now on.
-                end_gradients_in(graph)
-
-            def run(operands: Sequence[Any], graph: Graph = graph) -> list[Any]:
-                return evaluate(graph, operands, Lowering())
-
+        self._passes = passes
         self._graph = graph
-        self.count = self._passes[0].count
+        self.count = passes[0].count
 
         def forward(*args: Any) -> list[Any]:
             return self.run_forward(args)
@@ -119,7 +105,7 @@ class Linearised(Computation):
         (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
         super().__init__(_jax.JIT, dict(equation.params), is_shared=of.is_shared)
         how = "linearised", active, tuple(types), orders
-        self._keys = key and (*how, key), of.keys[1] and (*how, of.keys[1])
+        self._keys = (*how, key), (*how, of.keys[1])
 
     def run_forward(self, operands: Sequence[Any]) -> list[Any]:
         """The forward pass, operation by operation: ``(*results, *saved)``."""
@@ -242,22 +228,48 @@ def linearised(
     known: Linearised | None = of.saved.get(key)
     if known is not None:
         return known
-    everywhere = None
-    try:
+    if types is None:
+        types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
+    orders = min(orders, _MOST_ORDERS)
+    try:  # runs rules, which are anybody's
         own_key = of.keys[0 if is_last else 1]
-        if types is None:
-            types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
-        if is_kept and not of.is_shared:
-            everywhere = own_key and (Linearised, own_key, key)
-            known = everywhere and PROGRAMS.get(everywhere)
-        if known is None:
-            known = Linearised(of, active, types, min(orders, _MOST_ORDERS), own_key)
+        everywhere = (Linearised, own_key, key) if is_kept and not of.is_shared else None
+        known = None if everywhere is None else PROGRAMS.get(everywhere)
+        traced = _trace_orders(of, active, types, orders) if known is None else None
     except Exception:
         of.saves = of.is_run_once = False
         return None
+    if traced is not None:
+        known = Linearised(of, active, types, orders, own_key, *traced)
     if everywhere is not None:
         PROGRAMS.put(everywhere, known)
-    return of.saved.setdefault(key, known)  # type: ignore[no-any-return]
+    return of.saved.setdefault(key, known)
+
+
+def _trace_orders(
+    of: Computation, active: tuple[int, ...], types: Sequence[Any], orders: int
+) -> tuple[list[_Pass], Graph]:
+    """The backward passes of an operation and of its derivatives, as many as there are up to some
+    order, and the forward pass that saves what all of them need."""
+    run, graph = _as_run(of, types)
+    passes: list[_Pass] = []
+    for order in range(orders):
+        try:
+            program, one = _trace(run, graph, types, active)
+        except Exception:
+            if order == 0:
+                raise
+            break  # whoever asks for this derivative is told
+        passes.append(one)
+        graph = import_program(program)
+        if program_calls_host(program):
+            # That of a custom rule is differentiated from now on.
+            end_gradients_in(graph)
+
+        def run(operands: Sequence[Any], graph: Graph = graph) -> list[Any]:
+            return evaluate(graph, operands, Lowering())
+
+    return passes, graph
 
 
 def _as_run(

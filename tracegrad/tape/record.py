@@ -277,8 +277,7 @@ class Record:
 class Block:
     """The part of a record between some sources and targets; its arrays have slots of their own.
 
-    `key` is equal for blocks of one structure: then one compiled program serves both. It is None
-    for one that is like no other.
+    `key` is equal for blocks of one structure: then one compiled program serves both.
     """
 
     operations: tuple[Operation, ...]
@@ -286,10 +285,8 @@ class Block:
     types: tuple[Any, ...]  # of each of its arrays
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    key: tuple[Any, ...] | None
-    exact_key: (
-        tuple[Any, ...] | None
-    )  # equal only if the backward's own derivatives are the same too
+    key: tuple[Any, ...]
+    exact_key: tuple[Any, ...]  # equal only if the backward's own derivatives are the same too
 
 
 def on_the_way(
@@ -346,8 +343,8 @@ def block_between(
         tuple(places),
         own_types,
         *ends,
-        None if None in once else (form, once),
-        None if None in exact else (form, exact),
+        (form, once),
+        (form, exact),
     )
 
 
