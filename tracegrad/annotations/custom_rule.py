@@ -1,0 +1,280 @@
+"""The rule that a call of a function with a custom gradient becomes: a ``jax.custom_vjp``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from tracegrad import _jax
+from tracegrad.annotations.calls import (
+    NEEDS_VALUES,
+    Arguments,
+    is_array_like,
+    named_after,
+    noted,
+)
+from tracegrad.annotations.captured import Captured, captured_name, unwrapped
+from tracegrad.annotations.pullback import (
+    Program,
+    Pullback,
+    Residuals,
+    trace_pullback,
+)
+from tracegrad.annotations.variables import (
+    Operands,
+)
+from tracegrad.ir.wording import brief, described
+from tracegrad.tape.keys import MadeOf, tell_made_of
+from tracegrad.variables.capture import variable_of
+from tracegrad.variables.trees import without_variables
+from tracegrad.variables.variable import Variable
+
+# Gradient functions are traced with those that they call in their turn, which may be themselves:
+# as deep as this, each level for one more derivative.
+_DEEPEST = 5
+
+
+class _Within(threading.local):
+    pullbacks = 0  # being traced around one another
+
+
+_within = _Within()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with a custom gradient and what it is called with."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: Arguments  # the leaves of args
+    reads: Operands | None = None  # the Variables that become inputs
+    # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
+    pullbacks: list[Pullback | Exception] = field(default_factory=list)
+
+    def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
+        """Calls the user's function."""
+        with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
+            result = self.fun(*self.arguments.with_arrays(arrays), **self.kwargs)
+        pair = isinstance(result, tuple | list) and len(result) == 2
+        if not pair or not callable(result[1]):
+            got = f"a pair with {brief(result[1])} in second place" if pair else brief(result)
+            raise TypeError(
+                f"{described(self.fun)} has a custom gradient, so it must return a pair "
+                f"(y, grad_fn) with a function grad_fn(*dys); it returned {got}."
+            )
+        y, grad_fn = without_variables(result[0]), result[1]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
+            if not is_array_like(leaf):
+                raise TypeError(
+                    f"{described(self.fun)} has a custom gradient, so its outputs must be arrays; "
+                    f"y{jax.tree_util.keystr(path)} is {brief(leaf)}."
+                )
+        return y, grad_fn
+
+    def forward(self, *arrays: Any) -> tuple[Any, Residuals]:
+        """The output, and what its pullback needs."""
+        y, grad_fn = self.run(*arrays)
+        pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
+        self.pullbacks.append(pullback)
+        return y, Residuals(values, len(self.pullbacks) - 1)
+
+    def forward_or_later(self, *arrays: Any) -> tuple[Any, Residuals]:
+        """The same; an error in the gradient function waits until the gradient is asked for."""
+        y, grad_fn = self.run(*arrays)
+        args = self.args
+        if self.reads is not None:
+            grad_fn, operands = self.reads.list_for(grad_fn, len(args))
+            if operands:
+                args, arrays = (*args, operands), (*arrays, *operands)
+        pullback: Pullback | Exception
+        values: list[Any] = []
+        if _within.pullbacks == _DEEPEST:
+            pullback = RecursionError(
+                f"the gradient function of {described(self.fun)} is called by gradient functions "
+                f"that call one another, {_DEEPEST} deep: derivatives are defined up to that order"
+            )
+            self.pullbacks[:] = [pullback]
+            return y, Residuals(values, 0)
+        _within.pullbacks += 1
+        try:
+            pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
+        except NEEDS_VALUES:
+            raise
+        except Exception as error:
+            pullback = error
+        finally:
+            _within.pullbacks -= 1
+        self.pullbacks[:] = [pullback]
+        return y, Residuals(values, 0)
+
+
+# ------------------------------------------------------------------------------------- the rule
+
+
+def bind_with_values(call: Call) -> Any:
+    """JAX's rule around the function itself, which sees values where there are any."""
+    output = _output_rule(call.fun, call.pullbacks)
+
+    def forward(*arrays: Any) -> tuple[Any, Residuals]:
+        y, residuals = call.forward(*arrays)
+        return output(arrays, y, residuals), residuals
+
+    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
+        return _gradients(call.pullbacks, residuals, dy)
+
+    rule = jax.custom_vjp(named_after(call.fun, lambda *arrays: call.run(*arrays)[0]))
+    rule.defvjp(forward, backward)
+    try:
+        return rule(*call.arguments.arrays)
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            f"{described(call.fun)} asks for the value of an array, as `if` does, so that it "
+            "cannot be traced by itself. Then it may not close over values that are being "
+            "differentiated or mapped: make them positional arguments, or use jax.lax.cond."
+        )
+        raise
+
+
+def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Variable] = ()) -> Any:
+    """JAX's rule around the traced function, with what it closes over as further arguments."""
+    traced, values = Program.of(program)
+    # Not the call itself: its arguments may belong to a trace that the rule outlives.
+    pullbacks, own = call.pullbacks, len(call.arguments.arrays)
+    inputs_given = [*call.arguments.arrays]
+    reads = call.reads
+    if reads is not None:
+        variables = reads.listed
+        inputs_given += reads.values()
+    given = len(inputs_given)
+    # What was read of a Variable is the input that stands for it.
+    places: dict[Variable | None, int] = {
+        variable: given - len(variables) + i for i, variable in enumerate(variables)
+    }
+    inputs_read = [places.get(variable_of(value)) for value in values]
+    values = [value for value, place in zip(values, inputs_read) if place is None]
+    if reads is not None:
+        values = [reads.value_of(value) for value in values]
+
+    def evaluate(*inputs: Any) -> Any:
+        rest = iter(inputs[given:])
+        closed_over = [next(rest) if place is None else inputs[place] for place in inputs_read]
+        return jax.tree.unflatten(out_tree, traced(closed_over, inputs[:own]))
+
+    def primal(*inputs: Any) -> Any:
+        return evaluate(*inputs)[0]
+
+    captured = [
+        Captured(
+            given + i,
+            captured_name(value, call.fun, call.kwargs),
+            described(call.fun),
+            primal,
+        )
+        for i, value in enumerate(values)
+        if _jax.is_tracer(value)  # nothing else is ever differentiated, but on a tape
+    ]
+    made_of = _made_of(traced, given, inputs_read, captured, pullbacks[0])
+    closed_over = len(values)
+    output = _output_rule(call.fun, pullbacks, captured, closed_over, made_of)
+
+    def forward(*inputs: Any) -> tuple[Any, Residuals]:
+        if isinstance(pullbacks[0], Exception):
+            raise pullbacks[0]
+        inputs, problem = unwrapped(captured, inputs)
+        if problem is not None:
+            raise ValueError(problem)
+        y, residuals = evaluate(*inputs)
+        return output(inputs, y, residuals), residuals
+
+    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
+        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over)
+
+    tell_made_of(backward, made_of)
+    rule = jax.custom_vjp(named_after(call.fun, primal))
+    # Only a rule that is told about symbolic zeros learns what is being differentiated.
+    rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
+    return _bound(rule, primal, (*inputs_given, *values))
+
+
+def _made_of(
+    traced: Program,
+    given: int,
+    inputs_read: Sequence[int | None],
+    captured: Sequence[Captured],
+    pullback: Pullback | Exception,
+) -> MadeOf:
+    """What a rule around a traced function is made of."""
+    refused = tuple(each.position for each in captured)
+    own = traced.captured, given, tuple(inputs_read), refused
+    if isinstance(pullback, Exception):  # which the rule raises
+        return MadeOf((traced.program,), (own, type(pullback), str(pullback)))
+    its = pullback.program.captured, tuple(pullback.differentiable), tuple(pullback.given)
+    return MadeOf((traced.program, pullback.program.program), (own, its))
+
+
+def _output_rule(
+    fun: Callable[..., Any],
+    pullbacks: Sequence[Pullback | Exception],
+    captured: Sequence[Captured] = (),
+    closed_over: int = 0,
+    made_of: MadeOf | None = None,
+) -> Callable[[Sequence[Any], Any, Residuals], Any]:
+    """Gives an output computed in the forward pass the custom gradient, without computing it again.
+
+    Whoever differentiates the forward pass, for a derivative of higher order, then meets the same
+    rule. What the gradient function closes over has its ordinary derivatives there.
+    """
+
+    def primal(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
+        return y
+
+    rule = jax.custom_vjp(named_after(fun, primal))
+
+    def forward(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
+        inputs, problem = unwrapped(captured, inputs)
+        if captured:
+            y, residuals = jax.tree.map(lambda leaf: leaf.value, (y, residuals))
+        return _bound(rule, primal, (inputs, y, residuals)), replace(residuals, problem=problem)
+
+    def backward(residuals: Residuals, dy: Any) -> Any:
+        # Only a derivative that really goes through the output is a problem: most often just the
+        # gradient is used.
+        used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
+        if residuals.problem is not None and used:
+            raise ValueError(residuals.problem)
+        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
+
+    if made_of is not None:
+        tell_made_of(backward, made_of._replace(settings=("output", *made_of.settings)))
+    rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
+    return lambda *inputs: _bound(rule, primal, inputs)
+
+
+def _bound(rule: Callable[..., Any], primal: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The rule applied, or just its function where JAX cannot and nothing is differentiated.
+
+    That is in the body of a shard_map outside jit, for rules that are told about symbolic zeros.
+    What differentiates it does so inside the body, and is done when the rule gets there.
+    """
+    try:
+        return rule(*inputs)
+    except NotImplementedError as error:
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+    return primal(*inputs)
+
+
+def _gradients(
+    pullbacks: Sequence[Pullback | Exception], residuals: Residuals, dy: Any
+) -> tuple[Any, ...]:
+    """One gradient per input, or None, for the cotangents of the outputs."""
+    pullback = pullbacks[residuals.pullback]
+    assert isinstance(pullback, Pullback)
+    return tuple(pullback(residuals.values, jax.tree.leaves(dy)))
