@@ -41,25 +41,6 @@ class Body:
         self._nodes_read: tuple[Node, ...] | None = ()  # the same for others, who may keep it
         self._owners: weakref.WeakSet[RegionNode] = weakref.WeakSet()
 
-    def dissolve(self) -> None:
-        """Takes apart a graph that nobody uses any more, with its regions.
-
-        Graphs, nodes and values know one another: what they hold, such as arrays that a function
-        closes over, would be there until Python looks for circles.
-        """
-        bodies: list[Body] = [self]
-        for body in bodies:
-            values = [*body._inputs, *body._constants]
-            for node in body._nodes:
-                bodies += node.regions.values()
-                values += node.outputs
-            for value in values:
-                value.producer = None
-                value._uses = []
-            body._nodes, body._nodes_read = [], ()
-            body._inputs, body._outputs = (), ()
-            body._constants, body._program = {}, None
-
     # --------------------------------------------------------------------------------- building
 
     def add_inputs(

@@ -56,3 +56,22 @@ def _walk(graph: Graph, path: Path) -> Iterator[Occurrence]:
         yield found
         for name, region in node.regions.items():
             yield from _walk(region, found.into(name))
+
+
+def dissolve(graph: Graph) -> None:
+    """Takes apart a graph that nobody uses any more, with its regions.
+
+    Graphs, nodes and values know one another: what they hold, such as arrays that a function
+    closes over, would be there until Python looks for circles.
+    """
+    graphs = regions_below(graph)
+    for each in graphs:
+        values = [*each._inputs, *each._constants]
+        for node in each._nodes:
+            values += node.outputs
+        for value in values:
+            value.producer = None
+            value._uses = []
+        each._nodes, each._nodes_read = [], ()
+        each._inputs, each._outputs = (), ()
+        each._constants, each._program = {}, None

@@ -30,6 +30,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.walking import dissolve
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
 from tracegrad.tracing.static import StaticArguments, resolve
@@ -142,7 +143,7 @@ class Body:
         count = len(outs) - len(graph.assigned)
         result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
         if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
-            graph.dissolve()
+            dissolve(graph)
         if not use.has_variables:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))
