@@ -26,6 +26,8 @@ from tracegrad.saving import ArtefactError, load, save
 from tracegrad.saving.inspection import inspect
 from tracegrad.saving.outside_calls import ALLOWED
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = Path(__file__).parents[2]
 
 

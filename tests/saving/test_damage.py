@@ -18,6 +18,8 @@ from hypothesis import settings
 
 from tracegrad.saving import ArtefactError, load
 
+pytestmark = pytest.mark.any_jax
+
 DAMAGE = Path(__file__).with_name("damage.py")
 
 # A profile that searches longer reads more, and others every time.
