@@ -24,7 +24,7 @@ OTHERS = sorted(
     - {MAIN, WORDS, PLAN, ROOT / "examples" / "recompute_models.py"}
 )
 
-LONG = {"gradient_reversal"}
+LONG = {"checkpoint_training", "gradient_reversal"}
 
 pytestmark = pytest.mark.any_jax
 

@@ -21,7 +21,17 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(
+            build,
+            marks=[pytest.mark.long] * (build is programs.nnx_transformer),
+            id=build.__name__,
+        )
+        for build in PROGRAMS
+    ],
+)
 def test_a_program_moves_as_under_jvp(build):
     function, args = build()
     leaves, tree = jax.tree.flatten(args)

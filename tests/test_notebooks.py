@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LONG = {"advanced_autodiff", "debugging_gradients", "gradient_surgery", "recompute"}
+LONG = {"advanced_autodiff", "autodiff", "debugging_gradients", "gradient_surgery", "recompute"}
 
 pytestmark = pytest.mark.any_jax
 

@@ -22,7 +22,12 @@ SIZES = {
     "resnet": {"width": 4, "blocks": 1, "size": 16},
     "unet": {"width": 8, "depth": 1, "size": 16},
 }
-MARKS = {"mixer": pytest.mark.any_jax, "resnet": pytest.mark.long, "unet": pytest.mark.slow}
+MARKS = {
+    "mixer": pytest.mark.any_jax,
+    "resnet": pytest.mark.long,
+    "transformer": pytest.mark.long,
+    "unet": pytest.mark.slow,
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in SIZES])

@@ -506,6 +506,7 @@ def programs(draw):
     return with_wrappers(WRAPPERS), with_wrappers({**WRAPPERS, "loop": written_out})
 
 
+@pytest.mark.long
 @given(programs())
 def test_connected_means_that_the_whole_vjp_depends_on_the_cotangent(drawn):
     program, without_loops = drawn

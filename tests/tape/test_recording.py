@@ -134,6 +134,7 @@ def test_rules_on_a_tape_inside_a_transformation(rule):
             np.testing.assert_allclose(nested, second)
 
 
+@pytest.mark.long  # JAX searches all of memory at each step
 def test_no_value_of_a_transformation_outlives_it():
     def slope(x):
         inner = jax.jit(lambda z: z * x)

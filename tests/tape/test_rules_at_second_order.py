@@ -190,7 +190,7 @@ def mostly_long(values, always):
     ]
 
 
-@pytest.mark.parametrize("name", mostly_long(RULES, ["clip the norm", "scale", "stop an input"]))
+@pytest.mark.parametrize("name", mostly_long(RULES, ["scale", "stop an input"]))
 def test_every_way_to_a_second_derivative_takes_a_rule_as_jax_does(name):
     rule, by_hand = RULES[name]
     program = product if name == "clip the norm" else after_several  # that one takes long
@@ -200,7 +200,7 @@ def test_every_way_to_a_second_derivative_takes_a_rule_as_jax_does(name):
     check(tg.rewrite(f, rule), functools.partial(program, by_hand), without)
 
 
-@pytest.mark.parametrize("program", mostly_long(PROGRAMS, [jitted, looped]))
+@pytest.mark.parametrize("program", mostly_long(PROGRAMS, [jitted]))
 def test_every_way_to_a_second_derivative_takes_a_rule_anywhere_as_jax_does(program):
     rule, by_hand = RULES["clip values"]
     f = functools.partial(program, jnp.sin)
