@@ -7,9 +7,7 @@ package differentiates was edited before.
 from __future__ import annotations
 
 from jax import grad as grad
-from jax import hessian as hessian
 from jax import jacfwd as jacfwd
-from jax import jacobian as jacobian
 from jax import jacrev as jacrev
 from jax import linearize as linearize
 from jax import value_and_grad as value_and_grad

@@ -120,10 +120,11 @@ def grad(
     """
     both = value_and_grad(
         fun,
-        wrt_or_argnums(wrt, argnums),
+        wrt,
         has_aux,
         unconnected,
         sparse,
+        argnums=argnums,
         holomorphic=holomorphic,
         allow_int=allow_int,
     )

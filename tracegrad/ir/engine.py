@@ -6,6 +6,7 @@ Each room gives its own when it is imported, so that the lower ones need not kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,13 @@ class Engine:
     """`to_callable`: the function that a graph computes. `trace_at`: the graph of a function on
     flat arguments of these types, in the place of a graph that it is to be written into.
     `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget.
+    `derivatives_by_rules`: a block in which JAX's own derivatives go by the rules in force.
     `explain_tape`: why the gradients of a tape are what they are."""
 
     to_callable: Callable[[Graph], Callable[..., Any]] = _missing
     trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
     fit_to_budget: Callable[[Any], Callable[[Graph], Graph]] = _missing
+    derivatives_by_rules: Callable[[], AbstractContextManager[None]] = _missing
     explain_tape: Callable[..., Any] = _missing
 
 

@@ -11,7 +11,7 @@ from tracegrad.ir import Graph
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.callable import tap_zeros
 from tracegrad.tracing.graphs import Rule, graph
-from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.static import Indices, Names, resolve
 
 
@@ -41,10 +41,7 @@ class RewrittenFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        force = Force(self.rules)
-        with in_force(force):
-            program = self._trace(*args, **kwargs)
-        return force.finish(program, taps=True)
+        return traced_under(self.rules, lambda: self._trace(*args, **kwargs), taps=True)
 
     def taps(self, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
         """The taps at these arguments: by name and by place zeros of the value's shape and dtype,
@@ -56,9 +53,7 @@ class RewrittenFunction:
         program = self.graph(*args, **kwargs)
         if taps and not program.taps:
             raise TypeError(f"{self!r} has no taps: no rule of it is a tap_gradient")
-        fixed, names = self._static.within(args), self._static.named(kwargs)
-        given = [arg for i, arg in enumerate(args) if i not in fixed]
-        named = {name: value for name, value in kwargs.items() if name not in names}
+        (given, named), *_ = self._static.apart(args, kwargs)
         return to_callable(program)(*given, **named, **taps)
 
     def _has_taps(self, kwargs: dict[str, Any]) -> bool:

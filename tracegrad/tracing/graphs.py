@@ -242,7 +242,9 @@ def _call(
 ) -> Any:
     """Calls the user's function: what is computed inside of this is its program."""
     args, kwargs = taken((args, kwargs))
-    modules = Modules({**dict(zip(argument_names(fun, len(args)), args, strict=True)), **kwargs})
+    modules = Modules(
+        lambda: {**dict(zip(argument_names(fun, len(args)), args, strict=True)), **kwargs}
+    )
     with within():
         result = fun(*args, **kwargs)
     changes[:] = [modules.changes(result)]

@@ -13,27 +13,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError
+from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, apply_rules, graph
 
 _key = _jax.user_context()
-
-
-class _JaxDerivatives:
-    """How `jax.grad` and the like go by the rules in force; set by the room that differentiates."""
-
-    in_place: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-JAX_DERIVATIVES = _JaxDerivatives()
 
 
 class Force:
@@ -110,13 +102,28 @@ def in_force(force: Force) -> Iterator[None]:
     before = _in_force.forces
     _in_force.forces = (force, *before)
     try:
-        with _key(_in_force.forces), JAX_DERIVATIVES.in_place():
+        with _key(_in_force.forces), engine.derivatives_by_rules():
             yield
     except BaseException:
         force._missed.clear()  # nobody will ask
         raise
     finally:
         _in_force.forces = before
+
+
+def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: bool = False) -> Graph:
+    """The graph of a function that is traced while rules are in force, after these.
+
+    `taps`: whether there may be such without a callback.
+    """
+    force = Force(rules)
+    with in_force(force):
+        traced = trace()
+    graph = force.finish(traced, taps=taps)
+    if not graph.variables and not graph.assigned:  # a rule may make a new graph
+        graph.variables, graph.assigned = traced.variables, traced.assigned
+    graph.loses = traced.loses
+    return graph
 
 
 @contextmanager

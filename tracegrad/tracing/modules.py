@@ -9,7 +9,7 @@ raises (`ir.wording.changes_lost`), while a graph can be looked at.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,21 @@ from tracegrad.ir import Call
 class Modules:
     """The modules among the arguments of a function that is being traced, as they come in."""
 
-    def __init__(self, arguments: Mapping[str, Any]):
+    def __init__(self, arguments: Callable[[], Mapping[str, Any]]):
         self._modules = _modules_in(arguments)
-        self._before = [jax.tree_util.tree_flatten_with_path(m) for _, m in self._modules]
+        self._before: list[tuple[list[Any], Any]] = [
+            jax.tree_util.tree_flatten_with_path(m) for _, m in self._modules
+        ]
 
     def changes(self, result: Any) -> Changes:
         """What the function has changed in them that is not in its result either."""
-        returned = set(map(id, jax.tree.leaves(result)))
         changes = Changes()
+        if not self._modules:
+            return changes
+        returned = set(map(id, jax.tree.leaves(result)))
         for (name, module), (leaves, structure) in zip(self._modules, self._before, strict=True):
             now, new_structure = jax.tree_util.tree_flatten_with_path(module)
-            if not _same(structure, new_structure):
+            if structure != new_structure:
                 changes.structures.append(f"{name} (its structure)")
                 continue
             for (path, old), (_, new) in zip(leaves, now, strict=True):
@@ -39,10 +43,6 @@ class Modules:
                     changes.paths.append(name + jax.tree_util.keystr(path))
                     changes.values.append((old, new))
         return changes
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other)
 
 
 @dataclass
@@ -68,14 +68,14 @@ def is_passed_on(before: Any, after: Any) -> bool:
     return True
 
 
-def _modules_in(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _modules_in(arguments: Callable[[], Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """Only where flax is imported can there be any."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
     kinds = (nnx.Pytree, nnx.Variable)
     leaves, _ = jax.tree_util.tree_flatten_with_path(
-        dict(arguments), is_leaf=lambda node: isinstance(node, kinds)
+        arguments(), is_leaf=lambda node: isinstance(node, kinds)
     )
     return [
         (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf)

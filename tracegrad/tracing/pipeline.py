@@ -28,7 +28,7 @@ from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
 from tracegrad.tracing.elsewhere import Elsewhere
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
-from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain
@@ -189,14 +189,12 @@ class Pipeline:
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph for these arguments, after the rules."""
-        force = Force(self.rules)
-        with in_force(force), with_jit():  # with jit, so that rules find the functions
-            traced = trace_to_graph(self.fun, args, kwargs, self.static)
-        graph = force.finish(traced)
-        if not graph.variables and not graph.assigned:  # a rule may make a new graph
-            graph.variables, graph.assigned = traced.variables, traced.assigned
-        graph.loses = traced.loses
-        return graph
+
+        def trace() -> Graph:
+            with with_jit():  # so that rules find the functions
+                return trace_to_graph(self.fun, args, kwargs, self.static)
+
+        return traced_under(self.rules, trace)
 
     def traced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_jit: bool = False
