@@ -1,0 +1,118 @@
+"""Programs of haiku, unmodified but for ``tg.trace`` in the place of ``jax.jit``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from zoo import LIMIT, STEPS, Program, check, clipped, reversed_
+
+from tracegrad import match, rules
+
+hk = pytest.importorskip("haiku", reason="dm-haiku is in the extra `test`")
+
+
+class TrainingState(NamedTuple):
+    params: Any
+    state: Any
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+def mlp_with_batch_norm(compiled, edit):
+    """`hk.transform_with_state`: batch norm, dropout, a moving average."""
+
+    def net_fn(images, is_training):
+        x = hk.Flatten()(images)
+        for _ in range(2):
+            x = hk.Linear(8, with_bias=False)(x)
+            x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(x, is_training)
+            x = edit(jax.nn.relu(x))
+        if is_training:
+            x = hk.dropout(hk.next_rng_key(), 0.2, x)
+        return hk.Linear(3)(x)
+
+    network = hk.transform_with_state(net_fn)
+    optimiser = optax.adam(1e-2)
+
+    def loss_fn(params, state, key, images, labels):
+        logits, state = network.apply(params, state, key, images, is_training=True)
+        log_likelihood = jnp.sum(jax.nn.one_hot(labels, 3) * jax.nn.log_softmax(logits))
+        return -log_likelihood / len(labels), state
+
+    @compiled
+    def update(state, images, labels):
+        key, own = jax.random.split(state.key)
+        grads, new_state = jax.grad(loss_fn, has_aux=True)(
+            state.params, state.state, own, images, labels
+        )
+        updates, opt_state = optimiser.update(grads, state.opt_state)
+        return TrainingState(optax.apply_updates(state.params, updates), new_state, opt_state, key)
+
+    images, labels = jax.random.normal(jax.random.key(1), (16, 2, 3)), jnp.arange(16) % 3
+    params, state = network.init(jax.random.key(0), images, is_training=True)
+    state = TrainingState(params, state, optimiser.init(params), jax.random.key(2))
+    for _ in range(STEPS):
+        state = update(state, images, labels)
+    return state
+
+
+def transformer(compiled, edit):
+    """`hk.transform`: attention with a causal mask, layers in a Python loop."""
+
+    class Block(hk.Module):
+        def __call__(self, h):
+            norm = hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)
+            attention = hk.MultiHeadAttention(
+                2, key_size=4, w_init=hk.initializers.VarianceScaling(0.5), with_bias=False
+            )
+            mask = jnp.tril(jnp.ones((1, 1, h.shape[1], h.shape[1])))
+            h = h + attention(*[norm(h)] * 3, mask=mask)
+            return h + hk.Linear(8)(jax.nn.gelu(hk.Linear(16)(h)))
+
+    def forward(tokens):
+        h = hk.Embed(11, 8)(tokens)
+        for i in range(2):
+            h = Block(name=f"block_{i}")(h)
+        return edit(hk.Linear(11, name="head")(h))
+
+    network = hk.without_apply_rng(hk.transform(forward))
+    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+    def loss_fn(params, tokens):
+        logits = network.apply(params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @compiled
+    def update(params, opt_state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, opt_state = optimiser.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    params = network.init(jax.random.key(0), tokens[:, :-1])
+    opt_state, losses = optimiser.init(params), []
+    for _ in range(STEPS):
+        params, opt_state, loss = update(params, opt_state, tokens)
+        losses.append(loss)
+    return losses, params, opt_state
+
+
+PROGRAMS = [
+    Program(
+        mlp_with_batch_norm,
+        jax.jit,
+        rules.clip_gradient(match.call("relu"), max_value=LIMIT),
+        clipped,
+        "70%",
+    ),
+    Program(transformer, jax.jit, rules.scale_gradient(match.scope("head"), -1.0), reversed_),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_of_haiku(program):
+    check(program)
