@@ -28,7 +28,10 @@ TENSORFLOW = """
     tf.random.shuffle tf.nn.relu tf.nn.elu tf.nn.sigmoid tf.clip_by_value tf.clip_by_norm tf.AddN
     tf.py_func tf.RegisterGradient gradient_override_map tf.saved_model.save tf.saved_model.load
     tf.saved_model.SaveOptions experimental_custom_gradients tf.Module tf.keras.Sequential
-    tf.keras.layers.Dense BatchNormalization Lambda
+    tf.keras.layers.Dense BatchNormalization Lambda tf.cond tf.case tf.range tf.while_loop
+    tf.TensorArray tf.random.set_seed tf.random.Generator tf.random.stateless_normal tf.nn.dropout
+    trainable_variables apply_gradients minimize tf.train.ExponentialMovingAverage
+    tf.train.Checkpoint model.fit break continue
 """.split()  # noqa: SIM905
 JAX = """
     jax.jit jax.make_jaxpr jax.grad jax.value_and_grad jax.jacobian jax.jacrev jax.jacfwd

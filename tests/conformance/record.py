@@ -1,8 +1,8 @@
-"""Records what TensorFlow gives for each program of ``statements``.
+"""Records what TensorFlow gives for each program of ``statements``, and for ``same_name``.
 
 Run it in an environment of its own, where TensorFlow is installed; nothing else here needs it:
 
-    pip install "tensorflow-cpu==2.21.*"
+    pip install "tensorflow-cpu==2.21.*" flax
     python tests/conformance/record.py
 
 It writes ``tensorflow.json``, beside this file, with the version of TensorFlow in it.
@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from same_name import NUMBERS
 from statements import STATEMENTS, plain
 
 RECORDED = Path(__file__).with_name("tensorflow.json")
@@ -101,6 +103,12 @@ def tensorflow_namespace() -> Any:
     )
 
 
+def lines(table: dict[str, Any]) -> str:
+    """In JSON, one program a line, so that a change is seen."""
+    inner = [f"  {json.dumps(name)}: {json.dumps(result)}" for name, result in table.items()]
+    return "{\n" + ",\n".join(inner) + "\n }"
+
+
 def main() -> None:
     import tensorflow as tf
 
@@ -110,11 +118,10 @@ def main() -> None:
         for name, statement in STATEMENTS.items()
         if statement.recorded
     }
-    lines = [f"  {json.dumps(name)}: {json.dumps(result)}" for name, result in results.items()]
+    numbers = {name: np.ravel(number.tensorflow(tf)).tolist() for name, number in NUMBERS.items()}
     RECORDED.write_text(
-        f'{{\n "tensorflow": {json.dumps(tf.__version__)},\n "results": {{\n'
-        + ",\n".join(lines)  # one program a line, so that a change is seen
-        + "\n }\n}\n"
+        f'{{\n "tensorflow": {json.dumps(tf.__version__)},\n "results": {lines(results)},\n'
+        f' "numbers": {lines(numbers)}\n}}\n'
     )
     print(f"recorded {len(results)} programs with TensorFlow {tf.__version__} in {RECORDED}")
 
