@@ -94,6 +94,7 @@ def differs(got, expected):
     return False
 
 
+@pytest.mark.filterwarnings("ignore:.*the tape did not watch")  # TensorFlow gives None unasked
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_statement(name):
     statement, lib = STATEMENTS[name], tracegrad_namespace()

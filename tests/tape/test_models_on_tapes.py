@@ -1,13 +1,16 @@
-"""Models as what a tape watches and is asked about: their arrays count, and the rest gets None."""
+"""Models as what a tape watches and is asked about: arrays count, the rest gets None, and what they
+assign stays."""
 
 from __future__ import annotations
 
 import equinox as eqx
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 import tracegrad as tg
 
@@ -69,3 +72,109 @@ def test_numbers_that_are_no_settings_of_a_model_are_refused():
     with pytest.raises(TypeError, match=r"source\[1\] is a float: 2\.0"):
         tape.gradient(y, [x, 2.0])
     assert tape.gradient(y, {"x": x, "f": jnp.sin}) == {"x": 2.0, "f": None}
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(jnp.tanh(self.linear(x))))
+
+
+def squares(model):
+    return jnp.sum(model(X) ** 2)
+
+
+MODULES = {
+    "statistics and dropout": (Noisy, squares),
+    "a cell in a scan, with random carries": (
+        lambda rngs: nnx.RNN(nnx.SimpleCell(3, 2, rngs=rngs), rngs=rngs),
+        lambda rnn: jnp.sum(rnn(X[None]) ** 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_in_train_mode_has_the_gradient_and_the_state_of_nnx(name, compile):
+    make, loss = MODULES[name]
+    model, other = make(nnx.Rngs(0)), make(nnx.Rngs(0))
+    compiled = compile(loss)
+    for _ in range(2):
+        with tg.GradientTape() as tape:
+            tape.watch(model)
+            value = compiled(model)
+        gradient = tape.gradient(value, nnx.state(model, nnx.Param))
+        expected, expected_gradient = nnx.value_and_grad(loss)(other)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        for a, b in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                a, b = map(jax.random.key_data, (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_that_a_jitted_function_hands_on_is_one_source():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    jitted = nnx.jit(squares)
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(model)
+        first = jitted(model)
+        both = first + nnx.jit(jitted)(model) + squares(model)
+    expected = nnx.grad(squares)(model)
+    for target, times in ((first, 1), (both, 3)):
+        for sources in (model, nnx.state(model, nnx.Param)):
+            gradient = jax.tree.leaves(tape.gradient(target, sources))
+            for a, b in zip(gradient, jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a, times * b, rtol=1e-5)
+
+
+def test_modules_may_be_changed_where_the_tape_was_made_and_no_deeper():
+    model, jaxs_own = Noisy(nnx.Rngs(0)), jax.extend.core.get_opaque_trace_state
+    with tg.GradientTape():
+        inside = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        with pytest.raises(TraceContextError):
+            jax.jit(lambda: squares(model))()
+    assert jax.extend.core.get_opaque_trace_state is jaxs_own
+    inside.bias.set_value(jnp.ones(2))
+    with pytest.raises(TraceContextError):
+        jax.jit(lambda: squares(model))()
+
+
+def test_a_source_that_was_used_but_not_watched_warns_and_says_what_to_do():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    weights = {"dense": {"kernel": jnp.ones((3, 2)), "count": jnp.ones((), int)}}
+    for sources, loss, named in (
+        (nnx.state(model, nnx.Param), squares, "sources.bias and sources.kernel are"),
+        (
+            weights,
+            lambda w: jnp.sum(X @ w["dense"]["kernel"]),
+            "gradient of sources.dense.kernel is",
+        ),
+        (weights["dense"]["kernel"], lambda k: jnp.sum(X @ k), "the gradient of the source is"),
+    ):
+        head = jnp.float32(2.0)
+        with tg.GradientTape() as tape:
+            tape.watch(head)
+            value = head * loss(model if loss is squares else sources)
+        with pytest.warns(UserWarning, match=rf"{named} None, .*tape\.watch") as warned:
+            gradient = tape.gradient(value, sources)
+        assert jax.tree.leaves(gradient) == []
+        assert warned[0].filename == __file__
+
+
+def test_what_is_left_out_on_purpose_warns_of_nothing():
+    model, x, unused = Noisy(nnx.Rngs(0)), jnp.ones(3), jnp.ones(3)
+    model.eval()
+    frozen = tg.Variable(jnp.ones(3), trainable=False)
+    with tg.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(nnx.state(model, nnx.Param))
+        with tape.stop_recording():
+            shift = 2 * x
+        value = squares(model) + jnp.sum(frozen * tg.Variable(2.0) + jax.lax.stop_gradient(shift))
+    assert tape.gradient(value, {"model": model, "unused": unused})["unused"] is None
+    assert tape.gradient(value, [frozen, x, jnp.arange(3)]) == [None] * 3

@@ -67,6 +67,7 @@ from tracegrad._jax.provenance import function_of as function_of
 from tracegrad._jax.provenance import hide_frames as hide_frames
 from tracegrad._jax.provenance import name_stack as name_stack
 from tracegrad._jax.provenance import user_context as user_context
+from tracegrad._jax.replacement import Replacement as Replacement
 from tracegrad._jax.rules import forget_result_trees as forget_result_trees
 from tracegrad._jax.rules import has_run as has_run
 from tracegrad._jax.rules import inside_of_rule as inside_of_rule

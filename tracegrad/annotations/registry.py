@@ -142,7 +142,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     rules = [_override(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
     trace = _Overrides(_jax.current_trace(None), named, rules)
-    with in_force(force), _jax.set_current_trace(trace):
+    with in_force(force), trace.in_place():
         yield
 
 

@@ -29,7 +29,7 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun, updated=())
     def checked(*args: Any) -> Any:
-        with _jax.set_current_trace(_Checking(_jax.current_trace(None))):
+        with _Checking(_jax.current_trace(None)).in_place():
             return fun(*args)
 
     return checked

@@ -13,13 +13,12 @@ that match in it (see `rewriting.edits`).
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.ir.engine import engine
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import in_force, to_callable
@@ -53,30 +52,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     return derivative
 
 
-class _Replacement:
-    """Puts `jax.grad` and the like in place for as long as any thread needs them."""
+_derivatives = _jax.Replacement(
+    jax, {name: functools.partial(_by_rules, forward=f) for name, f in _FORWARD_FIRST.items()}
+)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._needed_by = 0
-        self._originals: dict[str, Callable[..., Any]] = {}
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        with self._lock:
-            if not self._needed_by:
-                self._originals = {name: getattr(jax, name) for name in _FORWARD_FIRST}
-                for name, original in self._originals.items():
-                    setattr(jax, name, _by_rules(original, _FORWARD_FIRST[name]))
-            self._needed_by += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._needed_by -= 1
-                if not self._needed_by:
-                    for name, original in self._originals.items():
-                        setattr(jax, name, original)
-
-
-engine.derivatives_by_rules = _Replacement().in_place
+engine.derivatives_by_rules = _derivatives.in_place

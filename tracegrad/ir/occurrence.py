@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -239,11 +239,16 @@ def _short_name(file: str) -> str:
 
 def calling_line() -> Origin | None:
     """The line of the user's code that is running now; None if there is none on the stack."""
-    for frame, line in traceback.walk_stack(None):
-        code = frame.f_code
-        if is_user_file(code.co_filename):
-            return Origin(code.co_filename, line, code.co_qualname)
-    return None
+    frame = _calling_frame()
+    if frame is None:
+        return None
+    return Origin(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+def _calling_frame() -> FrameType | None:
+    return next(
+        (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
+    )
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:
@@ -257,12 +262,20 @@ def line_of_error(stack: TracebackType | None) -> Origin | None:
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the user's code that is running now."""
-    line = calling_line()
-    if line is None:
+    """Warns at the line of the user's code that is running now; there, by default, once."""
+    frame = _calling_frame()
+    if frame is None:
         warnings.warn(message, category, stacklevel=2)
-    else:
-        warnings.warn_explicit(message, category, line.file, line.line)
+        return
+    of_module = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=of_module.get("__name__"),
+        registry=of_module.setdefault("__warningregistry__", {}),
+    )
 
 
 def is_user_file(file: str) -> bool:

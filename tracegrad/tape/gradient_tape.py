@@ -26,8 +26,11 @@ from tracegrad.tape.cotangents import (
     cotangents,
 )
 from tracegrad.tape.leaves import are_arrays, arrays_of, one_array, real, require_arrays
+from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record, graph_of
 from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tape.unwatched import warn_of_unwatched
+from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.trees import is_variable
@@ -54,9 +57,11 @@ class GradientTape:
     Not seen, so that the gradient is None: what a function compiled ahead of time
     (``.lower().compile()``) computes, what other threads do, and what NumPy computes
     (``np.asarray(x)``, ``float(x)``). An operation that returns the very array it was given
-    (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two. ``flax.nnx`` refuses to change a
-    module that was made outside the block: clone it inside (``nnx.clone``), and update the
-    original after.
+    (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two.
+
+    Modules of ``flax.nnx`` run as they do without a tape, and keep what they assign: statistics,
+    counts of random numbers. A module that a jitted function (`nnx.jit`) was given has other
+    arrays afterwards, and as a source it is still the one that was watched.
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.
@@ -243,7 +248,7 @@ class GradientTape:
 
         Returns:
           A tree like `sources`: of each source's shape and dtype, or None. What models have beside
-          arrays gets None.
+          arrays gets None; and with a `UserWarning` an array that was used when it was not watched.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
@@ -374,6 +379,9 @@ class GradientTape:
             self._used = True
             self._stop()
         record = self._record
+        before = before_calls(record, sources)
+        if before:
+            leaves = [before.get(id(leaf), leaf) for leaf in leaves]
         if not _jax.is_top_level():
             record.hand_out()
         if record.stand_ins or any(isinstance(leaf, Variable) for leaf in leaves):
@@ -392,6 +400,9 @@ class GradientTape:
             ]
         else:
             found = self._pull_back(targets, leaves, kind, seeds)
+        if any(ct is None for ct in found):
+            each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
+            warn_of_unwatched(record, leaves, list(each_leaf), found)
         if not self._persistent:
             record.forget_arrays()
         if unconnected is UnconnectedGradients.ZERO:

@@ -6,6 +6,7 @@ steps that it shares with other records (see `structure`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ class Record:
         "step",
         "steps",
         "tracked",
+        "unfollowed",
     )
 
     def __init__(self, orders: int = 1) -> None:
@@ -91,6 +93,8 @@ class Record:
         self.steps: list[Step] = []
         self.source_infos: list[Any] = []  # of each step
         self.rules: dict[int, Rule] = {}  # on values, by the slot of the first result
+        # What was used where nothing was followed, weakly, by identity.
+        self.unfollowed: dict[int, weakref.ref[Any]] = {}
         # Every Variable that is watched, and what it gave at each read, by identity.
         self.reads: dict[Variable, dict[int, Any]] = {}
         # What takes part in a recorded gradient in the stead of an array, by that one's identity.
@@ -124,10 +128,21 @@ class Record:
     def tracks(self, arrays: Iterable[Any]) -> bool:
         """Whether one of the arrays is followed."""
         tracked = self.tracked
-        for array in arrays:  # noqa: SIM110 (this way takes half the time)
+        for array in arrays:
             if id(array) in tracked:
                 return True
+        if self.keeps_operations:
+            for array in arrays:
+                if isinstance(array, jax.Array):
+                    self.unfollowed[id(array)] = weakref.ref(array)
         return False
+
+    def was_used_unfollowed(self, array: Any) -> bool:
+        """Whether an array was an operand when it was not followed."""
+        identity = id(array)
+        seen = self.unfollowed.get(identity)
+        is_operand = identity in self.slots and identity not in self.tracked
+        return is_operand or (seen is not None and seen() is array)
 
     def add(
         self, computation: Computation, args: Sequence[Any], results: Sequence[Any], info: Any
@@ -241,6 +256,7 @@ class Record:
         self.arrays.clear()
         self.slots.clear()
         self.tracked.clear()
+        self.unfollowed.clear()
         self.rules.clear()
         self.stand_ins.clear()
         for reads in self.reads.values():

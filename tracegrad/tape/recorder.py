@@ -70,7 +70,7 @@ class Recorder(ForwardingTrace):
     def add(self, record: Record) -> None:
         """Starts recording; the first record puts the recorder on top of its parent."""
         if self._installed is None:
-            self._installed = _jax.set_current_trace(self)
+            self._installed = self.in_place()
             self._installed.__enter__()
         self.records.append(record)
 

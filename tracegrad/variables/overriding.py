@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.extend
 
 from tracegrad import _jax
 
 Instead = Callable[..., list[Any]]
+
+
+def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.extend.core.get_opaque_trace_state`, by which flax tells whether a module is changed in
+    the transformation that it was made in: that to which the values belong."""
+
+    @functools.wraps(original)
+    def get_opaque_trace_state(*args: Any, **kwargs: Any) -> Any:
+        trace = _jax.current_trace(None)
+        if not isinstance(trace, ForwardingTrace):
+            return original(*args, **kwargs)
+        while isinstance(trace, ForwardingTrace):
+            trace = trace.parent_trace
+        with _jax.set_current_trace(trace):
+            return original(*args, **kwargs)
+
+    return get_opaque_trace_state
+
+
+_trace_states = _jax.Replacement(jax.extend.core, {"get_opaque_trace_state": _of_values})
 
 
 class ForwardingTrace(jax.core.Trace):
@@ -23,6 +46,12 @@ class ForwardingTrace(jax.core.Trace):
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """What is inside it goes by this trace; what changes state sees the one below it."""
+        with _trace_states.in_place(), _jax.set_current_trace(self):
+            yield
 
     @abstractmethod
     def run_rule(
