@@ -220,6 +220,119 @@ def test_a_traced_function_with_rules_and_a_saved_one_have_that_second_derivativ
         close(way(loaded, X), second)
 
 
+# ------------------------------------------------------------------- rules that run on values
+
+
+@tg.custom_gradient
+def cubed(x):  # on a tape it runs on values
+    e = x**3
+    return e, lambda dy: dy * (5 * x + e)
+
+
+@jax.custom_vjp
+def cubed_by_hand(x):
+    return x**3
+
+
+def cubed_forward(x):
+    return cubed_by_hand(x), x
+
+
+cubed_by_hand.defvjp(cubed_forward, lambda x, ct: (ct * (5 * x + x**3),))
+
+
+@jax.custom_vjp
+def square(x):
+    return x * x
+
+
+square.defvjp(lambda x: (x * x, x), lambda x, ct: (3 * ct * x,))
+
+EAGER = {
+    "before": lambda c, x: square(c(jnp.sin(x))) * x,
+    "after": lambda c, x: c(square(jnp.sin(x))) * x,
+    "after a jitted one": lambda c, x: c(jax.jit(lambda x: square(x) * 2)(x)) * x,
+    "between": lambda c, x: square(c(square(x))) * c(x),
+    "around": lambda c, x: c(square(c(x))),
+    "beside": lambda c, x: square(x) * c(x) + x * square(x),
+}
+
+
+def crossed(f, x):  # the tape that was entered first gives the first derivative
+    inner, outer = tg.GradientTape(), tg.GradientTape()
+    with inner:
+        inner.watch(x)
+        with outer:
+            outer.watch(x)
+            gradient = inner.gradient(f(x), x)
+    return outer.jacobian(gradient, x)
+
+
+def by_gradients(f, x):
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        (gradient,) = tg.gradients(f(x), x)
+        return jnp.stack([tg.gradients(each, x)[0] for each in gradient])
+
+
+@pytest.mark.parametrize("name", mostly_long(EAGER, ["after"]))
+def test_a_rule_on_values_and_one_of_jax_are_taken_as_jax_does_in_any_order(name):
+    def f(c):
+        return lambda x: jnp.sum(EAGER[name](c, x))
+
+    first, second = jax.grad(f(cubed_by_hand)), jax.jacrev(jax.grad(f(cubed_by_hand)))(X)
+    close(by_one_tape(f(cubed), X), first(X))
+    for way in (on_tapes, on_one_tape, crossed, by_gradients, tape_over(tg.grad)):
+        close(way(f(cubed), X), second)
+    close(accumulated(f(cubed), X), second @ V)
+
+
+def test_a_rule_on_values_after_one_of_jax_may_close_over_what_that_gives():
+    w = jnp.array([2.0, 3.0])
+
+    def f(x, w):
+        y = square(x)
+        scaled = tg.custom_gradient(lambda z: (z * z, lambda dy: 2 * dy * z * y * w))
+        return jnp.sum(scaled(jnp.sin(x)) * x)
+
+    with tg.GradientTape(persistent=True) as outer:
+        outer.watch([X, w])
+        with tg.GradientTape() as inner:
+            inner.watch([X, w])
+            z = f(X, w)
+        gradient, none = inner.gradient(z, [X, w])
+    assert none is None
+    second = jax.grad(lambda x, w: jnp.sum(jax.grad(f)(x, w)), (0, 1))(X, w)
+    for found, expected in zip(outer.gradient(gradient, [X, w]), second, strict=True):
+        close(found, expected)
+
+
+def test_a_rule_on_values_that_asks_for_one_cannot_come_after_one_of_jax_in_a_second_derivative():
+    @tg.custom_gradient
+    def clipped(x):
+        return x, lambda dy: dy if jnp.linalg.norm(dy) < 1 else dy / jnp.linalg.norm(dy)
+
+    def second(f):
+        with tg.GradientTape() as outer:
+            outer.watch(X)
+            gradient = by_one_tape(f, X)
+        return outer.gradient(gradient, X)
+
+    def before(x):
+        return jnp.sum(jnp.sin(clipped(x)))
+
+    def after(x):
+        return jnp.sum(clipped(square(x)))
+
+    def clipped_by_hand(ct):
+        return ct / jnp.linalg.norm(ct)
+
+    close(second(before), jax.grad(lambda x: jnp.sum(clipped_by_hand(jnp.cos(x))))(X))
+    close(by_one_tape(after, X), 3 * X / np.sqrt(2))
+    with pytest.raises(NotImplementedError, match=r"\(clipped\).*comes before.*jax.lax.cond"):
+        second(after)
+
+
 # ------------------------------------------------------------------------ values in the middle
 
 

@@ -75,6 +75,7 @@ from tracegrad._jax.rules import leave_result_trees as leave_result_trees
 from tracegrad._jax.rules import result_trees as result_trees
 from tracegrad._jax.rules import rule_and_what_is_around as rule_and_what_is_around
 from tracegrad._jax.rules import rule_functions as rule_functions
+from tracegrad._jax.traces import NEEDS_VALUES as NEEDS_VALUES
 from tracegrad._jax.traces import Placeholder as Placeholder
 from tracegrad._jax.traces import StagingTrace as StagingTrace
 from tracegrad._jax.traces import TopLevelTrace as TopLevelTrace

@@ -15,6 +15,14 @@ T = TypeVar("T")
 # `current_trace(None)`: the transformation, if any, that what is bound now goes to.
 current_trace: Callable[[None], Any] = jex.find_top_trace
 
+# What JAX raises where the value of what is traced is asked for (``if x > 0``).
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 # What is bound inside it goes to the given trace.
 set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
 

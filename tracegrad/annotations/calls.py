@@ -21,14 +21,6 @@ from tracegrad.ir.wording import brief, code_of, name_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A function that asks for a value (``if x > 0``) cannot be traced.
-NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
 
 class AnnotatedFunction(Generic[P, R]):
     """A decorated function: every call is ``apply(fun, args, kwargs)``.

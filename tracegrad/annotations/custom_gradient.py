@@ -24,7 +24,6 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
-    NEEDS_VALUES,
     AnnotatedFunction,
     Arguments,
     require_callable,
@@ -43,8 +42,8 @@ from tracegrad.annotations.variables import (
     with_variables,
 )
 from tracegrad.ir.wording import name_of
-from tracegrad.tape.record import Rule
 from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.rules_on_values import Rule
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
@@ -133,10 +132,11 @@ def custom_gradient(f: Any = None) -> Any:
     ``f`` closes over has no gradient there, and None is the answer for it. In a Jacobian
     ``grad_fn`` runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
     in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
-    are in compiled functions, loops and under `jax.vmap`. (On tapes in one another the gradient of
-    a `jax.vmap` of it may be compiled anew at each step, if it and the gradients of its gradient
-    call a dozen functions with rules: that is then not looked through. That of
-    ``jax.jit(jax.vmap(f))`` is not.)
+    are in compiled functions, loops and under `jax.vmap`; once more where a gradient of a tape is
+    differentiated in its turn, and a function with a rule of JAX's comes before. (On tapes in one
+    another the gradient of a `jax.vmap` of it may be compiled anew at each step, if it and the
+    gradients of its gradient call a dozen functions with rules: that is then not looked through.
+    That of ``jax.jit(jax.vmap(f))`` is not.)
 
     >>> import tracegrad as tg
     >>> @custom_gradient
@@ -234,7 +234,7 @@ def _call_traced(
             return call.forward_or_later(*arrays)
 
     program = None
-    with contextlib.suppress(*NEEDS_VALUES):
+    with contextlib.suppress(*_jax.NEEDS_VALUES):
         program, shapes = jax.make_jaxpr(heard, return_shape=True)(
             *map(jax.typeof, call.arguments.arrays)
         )

@@ -12,7 +12,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
-    NEEDS_VALUES,
     Arguments,
     is_array_like,
     named_after,
@@ -105,7 +104,7 @@ class Call:
         _within.pullbacks += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
-        except NEEDS_VALUES:
+        except _jax.NEEDS_VALUES:
             raise
         except Exception as error:
             pullback = error

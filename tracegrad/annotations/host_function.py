@@ -22,7 +22,6 @@ from jax.experimental import io_callback
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
-    NEEDS_VALUES,
     is_array_like,
     named_after,
     noted,
@@ -346,7 +345,7 @@ def _with_gradient(
 
             def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
                 return traced(captured, [*inputs, *outputs, *dys])
-        except NEEDS_VALUES:
+        except _jax.NEEDS_VALUES:
             pass
         except Exception as error:  # raised when a gradient is asked for
             pullback = error

@@ -20,8 +20,9 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
-from tracegrad.tape.computations import Computation
-from tracegrad.tape.record import Operation, Record, Rule, graph_of
+from tracegrad.tape.block import Operation, graph_of
+from tracegrad.tape.record import Record
+from tracegrad.tape.rules_on_values import as_traced
 from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -183,7 +184,9 @@ def _explain(
     operations = []
     for operation in _following(record, slots.values()):
         rule = record.rules.get(operation.results[0]) if operation.results else None
-        operations += [operation] if rule is None else _traced(operation, rule, types, arrays)
+        if rule is not None:
+            operation = as_traced(operation, rule, types, arrays, {})
+        operations.append(operation)
     graph, values, _ = graph_of(operations, types, as_called=True)
     inside = [
         i
@@ -231,38 +234,6 @@ def _following(record: Record, sources: Iterable[int]) -> list[Operation]:
             found.append(operation)
             reached.update(operation.results)
     return found
-
-
-def _traced(
-    operation: Operation, rule: Rule, types: list[Any], arrays: list[Any]
-) -> list[Operation]:
-    """What has run on values, as the operations that it is where it is traced; the types and arrays
-    of further slots, of what it closes over and of what is in the middle, are added."""
-    program = jax.make_jaxpr(rule.traced)(*[types[slot] for slot in operation.args])
-    open_form = _jax.opened(program)
-    slots: dict[Any, int] = dict(zip(open_form.invars, operation.args, strict=True))
-    slots.update(zip(open_form.outvars, operation.results, strict=True))
-
-    def slot(atom: Any, array: Any = None) -> int:
-        if hasattr(atom, "val"):
-            atom, array = object(), atom.val
-        if atom not in slots:
-            slots[atom] = len(types)
-            types.append(getattr(atom, "aval", None) or jax.typeof(array))
-            arrays.append(array)
-        return slots[atom]
-
-    for variable, array in zip(open_form.constvars, _jax.constants_of(program), strict=True):
-        slot(variable, array)
-    return [
-        Operation(
-            Computation(equation.primitive, equation.params, is_shared=False),
-            tuple(map(slot, equation.invars)),
-            tuple(map(slot, equation.outvars)),
-            operation.source_info,
-        )
-        for equation in open_form.eqns
-    ]
 
 
 def _with_ends(

@@ -23,8 +23,8 @@ from tracegrad.differentiation.pull_back import (
 )
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.tape.block import Block, graph_of, refuse_saved
 from tracegrad.tape.effects import silence
-from tracegrad.tape.record import Block, graph_of, refuse_saved
 from tracegrad.tape.replay import NOTHING, PullBack, Replay, run_again, with_stand_in
 from tracegrad.tracing.in_force import apply_in_force, rules_in_force
 

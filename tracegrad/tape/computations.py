@@ -20,7 +20,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program, when_clearing
 from tracegrad.differentiation.closing_over import has_closed_over
-from tracegrad.ir import CustomGradient
+from tracegrad.ir import CustomGradient, Source
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.effects import has_effects
 from tracegrad.tape.keys import params_key, rule_keys
@@ -30,7 +30,7 @@ from tracegrad.tape.lifting import (
     numpy_constants_below,
     refused_to_lift,
 )
-from tracegrad.tracing.importer import sub_programs
+from tracegrad.tracing.importer import lone_node, sub_programs
 
 _JIT = _jax.JIT
 jit_settings = _jax.jit_settings
@@ -243,6 +243,18 @@ def _interned(primitive: Any, params: Mapping[str, Any], constants: int = 0) -> 
 
 
 rule_computation = _interned
+
+
+def own_computation(equation: Any) -> Computation:
+    """The computation of an equation that was traced for one run. A rule in it is known by what it
+    traces to."""
+    primitive, params = equation.primitive, dict(equation.params)
+    if primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+        return Computation(primitive, params, is_shared=False)
+    types = [atom.aval for atom in equation.invars]
+    node = lone_node(primitive, params, types, Source(equation.source_info, equation.ctx))
+    assert isinstance(node, CustomGradient)
+    return Computation(primitive, params, int(params.get("num_consts", 0)), node)
 
 
 def _count_made() -> None:

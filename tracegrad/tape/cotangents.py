@@ -1,16 +1,11 @@
-"""The cotangents of what a record has, by compiled programs that are remembered by structure.
-
-Where a rule runs on values (see `Rule`) the backward pass is in pieces: the rule is Python code,
-called between the programs of what was recorded after it and before it.
-"""
+"""The cotangents of what a record has, by compiled programs that are remembered by structure."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +16,15 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
-from tracegrad.tape.backward import Traced, sum_of_known, trace_backward
+from tracegrad.tape.backward import Traced, trace_backward
+from tracegrad.tape.block import Block, Operation, block_between
 from tracegrad.tape.keys import Structure
+from tracegrad.tape.pieces import Piece, pieces_between, pull_back_pieces
 from tracegrad.tape.programs import PROGRAMS
-from tracegrad.tape.record import ON_VALUES, Block, Operation, Record, block_between, on_the_way
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder, with_stand_ins
-from tracegrad.tape.replay import NOTHING, Replay, replay_of
+from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
+from tracegrad.tape.rules_on_values import as_traced, refusing_values
 from tracegrad.tracing.in_force import rules_in_force
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
@@ -102,6 +100,12 @@ class _Compiled:
     replay: Replay
     key: Any
 
+    def placed(self, block: Block) -> _Ready:
+        """It with the slots that a block has in its record."""
+        slots = tuple([block.slots[place] for place in self.needed])
+        stood_in = frozenset([block.slots[place] for place in self.replay.slots])
+        return _Ready(self.run, self.connected, slots, stood_in)
+
 
 @dataclass(frozen=True)
 class _Placed:
@@ -141,13 +145,16 @@ def cotangents(
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
     """
     how = _How(stopped, aggregate, gated)
-    pieces = _pieces(record, sources, targets, stopped) if record.rules else ()
-    if any(piece.is_rule for piece in pieces):
-        return _piecewise(record, pieces, sources, targets, kind, seeds, how)
     given = tuple([seed is not None for seed in seeds])
     sparse = (kind.sparse,) * len(sources)
+    pieces = pieces_between(record, sources, targets, stopped) if record.rules else ()
+    rules = [i for piece in pieces if piece.is_rule for i in piece.operations]
+    if rules and not _jax.is_top_level() and _is_behind_a_rule(record, max(rules), sources):
+        return _as_traced(record, rules, (sources, targets), kind, seeds, how)
+    if rules:
+        return _piecewise(record, pieces, (sources, targets), kind, seeds, how)
     ready = _compiled(record, sources, targets, kind, given, how, sparse)
-    return _run(record, ready, seeds)
+    return _run(record.arrays, ready, seeds)
 
 
 class _How(NamedTuple):
@@ -158,10 +165,10 @@ class _How(NamedTuple):
     gated: bool
 
 
-def _run(record: Record, ready: _Ready, seeds: Sequence[Any]) -> list[Any]:
+def _run(by_slot: Sequence[Any], ready: _Ready, seeds: Sequence[Any]) -> list[Any]:
     if not any(ready.connected):
         return [None] * len(ready.connected)
-    arrays = [record.arrays[slot] for slot in ready.slots]
+    arrays = [by_slot[slot] for slot in ready.slots]
     if ready.stood_in:
         arrays = with_stand_ins(arrays, [slot in ready.stood_in for slot in ready.slots])
     found = iter(ready.run(*arrays, *[seed for seed in seeds if seed is not None]))
@@ -176,7 +183,7 @@ def _compiled(
     given: tuple[bool, ...],
     how: _How,
     sparse: tuple[bool, ...],
-    piece: _Piece | None = None,
+    piece: Piece | None = None,
 ) -> _Ready:
     """The compiled backward of a record's structure, remembered by that.
 
@@ -201,10 +208,24 @@ def _compiled(
     if piece is not None:
         operations = [operations[i] for i in piece.operations]
     block = block_between(operations, record.types(), sources, targets)
+    known = _made(block, kind, given, how, sparse)
+    ready = known.placed(block)
+    if record.step.is_shared:
+        if len(programs) > 64:
+            programs.clear()
+        programs[here] = _Placed(weakref.ref(known), ready.slots, ready.stood_in)
+    return ready
+
+
+def _made(
+    block: Block, kind: Kind, given: tuple[bool, ...], how: _How, sparse: tuple[bool, ...]
+) -> _Compiled:
+    """The compiled backward of a block, remembered by its structure."""
+    runs = _jax.is_top_level()
     stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
     replay = NOTHING if runs else replay_of(block, stops)
     structure = block.key if runs else block.exact_key
-    key = Structure((kind, given, structure, rules, stops, *how[1:], sparse, replay))
+    key = Structure((kind, given, structure, rules_in_force(), stops, *how[1:], sparse, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
         traced = trace_backward(
@@ -215,13 +236,7 @@ def _compiled(
         rule_free = all(o.computation.rule is None for o in block.operations)
         if rule_free or not _is_transforming():
             PROGRAMS.put(key, known)
-    slots = tuple([block.slots[place] for place in known.needed])
-    stood_in = frozenset([block.slots[place] for place in known.replay.slots])
-    if record.step.is_shared:
-        if len(programs) > 64:
-            programs.clear()
-        programs[here] = _Placed(weakref.ref(known), slots, stood_in)
-    return _Ready(known.run, known.connected, slots, stood_in)
+    return known
 
 
 def _is_transforming() -> bool:
@@ -274,129 +289,83 @@ def _compile(
 # ------------------------------------------------------------------------------- rules on values
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A part of a backward pass: a rule, or the operations between two rules.
-
-    Attributes:
-      operations: which of the record's.
-      is_rule: whether it is the one operation that has a rule on values.
-      args: the slots to which it gives cotangents. Of a rule: of all operands.
-      results: the slots of what it has made.
-      active: for each of `args` whether its cotangent is wanted.
-      programs: what was compiled for it, by what was given.
-    """
-
-    operations: tuple[int, ...]
-    is_rule: bool
-    args: tuple[int, ...]
-    results: tuple[int, ...]
-    active: tuple[bool, ...]
-    programs: dict[Any, Any] = field(default_factory=dict)
-
-
-def _pieces(
-    record: Record, sources: tuple[int, ...], targets: tuple[int, ...], stopped: frozenset[int]
-) -> Sequence[_Piece]:
-    """The pieces of a backward pass, in the order in which they run; remembered by structure."""
-    key = "pieces", sources, targets, stopped
-    known: Sequence[_Piece] | None = record.step.programs.get(key)
-    if known is not None:
-        return known
-    types, operations = record.types(), record.operations()
-    chosen = on_the_way(operations, types, sources, targets)
-    reached = set(sources)
-    for i in chosen:
-        if not reached.isdisjoint(operations[i].args):
-            results = operations[i].results
-            reached.update(r for r in results if _jax.has_gradient(types[r]) and r not in stopped)
-    # Each rule is by itself; what is between two is one piece.
-    numbers = itertools.accumulate(_has_rule(operations[i]) for i in chosen)
-    parts: dict[tuple[int, bool], list[int]] = {}
-    for i, number in zip(chosen, numbers):
-        parts.setdefault((number, _has_rule(operations[i])), []).append(i)
-    pieces = [
-        _piece(part, [operations[i] for i in part], is_rule, reached, sources)
-        for (_, is_rule), part in parts.items()
-    ]
-    record.step.programs[key] = tuple(reversed(pieces))
-    return tuple(reversed(pieces))
-
-
-def _has_rule(operation: Operation) -> bool:
-    return operation.computation.primitive is ON_VALUES
-
-
-def _piece(
-    numbers: Sequence[int],
-    operations: Sequence[Operation],
-    is_rule: bool,
-    reached: Collection[int],
-    sources: Collection[int],
-) -> _Piece:
-    results = tuple([slot for operation in operations for slot in operation.results])
-    args = tuple([slot for operation in operations for slot in operation.args])
-    if not is_rule:
-        inner = set(results).difference(sources)
-        args = tuple(dict.fromkeys(s for s in args if s in reached and s not in inner))
-    active = tuple([slot in reached for slot in args])
-    return _Piece(tuple(numbers), is_rule, args, results, active)
-
-
 def _piecewise(
     record: Record,
-    pieces: Sequence[_Piece],
-    sources: tuple[int, ...],
-    targets: tuple[int, ...],
+    pieces: Sequence[Piece],
+    ends: tuple[tuple[int, ...], tuple[int, ...]],
     kind: Kind,
     seeds: Sequence[Any],
     how: _How,
 ) -> list[Any]:
     """The same where rules on values are on the way: piece by piece."""
-    made = {slot for piece in pieces for slot in piece.results}
-    tables = set(sources).difference(made) if kind.sparse else set()
     connected: list[bool] = []
 
+    def run(
+        piece: Piece, ends: Sequence[int], starts: Sequence[Any], sparse: tuple[bool, ...]
+    ) -> list[Any]:
+        given = (True,) * len(ends)
+        ready = _compiled(record, piece.args, tuple(ends), GRADIENT, given, how, sparse, piece)
+        return _run(record.arrays, ready, starts)
+
     def backward(_: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        found: dict[int, Any] = {}
+        found = pull_back_pieces(
+            record,
+            pieces,
+            ends,
+            given,
+            run,
+            sparse=kind.sparse,
+            stopped=how.stopped,
+            aggregate=how.aggregate,
+        )
+        connected[:] = [ct is not None for ct in found]
+        return [ct for ct in found if ct is not None]
 
-        def add(slot: int, ct: Any) -> None:
-            found[slot] = sum_of_known([found.get(slot), ct], how.aggregate)
-
-        for slot, seed in zip(targets, given, strict=True):
-            add(slot, seed)
-        for piece in pieces:
-            ends = [s for s in piece.results if found.get(s) is not None and s not in how.stopped]
-            if not ends:
-                continue
-            sparse = tuple([slot in tables for slot in piece.args])
-            if piece.is_rule:
-                known = {slot: found[slot] for slot in ends}
-                rule = record.rules[piece.results[0]]
-                terms = rule.pull_back([known.get(slot) for slot in piece.results], sparse)
-            else:
-                starts = [found.pop(slot) if slot in piece.args else found[slot] for slot in ends]
-                ready = _compiled(
-                    record,
-                    piece.args,
-                    tuple(ends),
-                    GRADIENT,
-                    (True,) * len(ends),
-                    how,
-                    sparse,
-                    piece,
-                )
-                terms = _run(record, ready, starts)
-            for slot, ct, is_active in zip(piece.args, terms, piece.active, strict=True):
-                if ct is not None and is_active:
-                    add(slot, ct)
-        connected[:] = [found.get(slot) is not None for slot in sources]
-        return [ct for slot in sources if (ct := found.get(slot)) is not None]
-
-    types = [jax.typeof(record.arrays[slot]) for slot in targets]
+    types = [jax.typeof(record.arrays[slot]) for slot in ends[1]]
     given = [
         jnp.ones(aval.shape, aval.dtype) if seed is None else seed
         for aval, seed in zip(types, seeds)  # a Jacobian has none
     ]
     results = iter(kind.run(backward, (), given, types))
     return [next(results) if linked else None for linked in connected]
+
+
+def _is_behind_a_rule(record: Record, last: int, sources: Collection[int]) -> bool:
+    """Whether an operation before some rule on values has one of JAX's.
+
+    Where the cotangents are differentiated in their turn, what the rule on values has been given,
+    and what it closes over, counts as the forward pass of that other rule computes it (see
+    `replay`). So it is taken as it is where it is traced, and runs again as a part of one program.
+    """
+    reached = set(sources)
+    for operation in record.operations()[:last]:
+        if not reached.isdisjoint(operation.args):
+            if has_a_rule(operation.computation):
+                return True
+            reached.update(operation.results)
+    return False
+
+
+def _as_traced(
+    record: Record,
+    rules: Collection[int],
+    ends: tuple[tuple[int, ...], tuple[int, ...]],
+    kind: Kind,
+    seeds: Sequence[Any],
+    how: _How,
+) -> list[Any]:
+    """The same with these operations, which have rules on values, as they are where they are
+    traced."""
+    operations, types, arrays = list[Operation](), record.types(), list(record.arrays)
+    names: dict[str, None] = {}
+    for i, operation in enumerate(record.operations()):
+        if i in rules:
+            rule = record.rules[operation.results[0]]
+            names[rule.name] = None
+            operation = as_traced(operation, rule, types, arrays, record.slots)
+        operations.append(operation)
+    given = tuple([seed is not None for seed in seeds])
+    with refusing_values(list(names)):
+        block = block_between(operations, types, *ends)
+        compiled = _made(block, kind, given, how, (kind.sparse,) * len(ends[0]))
+    return _run(arrays, compiled.placed(block), seeds)

@@ -17,6 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for, sum_of_known
+from tracegrad.tape.block import graph_of
 from tracegrad.tape.cotangents import (
     BATCH_JACOBIAN,
     GRADIENT,
@@ -27,7 +28,7 @@ from tracegrad.tape.cotangents import (
 )
 from tracegrad.tape.leaves import are_arrays, arrays_of, one_array, real, require_arrays
 from tracegrad.tape.module_state import before_calls
-from tracegrad.tape.record import Record, graph_of
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of

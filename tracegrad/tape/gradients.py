@@ -20,10 +20,11 @@ from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
+from tracegrad.tape.block import Block, block_between
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
 from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.leaves import require_arrays
-from tracegrad.tape.record import Block, Record, block_between
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder, recorder_here, with_stand_ins
 from tracegrad.tape.replay import Replay, replay_of
 from tracegrad.tracing.attempts import trace_again, tracing_depth

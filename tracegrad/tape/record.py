@@ -7,53 +7,18 @@ steps that it shares with other records (see `structure`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import jax
-import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, Source, Value
-from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
+from tracegrad.tape.block import Operation, on_the_way
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.effects import silence
-from tracegrad.tape.linearised import Linearised
+from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tape.structure import Step, root
-from tracegrad.tracing.importer import make_node
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
-
-
-class Operation(NamedTuple):
-    """One operation of a record: what it computes, and the slots of its arrays."""
-
-    computation: Computation
-    args: tuple[int, ...]
-    results: tuple[int, ...]
-    source_info: Any  # JAX's: the traceback and the named scopes
-
-
-# What has run on values and has a rule stands in a record as one operation. It is never bound.
-ON_VALUES = jax.extend.core.Primitive("custom_gradient")
-ON_VALUES.multiple_results = True
-
-
-class Rule(NamedTuple):
-    """The gradient of what a Python function has computed on values, as a Python function.
-
-    Attributes:
-      name: of the function whose gradient it is.
-      traced: ``(*inputs) -> results``: the call as it is where it is traced, for what needs a
-        program. It runs the user's functions once more.
-      pull_back: from the cotangents of the results (None for one that has none), and for each input
-        whether it may get slices, to the gradients of the inputs; None for one that has none.
-    """
-
-    name: str
-    traced: Callable[..., list[Any]]
-    pull_back: Callable[[Sequence[Any], Sequence[bool]], list[Any]]
 
 
 class Record:
@@ -287,139 +252,3 @@ class Record:
             for step, info in pairs
             if step.computation is not None
         ]
-
-
-@dataclass(frozen=True)
-class Block:
-    """The part of a record between some sources and targets; its arrays have slots of their own.
-
-    `key` is equal for blocks of one structure: then one compiled program serves both.
-    """
-
-    operations: tuple[Operation, ...]
-    slots: tuple[int, ...]  # of each of its arrays in the record
-    types: tuple[Any, ...]  # of each of its arrays
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    key: tuple[Any, ...]
-    exact_key: tuple[Any, ...]  # equal only if the backward's own derivatives are the same too
-
-
-def on_the_way(
-    operations: Sequence[Operation],
-    types: Sequence[Any],
-    sources: Sequence[int],
-    targets: Sequence[int],
-) -> list[int]:
-    """Which operations are on a path of data flow from a source to a target, in order."""
-    reached = set(sources)
-    forward = []
-    for i, operation in enumerate(operations):
-        if not reached.isdisjoint(operation.args):
-            forward.append(i)
-            reached.update(r for r in operation.results if _jax.has_gradient(types[r]))
-    needed = set(targets)
-    chosen = []
-    for i in reversed(forward):
-        if not needed.isdisjoint(operations[i].results):
-            chosen.append(i)
-            needed.update(operations[i].args)
-    return chosen[::-1]
-
-
-def block_between(
-    operations: Sequence[Operation],
-    types: Sequence[Any],
-    sources: Sequence[int],
-    targets: Sequence[int],
-) -> Block:
-    """The operations on a path of data flow from a source to a target, in order.
-
-    Sources and targets are slots of the record that has the operations; `types`: of its slots.
-    """
-    chosen = [operations[i] for i in on_the_way(operations, types, sources, targets)]
-    places: dict[int, int] = {}
-
-    def place(slot: int) -> int:
-        return places.setdefault(slot, len(places))
-
-    ends = tuple(map(place, sources)), tuple(map(place, targets))
-    placed = [
-        operation._replace(
-            args=tuple(map(place, operation.args)), results=tuple(map(place, operation.results))
-        )
-        for operation in chosen
-    ]
-    own_types = tuple(types[slot] for slot in places)
-    form = (ends, tuple([(o.args, o.results) for o in placed]), own_types)
-    once = tuple([operation.computation.keys[0] for operation in placed])
-    exact = tuple([operation.computation.keys[1] for operation in placed])
-    return Block(
-        tuple(placed),
-        tuple(places),
-        own_types,
-        *ends,
-        (form, once),
-        (form, exact),
-    )
-
-
-def graph_of(
-    operations: Sequence[Operation],
-    types: Sequence[Any],
-    *,
-    as_called: bool = False,
-    is_shown: bool = False,
-) -> tuple[Graph, dict[int, Value], Mapping[Node, Linearised]]:
-    """The graph of recorded operations, its value for every slot, and which of its nodes save what
-    their derivatives need.
-
-    Arrays that no operation made are the graph's inputs. `as_called`: functions as they were
-    called, without what they save; `is_shown`: also with their effects, which do not happen again
-    when the graph is differentiated.
-    """
-    graph = Graph("tape")
-    made = {slot for operation in operations for slot in operation.results}
-    values: dict[int, Value] = {
-        slot: graph.add_input(aval) for slot, aval in enumerate(types) if slot not in made
-    }
-    seen: dict[int, Graph] = {}
-    saving: dict[Node, Linearised] = {}
-    for operation in operations:
-        computation, results = operation.computation, operation.results
-        params = computation.params
-        if (as_called or is_shown) and isinstance(computation, Linearised):
-            results, computation = results[: computation.count], computation.original
-            params = computation.params
-        inputs = []
-        for slot in operation.args:
-            if slot not in values:  # saved by a function, and used by a recorded backward pass
-                values[slot] = graph.add_input(types[slot])
-            inputs.append(values[slot])
-        source = Source(operation.source_info, None)
-        node = make_node(computation.primitive, params, tuple(inputs), source, (), seen)
-        if isinstance(computation, Linearised):
-            saving[node] = computation
-        elif not is_shown:
-            if computation.has_effects:
-                silence(node)
-            if calls_host(params):
-                end_gradients_at_host(node)
-        graph.append(node, [types[slot] for slot in results])
-        values.update(zip(results, node.outputs, strict=True))
-    return graph, values, saving
-
-
-def refuse_saved(operations: Sequence[Operation]) -> None:
-    """Raises NotImplementedError if an operation uses what a function saved for its derivative: a
-    backward pass that was recorded. Seen as it was called the function does not give that."""
-    saved: set[int] = set()
-    for operation in operations:
-        if not saved.isdisjoint(operation.args):
-            raise NotImplementedError(
-                "rules (or a gradient_override_map) came into force between the call of a compiled "
-                "function on this tape and a second derivative through it: open the tape inside "
-                "their block"
-            )
-        if isinstance(operation.computation, Linearised):
-            saved.update(operation.results[operation.computation.count :])

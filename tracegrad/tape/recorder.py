@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
@@ -27,6 +26,7 @@ from tracegrad.tape.computations import (
     computation_of,
     jitted_call,
     new_jitted_call,
+    own_computation,
     rule_computation,
     sole_equation,
     without_donation,
@@ -37,8 +37,9 @@ from tracegrad.tape.keys import is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
 from tracegrad.tape.linearised import linearised
 from tracegrad.tape.programs import PROGRAMS
-from tracegrad.tape.record import ON_VALUES, Record, Rule
-from tracegrad.tracing.importer import lone_node, sub_programs
+from tracegrad.tape.record import Record
+from tracegrad.tape.rules_on_values import ON_VALUES, Rule
+from tracegrad.tracing.importer import sub_programs
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
 from tracegrad.variables.overriding import ForwardingTrace, OverridingTrace
@@ -508,7 +509,7 @@ class Recorder(ForwardingTrace):
             )
         args = self._own_operands(primitive, args)
         if is_new:
-            computation = Computation(primitive, dict(params), constants, _node_of(equation))
+            computation = own_computation(equation)
         else:
             computation = rule_computation(primitive, params, constants)
         if computation.saves:
@@ -587,14 +588,6 @@ def _own_rule_key(
     if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
         return None
     return _OwnRule, primitive, functions, trees, tuple(map(_jax.type_key, args)), settings_now()
-
-
-def _node_of(equation: Any) -> CustomGradient:
-    avals = [atom.aval for atom in equation.invars]
-    source = Source(equation.source_info, equation.ctx)
-    node = lone_node(equation.primitive, equation.params, avals, source)
-    assert isinstance(node, CustomGradient)
-    return node
 
 
 # ------------------------------------------------------------------------------ one per thread

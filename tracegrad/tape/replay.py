@@ -20,9 +20,9 @@ from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, Source, Value
 from tracegrad.ir.dependence import Masks, data_flow, enter, joined, spread
 from tracegrad.lowering import evaluate_node, read
+from tracegrad.tape.block import Block
 from tracegrad.tape.keys import RULES, is_jaxs_own
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tape.record import Block
 from tracegrad.tracing.importer import make_node, sub_programs
 from tracegrad.tracing.in_force import rules_in_force
 
