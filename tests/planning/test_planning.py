@@ -479,6 +479,20 @@ def deep(x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
+def test_arguments_that_are_results_too_are_no_more_memory():
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return jnp.sum(x)
+
+    def handing_on(weights: Any, x: Any) -> Any:  # as modules of flax.nnx do
+        return loss(weights, x), weights
+
+    weights, x = [f32(64, 64)] * 3, f32(8, 64)
+    plan, alike = (plan_recompute(fun, 0.8)(weights, x) for fun in (loss, handing_on))
+    assert (alike.peak_without, alike.peak) == (plan.peak_without, plan.peak)
+
+
 def test_a_program_without_gradient_cannot_be_planned():
     with pytest.raises(ValueError, match="no result of <lambda> is a float"):
         plan_recompute(lambda x: jnp.argmax(x), 100)(f32(8))

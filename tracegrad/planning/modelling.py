@@ -276,7 +276,7 @@ class _Modelling:
         live = waiting = 0
         during: dict[Node, int] = {}
         gathered: dict[Node, int] = {}
-        for value in self.is_output.intersection(self.active):
+        for value in self.is_output.intersection(self.active).difference(argument):
             buffer[value] = [nbytes(value.aval), 1]
             live += nbytes(value.aval)
         for node in reversed(self.graph.nodes):
