@@ -211,14 +211,14 @@ def outside_calls(exported: Any) -> list[str]:
 
 def identity_primitive(
     name: str,
-    differentiated: Callable[..., Exception],
-    exported: Callable[..., Exception],
-    batched: Callable[..., Exception | None],
+    differentiated: Callable[..., Exception | None] = lambda **params: None,
+    exported: Callable[..., Exception | None] = lambda **params: None,
+    batched: Callable[..., Exception | None] = lambda **params: None,
 ) -> Any:
-    """A primitive that hands on its one operand, and may neither be differentiated nor exported.
+    """A primitive that hands on its one operand, and in forward mode the tangent past itself.
 
-    `differentiated` and `exported` make, of its parameters, what is raised then; `batched` too,
-    under `jax.vmap`, or None. The tables of
+    What is raised when it is `differentiated`, `exported` or `batched` (under `jax.vmap`) these
+    make of its parameters; None: nothing. The tables of
     rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
     other contents JAX takes away release by release; what tells an export from other lowerings has
     no documentation.
@@ -232,11 +232,16 @@ def identity_primitive(
         return primitive.bind(args[0], **params), axes[0]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        raise differentiated(**params)  # JAX does not come here where all tangents are zeros
+        error = differentiated(**params)  # JAX does not come here where all tangents are zeros
+        if error is not None:
+            raise error
+        return primitive.bind(*primals, **params), *tangents
 
     def lower(context: Any, operand: Any, **params: Any) -> Any:
-        if context.module_context.lowering_parameters.for_export:
-            raise exported(**params)
+        is_export = context.module_context.lowering_parameters.for_export
+        error = exported(**params) if is_export else None
+        if error is not None:
+            raise error
         return [operand]
 
     primitive.def_impl(lambda operand, **params: operand)

@@ -182,7 +182,9 @@ def place_name(match: Occurrence) -> str:
     mark = (scopes.UNDER_RULES, False)
     texts = (scopes.text([each for each in stack if each != mark]) for stack in stacks)
     scope = "/".join(filter(None, texts))
-    if isinstance(match, Fragment) and f"{scope}/".startswith(f"{match.name}/"):
+    parts = tuple(match.name.split("/"))
+    names = tuple(name for name in match.scopes if name != scopes.UNDER_RULES)
+    if isinstance(match, Fragment) and names[: len(parts)] == parts:
         return match.name  # of a scope that is the scope itself
     return f"{scope}/{match.name}" if scope else match.name
 

@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, GraphError, Occurrence
+from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate
-from tracegrad.rewriting.edits import check_selector, matches_of, place_names
+from tracegrad.rewriting.edits import (
+    check_selector,
+    made_different,
+    matches_of,
+    place_name,
+    place_names,
+)
+from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.rewriting.ports import with_outputs, with_taps
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
@@ -53,25 +61,24 @@ def intermediates(
     >>> print(out, values["layer_0"])
     16.0 [2. 6.]
 
+    Of a train step that differentiates its loss itself, what is in the loss is found as well, as it
+    is before that: see `intermediate_gradients`.
+
     As forward hooks of PyTorch's modules and flax's ``sow``.
     """
     _check(fun, where)
 
     @functools.wraps(fun, updated=())
     def with_values(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        program = graph(fun)(*args, **kwargs)
-        asked = f"intermediates({where!r})"
-        found = matches_of(where, program, missing_ok, asked, gradients=False)
-        wide, positions = with_outputs(program, found)
-        count = len(program.outputs)
-        results = _run(wide, args, kwargs)
-        _assign(program, results[:count])
-        further = results[count:]
-        values = {
-            name: _alone([further[i] for i in own])
-            for name, own in zip(place_names(found), positions, strict=True)
-        }
-        return _unflatten(program, results[:count]), values
+        marks = Marks(where, gradients=False)
+        program = marks.trace(lambda: graph(fun)(*args, **kwargs))
+        inside = marks.shown(program)
+        may_miss = missing_ok or bool(inside)
+        found = matches_of(where, program, may_miss, marks, gradients=False)
+        if inside:  # what is left of it when it is differentiated is not asked for as well
+            found = [match for match in found if not is_under_rules(match)]
+        results, values = _led_out(program, inside, found, args, kwargs)
+        return _unflatten(program, results), values
 
     return with_values
 
@@ -88,8 +95,14 @@ def intermediate_gradients(
     They are exact: what arrives there in the backward pass, by whatever custom gradients lie
     behind it. No value is changed.
 
+    Of a function that differentiates its loss itself, as a train step does (by `jax.grad` and what
+    calls that, `nnx.value_and_grad`, `eqx.filter_grad`; by `tracegrad.grad` or a tape), they are
+    the gradients inside of that loss, in the one backward pass that the step runs. Under a
+    `jax.vmap` or a scan around it they are stacked along axis 0, as is what the step computes.
+
     Args:
-      fun: a function of arrays and pytrees of arrays that returns a float scalar.
+      fun: a function of arrays and pytrees of arrays that returns a float scalar; or one that
+        differentiates a function in which `where` matches, which returns anything.
       where: a selector.
       has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
       missing_ok: whether it may match nothing.
@@ -101,9 +114,11 @@ def intermediate_gradients(
       have none.
 
     Raises, when it is called:
-      NoMatchError, GraphError: as `intermediates`; GraphError too for a match in what JAX has
-        differentiated already.
-      TypeError: the result is no float scalar.
+      NoMatchError, GraphError: as `intermediates`; GraphError too for a match in what a `jax.grad`
+        that was imported by name has differentiated, for one that nothing leads to from what a
+        train step differentiates with respect to, and where both the gradients of a scalar
+        result and those inside may be meant.
+      TypeError: the result is no float scalar, and nothing is differentiated inside.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
@@ -112,6 +127,11 @@ def intermediate_gradients(
     >>> gradients = tg.intermediate_gradients(loss, tg.match.op("max"))(jnp.array([-1.0, 3.0]))
     >>> print(gradients["max"])  # 2 hidden
     [0. 6.]
+    >>> def step(x):
+    ...     value, gradient = jax.value_and_grad(loss)(x)
+    ...     return x - 0.1 * gradient, value
+    >>> print(tg.intermediate_gradients(step, tg.match.op("max"))(jnp.array([-1.0, 3.0]))["max"])
+    [0. 6.]
 
     As PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """
@@ -119,8 +139,16 @@ def intermediate_gradients(
 
     @functools.wraps(fun, updated=())
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        program = apply_in_force(graph(fun)(*args, **kwargs))
-        found = matches_of(where, program, missing_ok, f"intermediate_gradients({where!r})")
+        marks = Marks(where, gradients=True)
+        program = marks.trace(lambda: graph(fun)(*args, **kwargs))
+        inside = marks.shown(program)
+        if inside:
+            _refuse_both(fun, program, where, marks)
+            results, found = _led_out(program, inside, [], args, kwargs)
+            output = _unflatten(program, results)
+            return (found, output[1]) if has_aux else found
+        program = apply_in_force(program)
+        found = matches_of(where, program, missing_ok, marks)
         tapped = with_taps(program, _TAP, found)
 
         def result(taps: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
@@ -128,7 +156,7 @@ def intermediate_gradients(
             output = _unflatten(program, results)
             value, aux = output if has_aux else (output, None)
             aval = jax.typeof(value) if not isinstance(value, dict | list | tuple) else None
-            if aval is None or aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+            if aval is None or not _is_float_scalar(aval):
                 kind = "a tree" if aval is None else _jax.type_text(aval)
                 raise TypeError(
                     f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
@@ -154,6 +182,52 @@ def _check(fun: object, where: object) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function, got {fun!r}")
     check_selector(where)
+
+
+def _led_out(
+    program: Graph,
+    inside: Sequence[tuple[str, Sequence[Shown]]],
+    outside: Sequence[Occurrence],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Runs a program; its results, and by name what is shown inside of what it differentiates and
+    what leaves further matches."""
+    shown = [each for _, of in inside for each in of]
+    wide, positions = with_outputs(program, [*(each.at for each in shown), *outside])
+    count = len(program.outputs)
+    results = _run(wide, args, kwargs)
+    _assign(program, results[:count])
+    further = results[count:]
+    led_out = [[further[i] for i in own] for own in positions]
+    rest = iter(led_out)
+    by_match = [
+        [jnp.zeros_like(v) if each.is_zero else v for each in of for v in next(rest)]
+        for _, of in inside
+    ]
+    names = made_different([*(name for name, _ in inside), *map(place_name, outside)])
+    values = map(_alone, [*by_match, *rest])
+    return results[:count], dict(zip(names, values, strict=True))
+
+
+def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
+    """Raises GraphError for a loss that differentiates something itself, where it is not clear
+    whose gradients are meant."""
+    outputs = program.outputs[: len(program.outputs) - len(program.assigned)]
+    if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
+        return
+    for match in where.look(program).matches:
+        if not is_under_rules(match):
+            raise GraphError(
+                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches in "
+                "what it differentiates: the gradients of its result may be meant, or those "
+                "inside. Narrow the selector to one of them"
+            )
+
+
+def _is_float_scalar(aval: Any) -> bool:
+    """Whether a type is that of one float."""
+    return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
 def _run(

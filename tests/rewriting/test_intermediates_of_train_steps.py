@@ -1,0 +1,180 @@
+"""`intermediates` and `intermediate_gradients` of what differentiates its loss itself.
+
+The oracle is the loss by itself, differentiated with respect to what is added at the place.
+"""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
+W = jnp.linspace(-0.5, 0.7, 6).reshape(3, 2)
+TANH = match.op("tanh")
+OPTIMISER = optax.adam(1e-2)
+
+
+def assert_close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+class Mlp(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x, shift=0.0):
+        with jax.named_scope("hidden"):
+            x = jnp.tanh(self.first(x))
+        return self.second(x + shift)
+
+
+def test_of_an_equinox_train_step():
+    one, two = jax.random.split(jax.random.key(0))
+    model = Mlp(eqx.nn.Linear(3, 5, key=one), eqx.nn.Linear(5, 2, key=two))
+    state = OPTIMISER.init(eqx.filter(model, eqx.is_array))
+
+    def loss(model, x, y, shift):
+        return jnp.mean((jax.vmap(model)(x, shift) - y) ** 2)
+
+    @eqx.filter_jit
+    def step(model, state, x, y):
+        value, gradient = eqx.filter_value_and_grad(loss)(model, x, y, jnp.zeros((4, 5)))
+        updates, state = OPTIMISER.update(gradient, state, model)
+        return eqx.apply_updates(model, updates), state, value
+
+    expected = jax.grad(loss, 3)(model, X, Y, jnp.zeros((4, 5)))
+    hidden = match.scope("hidden")
+    found = tg.intermediate_gradients(step, hidden)(model, state, X, Y)
+    assert list(found) == ["hidden"]
+    assert_close(found["hidden"], expected)
+    (_, _, value), values = tg.intermediates(step, hidden)(model, state, X, Y)
+    assert_close(value, loss(model, X, Y, jnp.zeros((4, 5))))
+    assert_close(values["hidden"], jnp.tanh(jax.vmap(model.first)(X)))
+
+
+def test_of_an_nnx_train_step():
+    model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.tanh)
+    optimizer = nnx.Optimizer(model, OPTIMISER, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, x, y):
+        def loss_fn(model):
+            logits = model(x)
+            return jnp.sum((logits - y) ** 2), logits
+
+        (value, _), gradient = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, gradient)
+        return value
+
+    hidden = model(X)
+    found = tg.intermediate_gradients(train_step, TANH)(model, optimizer, X, Y)
+    assert_close(found["tanh"], 2 * (hidden - Y))
+
+
+def loss_of(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+def accumulated(w):
+    def body(total, x):
+        value, gradient = jax.value_and_grad(loss_of)(w, x)
+        return total + gradient, value
+
+    return jax.lax.scan(body, jnp.zeros_like(w), X)
+
+
+def on_a_tape(w):
+    with tg.GradientTape() as tape:
+        tape.watch(w)
+        value = loss_of(w, X)
+    return tape.gradient(value, w)
+
+
+STEPS = {
+    "jax.grad": lambda w: jax.grad(loss_of)(w, X),
+    "jax.vjp": lambda w: jax.vjp(lambda w: loss_of(w, X), w)[1](1.0),
+    "jax.jacrev": lambda w: jax.jacrev(loss_of)(w, X),
+    "tracegrad.grad": lambda w: tg.grad(loss_of)(w, X),
+    "a tape": on_a_tape,
+    "of a jitted loss": lambda w: jax.grad(jax.jit(loss_of))(w, X),
+    "of a loss with a checkpoint": lambda w: jax.grad(jax.checkpoint(loss_of))(w, X),
+    "of a loss with a branch": lambda w: jax.grad(
+        lambda w: jax.lax.cond(w[0, 0] < 0, loss_of, lambda w, x: 0.0, w, X)
+    )(w),
+    "in a compiled function": lambda w: jax.jit(lambda w: jax.grad(loss_of)(w, X))(w),
+    "in a scan": accumulated,
+    "of each example": lambda w: jax.vmap(jax.grad(loss_of), (None, 0))(w, X),
+    "of the loss of each example in a loop": lambda w: jax.grad(
+        lambda w: jnp.sum(jax.lax.map(lambda x: loss_of(w, x), X))
+    )(w),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_they_are_those_of_the_loss_however_it_is_differentiated(name):
+    found = tg.intermediate_gradients(STEPS[name], TANH)(W)
+    assert list(found) == ["tanh"]
+    assert_close(np.reshape(found["tanh"], (4, 2)), 2 * jnp.tanh(X @ W))
+    out, values = tg.intermediates(STEPS[name], TANH)(W)
+    assert_close(np.reshape(values["tanh"], (4, 2)), jnp.tanh(X @ W))
+    for a, b in zip(*map(jax.tree.leaves, (out, STEPS[name](W))), strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("transform", ["jacfwd", "hessian"])
+def test_values_are_shown_where_forward_mode_differentiates(transform):
+    def step(w):
+        return getattr(jax, transform)(loss_of)(w, X)
+
+    assert_close(tg.intermediates(step, TANH)(W)[1]["tanh"], jnp.tanh(X @ W))
+
+
+def test_rules_around_act_on_what_arrives():
+    def of(w):
+        return tg.intermediate_gradients(lambda w: jax.grad(loss_of)(w, X), TANH)(w)["tanh"]
+
+    doubled = tg.trace(of, rules=[rules.scale_gradient(match.op("integer_pow"), 3.0)])
+    assert_close(doubled(W), 3 * of(W))
+
+
+def test_where_no_gradient_arrives_there_are_zeros():
+    def step(w):
+        return jax.grad(lambda w: jnp.sum(w) + jax.lax.stop_gradient(loss_of(w, X)))(w)
+
+    assert_close(tg.intermediate_gradients(step, TANH)(W)["tanh"], jnp.zeros((4, 2)))
+
+
+def test_what_the_step_does_not_differentiate_raises():
+    def step(w):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(X) @ w))(w)
+
+    with pytest.raises(tg.GraphError, match=r"<Apply tanh.*is not computed"):
+        tg.intermediate_gradients(step, TANH)(W)
+    assert_close(tg.intermediates(step, TANH)(W)[1]["tanh"], jnp.tanh(X))
+
+
+def test_a_loss_that_differentiates_the_same_function_is_ambiguous():
+    def penalised(w):
+        return loss_of(w, X) + jnp.sum(jax.grad(loss_of)(w, X) ** 2)
+
+    with pytest.raises(tg.GraphError, match="may be meant, or those inside"):
+        tg.intermediate_gradients(penalised, TANH)(W)
+    _, values = tg.intermediates(penalised, TANH)(W)
+    assert sorted(values) == ["tanh", "tanh_1"]
+
+
+def test_the_gradient_of_what_is_shown_is_that_of_the_step():
+    def first(w):
+        return jnp.sum(tg.intermediates(STEPS["jax.grad"], TANH)(w)[0] ** 2)
+
+    expected = jax.grad(lambda w: jnp.sum(jax.grad(loss_of)(w, X) ** 2))(W)
+    np.testing.assert_allclose(jax.jit(jax.grad(first))(W), expected, rtol=1e-4, atol=1e-5)

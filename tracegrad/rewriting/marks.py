@@ -1,0 +1,144 @@
+"""Values and cotangents of what a function differentiates itself, led out of the whole program.
+
+A train step that calls `jax.grad` holds what is left of its loss: forward and backward passes, in
+which no operation can be told any more. So the loss is marked before it is differentiated, where
+the rules in force are applied to it: an operation that hands on its operand stands at each place,
+one in the forward pass and one in the backward pass, and stays in whatever program comes of that.
+When the step has been traced, what is marked is found and led out as other values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph, GraphError, Node, Occurrence, scopes
+from tracegrad.ir.selector import Selector
+from tracegrad.rewriting.edits import edited, leaving, matches_of, place_name
+from tracegrad.tracing.in_force import Force, in_force
+
+# Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
+# value; the cotangent that arrives at one; a value that is differentiated; one that is not.
+_MARK = _jax.identity_primitive("mark")
+_VALUE, _COTANGENT, _DIFFERENTIATED, _CONSTANT = "value", "cotangent", "differentiated", "constant"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A value or cotangent in a traced program.
+
+    Attributes:
+      at: the operation that gives it.
+      is_zero: whether it is zeros of that type: no cotangent arrives there.
+    """
+
+    at: Occurrence
+    is_zero: bool = False
+
+
+class Marks:
+    """A rule that marks what leaves each match in the functions that are differentiated.
+
+    Args:
+      gradients: whether the cotangents are wanted; else the values are.
+    """
+
+    def __init__(self, where: Selector, gradients: bool):
+        self._where, self._gradients = where, gradients
+        self._places: list[tuple[str, str, int]] = []  # name, text and number of values
+
+    def __call__(self, graph: Graph) -> Graph:
+        return edited(graph, matches_of(self._where, graph, True, self), self._mark)
+
+    def __repr__(self) -> str:
+        name = "intermediate_gradients" if self._gradients else "intermediates"
+        return f"{name}({self._where!r})"
+
+    def _mark(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        values = leaving(graph, nodes)
+        if self._gradients:
+            values = [value for value in values if _jax.has_gradient(value.aval)]
+        identity = _with_cotangent if self._gradients else _with_value
+        for index, value in enumerate(values):
+            (new,) = graph.insert(identity(len(self._places), index), [value], after=value.producer)
+            graph.replace_uses(value, new)
+        self._places.append((place_name(match), str(match), len(values)))
+
+    def trace(self, trace: Callable[[], Graph]) -> Graph:
+        """The graph of a function, with marks in what it differentiates."""
+        with in_force(Force([self])):
+            return trace()
+
+    def shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:
+        """What is marked in a program, in order: the name of each match, and what leaves it.
+
+        Raises GraphError for a match whose gradient the program does not compute.
+        """
+        found = _found(program)
+        if not self._gradients:
+            kinds = [(_VALUE, False)]
+        else:
+            kinds = [(_COTANGENT, False), (_DIFFERENTIATED, True)]
+        answer = []
+        for place, (name, text, count) in enumerate(self._places):
+            ways: list[list[Shown]] = []
+            for index in range(count):
+                here = [
+                    [Shown(at, is_zero) for at in found.get((what, place, index), ())]
+                    for what, is_zero in kinds
+                ]
+                ways.append(next(filter(None, here), []))
+                if not ways[-1] and (_CONSTANT, place, index) in found:
+                    raise GraphError(_not_computed(self, text))
+            # Not one if what was traced has become no part of the program; many if it is called.
+            for all_of_one in zip(*ways, strict=False):
+                answer.append((name, list(all_of_one)))
+        return answer
+
+
+def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
+    """Where each mark is in a program, in order of execution."""
+    found: dict[tuple[str, int, int], list[Occurrence]] = {}
+    for occurrence in program.walk():
+        if occurrence.node.primitive is _MARK:
+            what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
+            # What is computed again for the backward pass is what it was.
+            if what == _COTANGENT or not _is_in_backward_pass(occurrence):
+                found.setdefault((what, place, index), []).append(occurrence)
+    return found
+
+
+def _is_in_backward_pass(occurrence: Occurrence) -> bool:
+    steps = [*(node for node, _ in occurrence.path), occurrence.node]
+    return any("transpose" in scopes.transformations(scopes.around(node)) for node in steps)
+
+
+def _not_computed(rule: object, match: str) -> str:
+    return (
+        f"{rule!r}: the function differentiates with respect to nothing that {match} depends on, "
+        "so that the gradient which would arrive there is not computed. Leave it out of the "
+        "selector, or ask for the intermediate_gradients of the loss itself"
+    )
+
+
+def _with_value(place: int, index: int) -> Callable[[Any], Any]:
+    return lambda value: _MARK.bind(value, what=_VALUE, place=place, index=index)
+
+
+def _with_cotangent(place: int, index: int) -> Callable[[Any], Any]:
+    def mark(value: Any, what: str) -> Any:
+        return _MARK.bind(value, what=what, place=place, index=index)
+
+    @jax.custom_vjp
+    def identity(value: Any) -> Any:
+        return mark(value, _CONSTANT)
+
+    identity.defvjp(
+        lambda value: (mark(value, _DIFFERENTIATED), None),
+        lambda _, cotangent: (mark(cotangent, _COTANGENT),),
+    )
+    return identity
