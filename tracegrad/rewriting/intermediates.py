@@ -144,9 +144,9 @@ def intermediate_gradients(
         inside = marks.shown(program)
         if inside:
             _refuse_both(fun, program, where, marks)
-            results, found = _led_out(program, inside, [], args, kwargs)
+            results, arriving = _led_out(program, inside, [], args, kwargs)
             output = _unflatten(program, results)
-            return (found, output[1]) if has_aux else found
+            return (arriving, output[1]) if has_aux else arriving
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)
         tapped = with_taps(program, _TAP, found)
