@@ -479,3 +479,29 @@ def test_calls_of_the_host_are_told_by_their_names():
     for way in ways:
         assert _jax.calls_host(equation(way, 1.0).primitive.name)
     assert not _jax.calls_host(equation(jnp.sin, 1.0).primitive.name)
+
+
+def test_a_call_that_is_not_compiled_is_asked_about_first_and_a_warm_one_is_jits():
+    asked = []
+
+    def handle(go_on, args, kwargs):
+        asked.append(args)
+        if args[0] == "word":
+            return "handled"
+        go_on()
+        return None
+
+    jitted = jax.jit(lambda x: 2 * x)
+    call = _jax.handling_misses(jitted, handle, lambda error: ValueError(str(error)))
+    assert type(call) is type(jitted)  # else it is a function around it
+    for _ in range(3):
+        assert call(3.0) == 6.0
+    assert call("word") == "handled"
+    assert jax.grad(call)(3.0) == 2.0
+    assert len(asked) == 3
+    with pytest.raises(ValueError, match="abstract array"):
+        call("other")
+    assert call.lower(3.0).compile()(4.0) == 8.0
+    call.clear_cache()
+    assert call(3.0) == 6.0
+    assert len(asked) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -190,3 +191,128 @@ def test_static_arguments_are_python_values_as_they_are():
     program = tg.trace(scaled, static_argnums=0, static_argnames="names")
     assert program("ab", 2.0, names=("x",)) == 4.0
     assert program("abc", {"x": 2.0, "tag": "t"}["x"], names=("x", "y")) == 12.0
+
+
+class Net(eqx.Module):
+    size: int
+    weight: jax.Array
+    rate: float = 0.5
+    inference: bool = False
+
+    def __call__(self, x):
+        scale = 1.0 if self.inference else self.rate
+        return jnp.sum(jnp.zeros(self.size) + self.weight * x) * scale
+
+
+NET = Net(3, jnp.ones(3))
+
+
+def test_numbers_of_equinox_modules_are_settings_and_not_trained():
+    def step(model, x):
+        gradient = eqx.filter_grad(lambda model: model(x))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.5 * g, gradient))
+
+    traced = tg.trace(step)
+    for x in (1.0, 2.0):
+        got, expected = traced(NET, x), eqx.filter_jit(step)(NET, x)
+        assert (got.size, got.rate, got.inference) == (3, 0.5, False)
+        assert [type(v) for v in (got.size, got.rate, got.inference)] == [int, float, bool]
+        np.testing.assert_allclose(got.weight, expected.weight)
+    assert traced.cache_info().count == 1
+
+
+@pytest.mark.parametrize("before", [(2.0, 3.0), (Net(3, jnp.ones(3), jnp.array(0.5)), 1.0)])
+def test_they_are_where_the_function_was_called_with_arrays_alone_before(before):
+    call = tg.trace(lambda model, x: model(x) if callable(model) else model * x)
+    for _ in range(2):
+        call(*before)
+    assert call(NET, 2.0) == 3.0
+    assert call(Net(3, jnp.ones(3), 0.25), 2.0) == 1.5
+
+
+def test_numbers_in_other_trees_are_traced():
+    def doubled(tree):
+        assert all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+        return jax.tree.map(lambda leaf: 2 * leaf, tree)
+
+    assert tg.trace(doubled)({"rate": 0.5, "sizes": [1, 2]}) == {"rate": 1.0, "sizes": [2, 4]}
+
+
+def test_gradients_of_settings_are_none_and_selecting_one_is_refused():
+    gradient = tg.grad(lambda model: model(2.0))(NET)
+    assert (gradient.size, gradient.rate, gradient.inference) == (None, None, None)
+    np.testing.assert_allclose(gradient.weight, eqx.filter_grad(lambda m: m(2.0))(NET).weight)
+    of_weight = tg.grad(lambda model: model(2.0), wrt=lambda path, _: path == "weight")(NET)
+    assert of_weight.rate is None
+    with pytest.raises(
+        TypeError, match=r"selects model/rate, the number 0\.5 of an equinox module"
+    ):
+        tg.grad(lambda model: model(2.0), wrt=lambda path, _: path == "rate")(NET)
+    assert not tg.explain(lambda model: model(2.0), NET).problems
+    assert not tg.check_grads(lambda model: model(2.0), (NET,), order=1).wrong
+
+
+def test_zeros_of_both_signs_and_no_number_are_told_apart():
+    call = tg.trace(lambda model: 1.0 / jnp.float32(model.rate))
+    found = [call(Net(3, jnp.ones(3), rate)) for rate in (0.0, -0.0, jnp.nan, jnp.nan)]
+    np.testing.assert_array_equal(found, [jnp.inf, -jnp.inf, jnp.nan, jnp.nan])
+    assert call.cache_info().count == 3
+
+
+def apply(x, how, *, then=None):
+    factor = {"double": 2.0}[how] if isinstance(how, str) else how
+    y = how(x) if callable(how) else factor * x
+    return y if then is None else then(y)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_was_an_array_may_be_static_at_the_next_call_and_the_other_way_round(by_name):
+    call = tg.trace(apply)
+    for how, expected in ((3.0, 6.0), ("double", 4.0), (5.0, 10.0), (jnp.square, 4.0), (3.0, 6.0)):
+        assert (call(2.0, how=how) if by_name else call(2.0, how)) == expected
+    assert call(2.0, 3.0, then=jnp.negative) == -6.0
+    assert call.cache_info().count == 4
+    assert "`how` changed from weak float32[] to 'double'" in str(call.cache_info())
+
+
+def test_what_fails_after_calls_that_did_not_fails_with_its_own_error():
+    call = tg.trace(apply)
+    assert call(2.0, 3.0) == 6.0
+    for how, error in (("other", KeyError), (jnp.ones((2, 3)), None), (object(), TypeError)):
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            call(jnp.ones(3), how)
+    with pytest.raises(TypeError, match="incompatible shapes") as found:
+        call(jnp.ones(3), jnp.ones(2))
+    assert any(entry.name == "apply" for entry in found.traceback)
+    assert call(2.0, 3.0) == 6.0
+
+
+def test_what_it_returns_may_be_static_for_some_arguments_alone():
+    call = tg.trace(lambda x: (x, "a vector") if x.ndim else 2 * x)
+    for _ in range(2):
+        assert call(jnp.float32(3.0)) == 6.0
+        vector, name = call(jnp.ones(2))
+        assert (vector.shape, name) == ((2,), "a vector")
+    shape, name = call.eval_shape(jnp.ones(2))
+    assert (shape.shape, name) == ((2,), "a vector")
+    vector, name = call.lower(jnp.ones(2)).compile()(jnp.ones(2))
+    assert (vector.shape, name) == ((2,), "a vector")
+
+
+def test_a_dtype_is_a_setting():
+    zeros = tg.trace(lambda options: jnp.zeros(2, options["dtype"]) + options["x"])
+    assert zeros({"dtype": jnp.bfloat16, "x": 1}).dtype == jnp.bfloat16
+    assert zeros({"dtype": jnp.dtype("float16"), "x": 1}).dtype == jnp.float16
+
+
+def test_arguments_with_statics_are_donated_and_sharded_as_others():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    step = tg.trace(lambda model, x: jnp.sum(model["w"]) * x, donate_argnums=0)
+    weights = jnp.ones(3)
+    assert step({"w": weights, "name": "a"}, jnp.ones(3))[0] == 3.0
+    for shardings in ((device, device), ({"w": device, "name": None}, device)):
+        moved = tg.trace(lambda model, x: (model["w"] * x, "b"), in_shardings=shardings)
+        result, name = moved({"w": jnp.ones(3), "name": "a"}, jnp.ones(3))
+        assert (result.devices(), name) == ({jax.devices()[1]}, "b")
+    whole = tg.trace(lambda x: {"y": x, "n": "a"}, out_shardings={"y": device, "n": None})
+    assert whole(jnp.ones(3))["y"].devices() == {jax.devices()[1]}

@@ -16,6 +16,8 @@ from tracegrad._jax.arrays import type_key as type_key
 from tracegrad._jax.arrays import type_text as type_text
 from tracegrad._jax.arrays import wait_for as wait_for
 from tracegrad._jax.arrays import without_devices as without_devices
+from tracegrad._jax.calls import Handle as Handle
+from tracegrad._jax.calls import handling_misses as handling_misses
 from tracegrad._jax.compat import PROGRAM_TYPES as PROGRAM_TYPES
 from tracegrad._jax.compat import VERSION as VERSION
 from tracegrad._jax.compat import config as config

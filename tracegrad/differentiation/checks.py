@@ -72,18 +72,23 @@ def differentiable_leaves(
     paths = iter(selection.paths)
     for argument in selection.arguments:
         chosen = [leaf for leaf, m in zip(argument.leaves, argument.mask, strict=True) if m]
-        is_model = argument.is_whole and any(map(is_differentiable, chosen))
-        for leaf in chosen:
-            path, fits = next(paths), is_differentiable(leaf)
+        is_model = argument.is_whole and any(argument.differentiable)
+        for leaf, fits in zip(chosen, argument.differentiable, strict=True):
+            path, is_setting = next(paths), not fits and is_differentiable(leaf)
             if not fits and unconnected != "none":
-                fits = allow_int and is_numeric(leaf)
+                fits = allow_int and is_numeric(leaf) and not is_setting
                 if not fits and not is_model:
-                    raise TypeError(_no_gradient(path, leaf))
+                    raise TypeError(_no_gradient(path, leaf, is_setting=is_setting))
             flags.append(fits)
     return flags
 
 
-def _no_gradient(path: str, leaf: Any) -> str:
+def _no_gradient(path: str, leaf: Any, *, is_setting: bool) -> str:
+    if is_setting:
+        return (
+            f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "
+            "settings that are not trained: make it an array, as in `jnp.asarray(0.5)`"
+        )
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.tracing.graphs import function_name
+from tracegrad.variables.trees import settings
 
 Predicate = Callable[[str, Any], Any]
 Wrt = int | str | Sequence[int | str] | Predicate
@@ -96,6 +98,20 @@ class Argument:
         """The path of each leaf, as predicates see it."""
         return [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.tree)[0]]
 
+    @functools.cached_property
+    def settings(self) -> frozenset[int]:
+        """The indices of the leaves that are numbers, and part of what a model computes."""
+        return settings([type(leaf) for leaf in self.leaves], self.structure)
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Of each selected leaf whether it has a gradient."""
+        return [
+            is_differentiable(leaf) and i not in self.settings
+            for i, (leaf, m) in enumerate(zip(self.leaves, self.mask, strict=True))
+            if m
+        ]
+
     def filled(self, chosen: Iterable[Any]) -> Any:
         """The argument with others in place of its selected leaves."""
         rest = iter(chosen)
@@ -106,8 +122,8 @@ class Argument:
         """A tree like the argument: what was computed, and ``absent(leaf)`` for the others."""
         rest = iter(chosen)
         leaves = [
-            next(rest) if m else absent(leaf)
-            for leaf, m in zip(self.leaves, self.mask, strict=True)
+            next(rest) if m else None if i in self.settings else absent(leaf)
+            for i, (leaf, m) in enumerate(zip(self.leaves, self.mask, strict=True))
         ]
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -133,6 +149,21 @@ class Selection:
             leaf
             for argument in self.arguments
             for leaf, m in zip(argument.leaves, argument.mask, strict=True)
+            if m
+        ]
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Of each selected leaf whether it has a gradient."""
+        return [fits for argument in self.arguments for fits in argument.differentiable]
+
+    @property
+    def settings(self) -> list[bool]:
+        """Of each selected leaf whether it is a number that is part of what a model computes."""
+        return [
+            i in argument.settings
+            for argument in self.arguments
+            for i, m in enumerate(argument.mask)
             if m
         ]
 
@@ -199,7 +230,8 @@ def zeros_for(leaf: Any) -> Any:
     """The gradient of a leaf that was not selected.
 
     Zeros of its shape and dtype for an array of numbers or booleans, the zero of its own type for
-    a Python number, None for anything else (functions, strings, random keys).
+    a Python number, None for anything else (functions, strings, random keys; and for the numbers
+    of an `equinox.Module`, as it has it).
     """
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
-from tracegrad.differentiation.selection import is_differentiable, resolve
+from tracegrad.differentiation.selection import resolve
 from tracegrad.insight.check_rules import check_rules
 from tracegrad.insight.finite_differences import (
     Function,
@@ -139,7 +139,7 @@ def _flat(
 ) -> tuple[Callable[[list[Any]], list[Any]], list[Any], list[str]]:
     """The function of its floating leaves alone, those in double precision, and their paths."""
     selection = resolve(fun, tuple(range(len(args))), tuple(args), {}) if args else None
-    chosen = selection and selection.refined([is_differentiable(x) for x in selection.leaves])
+    chosen = selection and selection.refined(selection.differentiable)
     if not chosen or not chosen.leaves:
         raise ValueError("check_grads needs an argument with a floating leaf to differentiate by")
 

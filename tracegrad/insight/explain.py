@@ -17,7 +17,6 @@ from tracegrad.differentiation.selection import (
     Selection,
     Wrt,
     check_wrt,
-    is_differentiable,
     resolve,
 )
 from tracegrad.insight.explaining.explain_graph import explain_graph
@@ -25,6 +24,7 @@ from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.dependence import is_reference
 from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.variables.trees import Static
 
 
 def explain(
@@ -84,7 +84,12 @@ def explain(
     _require_alive(args, kwargs)
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
-    leaves = dict(zip(selection.paths, selection.leaves, strict=True))
+    leaves = {
+        path: Static(leaf) if is_setting else leaf
+        for path, leaf, is_setting in zip(
+            selection.paths, selection.leaves, selection.settings, strict=True
+        )
+    }
     return explain_graph(
         call.program,
         call.inputs,
@@ -143,7 +148,7 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     is not selected (an `if` on a flag), the selected leaves alone, as under `jax.grad`.
     """
     leaves = selection.leaves
-    is_input = [is_differentiable(leaf) for leaf in leaves]
+    is_input = selection.differentiable
     chosen = [leaf for leaf, fits in zip(leaves, is_input, strict=True) if fits]
     refined = selection.refined(is_input)
     others, structure = jax.tree.flatten((refined.args, refined.kwargs))

@@ -26,14 +26,14 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
-from tracegrad.tracing.elsewhere import Elsewhere
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant
-from tracegrad.variables.trees import Given, taken, without_variables
+from tracegrad.variables.packed import Packing
+from tracegrad.variables.trees import Given, given, taken, without_variables
 
 if TYPE_CHECKING:
     from tracegrad.tracing.traced import TracedFunction
@@ -75,8 +75,13 @@ class Pipeline:
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
         # By the Variables that are given: the one variant, while there is one.
         self._only: OrderedDict[tuple[Given, ...], Variant | None] = OrderedDict()
-        self._takes_apart = False  # whether any call had arguments with what is no array
-        self._is_left_to_jit = False
+        # Shardings of the parts of an argument or of a result are said along its tree.
+        shardings = options.get("in_shardings")
+        parts = shardings if isinstance(shardings, tuple) else (shardings,)
+        self._packs_results = _is_for_all(options.get("out_shardings"))
+        self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
+        self.takes_apart = False  # whether any call had arguments with what is no array
+        self._left_to: Callable[..., Any] | None = None  # instead of coming here
         self._lock = threading.RLock()
         self._warned = False
 
@@ -90,24 +95,47 @@ class Pipeline:
     # ---------------------------------------------------------------------------------- calls
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        packed, named = args, kwargs
         variables: tuple[Given, ...] = ()
-        if self._takes_apart:
-            (args, kwargs), variables = self.static.given(args, kwargs)
+        if self.takes_apart:
+            packed, named, variables = self._taken_apart(args, kwargs)
         found = None
         variant = self._only.get(variables)
-        if variant is not None and not variant.use.is_over:
-            try:
-                return variant(args, kwargs)
-            except AnotherVariant as other:
-                if other.of is not self:
-                    raise
-                found = other.found
-        if _jax.config.jax_disable_jit:
-            return self.eagerly(args, kwargs)
         try:
-            return self.search(args, kwargs, Variant.__call__, found)
+            if variant is not None and not variant.use.is_over:
+                try:
+                    return variant(packed, named)
+                except AnotherVariant as other:
+                    if other.of is not self:
+                        raise
+                    found = other.found
+            if _jax.config.jax_disable_jit:
+                return self.eagerly(args, kwargs)
+            return self.search(args, kwargs, self._call, found)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
+
+    def _on_miss(
+        self, go_on: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that has gone to jit directly, which has nothing compiled for it."""
+        if self._has_statics(args, kwargs):
+            self.take_apart()
+            return self(*args, **kwargs)
+        with Attempt(self) as attempt:
+            go_on()
+            return None
+        self._leave_to_jit(None)
+        return self.search(args, kwargs, self._call, attempt.found)
+
+    def _has_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = self.static.given(args, kwargs)[0]
+        return given[0] is not args or given[1] is not kwargs
+
+    def _call(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.takes_apart:
+            args, kwargs, _ = self._taken_apart(args, kwargs)
+        return variant(args, kwargs)
 
     def search(
         self,
@@ -140,15 +168,6 @@ class Pipeline:
             "Variables once, outside of it."
         )
 
-    def elsewhere(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> Any:
-        """The result of the trace of a call that went to jit directly, as none had found Variables
-        until then: it is made anew as soon as there are values. From now on all come here."""
-        self._leave_to_jit(None)
-        return Elsewhere.of(self._again, (args, kwargs), found)
-
-    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None) -> Any:
-        return self.search(args, kwargs, Variant.__call__, found or self.traced(args, kwargs))
-
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
         rules are to change that, it runs the graph, one operation after the other."""
@@ -169,21 +188,21 @@ class Pipeline:
     def joined_by(self, function: TracedFunction) -> Callable[..., Any]:
         """What calls of one more wrapper go to."""
         self._functions.add(function)
-        direct = self._plain.direct
-        return direct if self._is_left_to_jit and direct is not None else self
+        return self if self._left_to is None else self._left_to
 
     def take_apart(self) -> None:
         """Has calls look, from now on, for what is no array among their arguments."""
-        if not self._takes_apart:
-            self._takes_apart = True
+        if not self.takes_apart:
+            self.takes_apart = True
             self._leave_to_jit(None)
 
     def _leave_to_jit(self, variant: Variant | None) -> None:
         """Has the calls of all wrappers go to what a variant is called by, or come here again."""
-        direct = None if variant is None else variant.direct
-        self._is_left_to_jit = direct is not None
+        self._left_to = None
+        if variant is not None and variant.direct is not None:
+            self._left_to = variant.handling_misses(_weakly(self._on_miss))
         for function in list(self._functions):
-            function.__call__ = self if direct is None else direct
+            function.__call__ = self._left_to or self
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -212,7 +231,7 @@ class Pipeline:
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
         if not outer:  # else nothing is compiled for it
             self._note(args, kwargs)
-        return graph, Use(graph)
+        return graph, Use(graph, packs=self._packs_results)
 
     def known(self, attempt: Attempt | None, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""
@@ -307,7 +326,7 @@ class Pipeline:
                 self._by_signature[self._signature(args, kwargs)] = variant
                 if len(self._by_signature) > _KEPT_SIGNATURES:
                     self._by_signature.popitem(last=False)
-            elif not self._takes_apart:
+            elif not self.takes_apart:
                 self._leave_to_jit(variant)
 
     def _forget(self, unwanted: Callable[[Variant], bool]) -> None:
@@ -385,6 +404,30 @@ def described(fun: Callable[..., Any]) -> str:
         return repr(fun)
     except Exception:  # of a half-made object, or of one with an array that is gone
         return f"<{type(fun).__name__} {function_name(fun)}>"
+
+
+def _given(argument: Any, found: list[Given]) -> Any:
+    """An argument for shardings that are said along its tree."""
+    argument, variables = given(argument)
+    found += variables
+    return argument
+
+
+def _is_for_all(shardings: Any) -> bool:
+    """Whether what is said of the shardings of a tree says the same of all arrays in it."""
+    return shardings is None or jax.tree_util.all_leaves([shardings])
+
+
+def _weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """A bound method that does not hold its object: whoever calls it does."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        bound = ref()
+        assert bound is not None, "the traced function that is called holds it"
+        return bound(*args)
+
+    return call
 
 
 def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -65,10 +65,7 @@ class Signature:
         return cls(tree, tuple(types), tuple(sorted(values.items(), key=operator.itemgetter(0))))
 
     def __str__(self) -> str:
-        parts = [
-            f"{name}: {'weak ' if weak else ''}{dtype}{shape}"
-            for name, dtype, shape, weak in self.types
-        ]
+        parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
         parts += [f"{name}={_short(value)} (static)" for name, value in self.static]
         return ", ".join(parts) or "no arguments"
 
@@ -206,13 +203,17 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
     ``"tree"``.
     """
     changes = []
+    arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
     for name, before, after in _paired(old.static, new.static):
         if before != after:
-            changes.append((f"`{name}`", "static value", _short(before), _short(after)))
+            was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
+            old_text = _short(before) if was is None else _array_text(*was)
+            new_text = _short(after) if is_now is None else _array_text(*is_now)
+            changes.append((f"`{name}`", "static value", old_text, new_text))
     if old.tree != new.tree:
         return [*changes, ("the arguments", "tree", _short(old.tree), _short(new.tree))]
     for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
-        old.types, new.types, strict=True
+        arrays_before.values(), arrays_after.values(), strict=True
     ):
         if isinstance(dtype, Given) or isinstance(dtype2, Given):
             if dtype is not dtype2:
@@ -226,6 +227,10 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
             kinds = ("an array's", "a Python number's")
             changes.append((f"`{name}`", "weak type", kinds[weak], kinds[weak2]))
     return changes
+
+
+def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
+    return f"{'weak ' if weak else ''}{dtype}{shape}"
 
 
 def _reason(changes: Sequence[tuple[str, str, str, str]], *, is_first: bool) -> str:

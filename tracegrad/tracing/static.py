@@ -11,6 +11,7 @@ from tracegrad.variables.trees import Given, given
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
+Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Given, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,32 @@ class StaticArguments:
         own, rest = iter(fixed[0]), iter(args_left)
         args = tuple(next(own if i in positions else rest) for i in range(len(args)))
         return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)
+
+    def each(
+        self, take: Callable[[Any, list[Given]], Any]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Taken]:
+        """`given` of a call argument by argument, as jit is to get them.
+
+        Args:
+          take: replaces an argument that is not static, and adds its Variables to a list.
+        """
+
+        def of_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+            found: list[Given] = []
+            args = tuple([take(arg, found) for arg in args])
+            if kwargs:  # sorted as in a tree
+                kwargs = {name: take(arg, found) for name, arg in sorted(kwargs.items())}
+            return args, kwargs, tuple(found)
+
+        def of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+            (dynamic, named), positions, static = self.apart(args, kwargs)
+            dynamic, named, found = of_dynamic(dynamic, dict(named))
+            (own, static), others = given(([args[i] for i in positions], static), statics=False)
+            left, fixed = iter(dynamic), iter(own)
+            args = tuple(next(fixed if i in positions else left) for i in range(len(args)))
+            return args, {**named, **static}, (*found, *others)
+
+        return of_all if self.positions or self.names else of_dynamic
 
 
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:

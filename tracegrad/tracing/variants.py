@@ -34,10 +34,12 @@ from tracegrad.ir.walking import dissolve
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
 from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
 from tracegrad.variables.overriding import ForwardingTrace
-from tracegrad.variables.trees import given_before, with_statics
+from tracegrad.variables.packed import Packed, unpacked
+from tracegrad.variables.trees import given_before, has_modules, has_statics, with_statics
 from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -52,12 +54,17 @@ class Use:
         held weakly.
       calls_host: whether it calls code that XLA did not compile, where it assigns Variables.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
+      returns_statics: whether some of its result is no array, and is put back after the call.
+      is_plain: whether it is arguments in, result out.
       is_over: a Variable is gone, and with it the use of the program.
       identity: equal for uses of the same Variables in the same way.
     """
 
-    def __init__(self, graph: Graph | None = None):
-        """The use of a traced program; without one that of a program that uses nothing."""
+    def __init__(self, graph: Graph | None = None, *, packs: bool = True):
+        """The use of a traced program; without one that of a program that uses nothing.
+
+        `packs`: whether results that are not all arrays may be packed.
+        """
         read = {id(v): v for v in graph.variables} if graph else {}
         assigned = {id(v): v for v in graph.assigned} if graph else {}
         self.is_over = False
@@ -69,7 +76,9 @@ class Use:
         self.calls_host = graph is not None and self.has_variables and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
-        self.identity = frozenset(read), frozenset(assigned), self.calls_host
+        self.returns_statics = graph is not None and packs and has_statics(graph.out_tree)
+        self.is_plain = not self.has_variables and not self.returns_statics
+        self.identity = frozenset(read), frozenset(assigned), self.calls_host, self.returns_statics
 
     def _refs(self, variables: Iterable[Variable]) -> list[weakref.ref[Variable]]:
         me = weakref.ref(self)
@@ -90,13 +99,16 @@ class Body:
     """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
 
     Takes the values of the Variables that the use says, then the arguments. Returns the new values,
-    of those updated and those only written, and the function's result; of a use without Variables
-    the result alone. It holds the pipeline weakly, because JAX's caches live as long as it does.
+    of those updated and those only written, and the function's result; of a plain use the result
+    alone. It holds the pipeline weakly, because JAX's caches live as long as it does.
+
+    `packs`: whether a result that is not all arrays is `Packed`, for whoever puts it together.
     """
 
-    def __init__(self, pipeline: Pipeline, use: Use):
+    def __init__(self, pipeline: Pipeline, use: Use, *, packs: bool = True):
         self._pipeline = weakref.ref(pipeline)
         self.use = use
+        self._packs = use.returns_statics and packs
         self.__name__ = self.__qualname__ = pipeline.__name__
         self.__doc__ = pipeline.__doc__
         self.__module__ = pipeline.__module__
@@ -120,21 +132,22 @@ class Body:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         pipeline, use = self.pipeline, self.use
         if _jax.config.jax_disable_jit:
-            if use.has_variables:  # no warm call asks; here nothing has been called yet
+            if not use.is_plain:  # no warm call asks; here nothing has been called yet
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
+        args, kwargs = unpacked(args, kwargs)
         (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
         if given:
             pipeline.take_apart()
         attempt = attempt_at(pipeline)
+        if attempt is None and not pipeline.takes_apart and has_modules((args, kwargs)):
+            raise AnotherVariant(pipeline, None)  # it does not show here which of it are settings
         flat, tree = pipeline.flatten(args, kwargs)
         graph, found = pipeline.known(attempt, flat, tree) or pipeline.traced(
             args, kwargs, in_jit=True
         )
         if not use.serves(found):
-            if attempt is None and not use.has_variables:  # nobody would catch it
-                return pipeline.elsewhere(args, kwargs, (graph, found))
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
@@ -144,8 +157,10 @@ class Body:
         result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
         if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
             dissolve(graph)
+        if self._packs:  # JAX has no fast path to a result that is not all arrays
+            result = Packed(outs[:count], graph.out_tree)
         if not use.has_variables:
-            return result
+            return ((), result) if self._packs else result
         new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))
         return [new[id(ref())] for ref in (*use.updated, *use.written)], result
 
@@ -161,14 +176,14 @@ class Variant:
       outermost: the one for calls with none: where XLA merges recomputed code away unless told not
         to, it is told so there (JAX refuses compiler options on a nested jit), and what is updated
         is written over.
-      direct: what a call is, where it takes the arguments alone; None where Variables are used.
+      direct: what a call is, where its use is plain; else None.
     """
 
     def __init__(self, pipeline: Pipeline, use: Use):
         self.use = use
         body = Body(pipeline, use)
         options = pipeline.options
-        if use.has_variables:
+        if not use.is_plain:
             options = _with_shardings(_behind_values(pipeline, len(use.values)), use)
         self.nested: Any = jax.jit(body, **options)
         self.outermost: Any = self.nested
@@ -185,16 +200,28 @@ class Variant:
             options = {**options, "donate_argnums": donated}
         if use.has_variables or use.recomputes:
             self.outermost = jax.jit(body, **options)
+        self._unpacked: Any = None
+        if use.returns_statics:
+            self._unpacked = jax.jit(Body(pipeline, use, packs=False), **options)
         self._warn = _warning_of_merging(pipeline) if use.recomputes else _no_warning
         self.direct: Callable[..., Any] | None = None
-        if not use.has_variables:
-            self.direct = self._keeping_recompute() if use.recomputes else self.nested
+        if use.is_plain:
+            self.direct = self._direct(self.nested, self.outermost)
 
-    def _keeping_recompute(self) -> Callable[..., Any]:
-        """The call of what recomputes, and takes the arguments alone. A warm one costs as little
-        more than the jit's as Python allows, hence the local names."""
-        nested, outermost, warn = self.nested, self.outermost, self._warn
-        current, top_level = _jax.current_trace, _jax.TopLevelTrace
+    def handling_misses(self, handle: _jax.Handle) -> Callable[..., Any]:
+        """`direct`, for calls that come from nowhere else; see `_jax.handling_misses`."""
+        return self._direct(
+            _jax.handling_misses(self.nested, handle, explain),
+            _jax.handling_misses(self.outermost, handle, explain),
+        )
+
+    def _direct(
+        self, nested: Callable[..., Any], outermost: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        if not self.use.recomputes:
+            return nested
+        # A warm call costs as little more than the jit's as Python allows, hence the local names.
+        warn, current, top_level = self._warn, _jax.current_trace, _jax.TopLevelTrace
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if type(current(None)) is top_level:
@@ -214,7 +241,8 @@ class Variant:
         written: Any = [ref() for ref in use.written] if use.written else ()
         if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
             call = self._held if _jax.is_top_level() and not listened() else self._watched
-            return call(updated, read, written, args, kwargs)
+            result = call(updated, read, written, args, kwargs)
+            return result.argument() if use.returns_statics else result
         constants = peek(read) if read else ()
         if written:
             free(written)
@@ -225,7 +253,7 @@ class Variant:
             take_back(updated)
             raise
         settle([*updated, *written] if written else updated, new)
-        return result
+        return result.argument() if use.returns_statics else result
 
     def _held(
         self,
@@ -276,7 +304,7 @@ class Variant:
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
-        jitted = self.nested if stage == "eval_shape" else self.outermost
+        jitted = self._unpacked or (self.nested if stage == "eval_shape" else self.outermost)
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         result = getattr(jitted, stage)(*values, *args, **kwargs)

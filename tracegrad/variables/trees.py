@@ -2,7 +2,9 @@
 
 A leaf of an argument that is no array and no number (a function, a string, an object: models have
 them) is to JAX a part of the arguments' structure (`Static`): it belongs to what a program is made
-for, and the function gets it as it is. It is so in results.
+for, and the function gets it as it is. It is so in results. A number in an `equinox.Module` is a
+setting like these (a rate, a size, a flag), as `equinox.filter_jit` and `filter_grad` have it: as
+an array it could not say what to compute, and would be trained.
 
 Among the arguments of a traced function a Variable is no array but a part of their structure
 (`Given`), so that there is a program for each that is given; in the function it is read and
@@ -14,9 +16,10 @@ before. The traced values in their places then tell whose they are, once.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -97,8 +100,11 @@ class Static:
         mine, others = self.leaf, other.leaf
         if mine is others:
             return self._ref is None or mine is not None
-        comparable = type(mine) is type(others) and type(mine).__hash__ is not None
-        return comparable and bool(mine == others)
+        if type(mine) is not type(others) or type(mine).__hash__ is None:
+            return False
+        if isinstance(mine, (float, complex)):  # 0.0 == -0.0, nan != nan
+            return repr(mine) == repr(others)
+        return bool(mine == others)
 
     def __hash__(self) -> int:
         return self._hash
@@ -114,7 +120,7 @@ jax.tree_util.register_pytree_node(
 
 def _check_comparable(leaf: Any) -> None:
     try:
-        equal = bool(leaf == leaf)
+        equal = bool(leaf == leaf) or isinstance(leaf, (float, complex))  # nan
     except Exception as error:
         problem: Exception | None = error
     else:
@@ -131,9 +137,18 @@ def _check_comparable(leaf: Any) -> None:
 _ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
 
 
+def is_kind_of_array(kind: type) -> bool:
+    """Whether all of a type are traced: as nearly all leaves are."""
+    return kind in _ARRAYS or issubclass(kind, jax.Array)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of an argument is traced: an array, a number, or the type of one."""
-    if type(leaf) in _ARRAYS or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__"):
+    if is_kind_of_array(type(leaf)):
+        return True
+    if isinstance(leaf, type):  # `jnp.float32` has a dtype, and is a setting
+        return False
+    if (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or hasattr(leaf, "__jax_array__"):
         return True
     try:
         jax.typeof(leaf)
@@ -142,25 +157,78 @@ def is_array(leaf: Any) -> bool:
     return True
 
 
+def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
+    """The indices of the leaves of a tree that are numbers in modules of equinox.
+
+    Args:
+      kinds: the types of its leaves.
+    """
+    if not _has_modules(structure):
+        return frozenset()
+    is_inside = _inside_modules(structure)
+    return frozenset(
+        i
+        for i, kind in enumerate(kinds)
+        if issubclass(kind, _NUMBERS) and not issubclass(kind, np.generic) and is_inside[i]
+    )
+
+
+_NUMBERS = (int, float, complex)  # and bool
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether there are modules of equinox in a tree."""
+    return _has_modules(jax.tree.structure(tree))
+
+
+def _has_modules(structure: Any) -> bool:
+    return "equinox" in sys.modules and any(_inside_modules(structure))
+
+
+def _inside_modules(structure: Any) -> list[bool]:
+    """For each leaf whether it is in a module; there is equinox."""
+    node = structure.node_data()
+    if node is not None and issubclass(node[0], sys.modules["equinox"].Module):
+        return [True] * structure.num_leaves
+    if node is None:
+        return [False] * structure.num_leaves
+    return [is_inside for child in structure.children() for is_inside in _inside_modules(child)]
+
+
+def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
+    """Which leaves of an argument or a result are traced, the others being parts of it."""
+    traced = [is_array(leaf) for leaf in leaves]
+    for i in settings([type(leaf) for leaf in leaves], structure):
+        traced[i] = False
+    return traced
+
+
 def with_statics(result: T) -> T:
     """A result whose leaves that are no arrays are parts of its structure; itself without such."""
     leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
-    if not _fix(leaves, is_result=True):
+    if not fix(leaves, structure, is_result=True):
         return result
     new: T = jax.tree.unflatten(structure, leaves)
     return new
 
 
-def _fix(leaves: list[Any], *, is_result: bool = False) -> bool:
-    """Puts `Static` in the places of what is no array; whether there was such."""
+def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
+    """Puts `Static` in the places of what is no array in a list of the leaves of a tree; whether
+    there was such."""
     kinds = set(map(type, leaves))
-    if all(kind in _ARRAYS or issubclass(kind, jax.Array) for kind in kinds):
-        return False  # as nearly all are
+    if all(map(is_kind_of_array, kinds)) and kinds.isdisjoint({bool, *_NUMBERS}):
+        return False
     fixed = False
-    for i, leaf in enumerate(leaves):
-        if not is_array(leaf) and not isinstance(leaf, (Variable, Given)):
-            leaves[i], fixed = Static(leaf, is_result=is_result), True
+    for i, is_traced in enumerate(are_traced(leaves, structure)):
+        if not is_traced and not isinstance(leaves[i], (Variable, Given)):
+            leaves[i], fixed = Static(leaves[i], is_result=is_result), True
     return fixed
+
+
+def has_statics(structure: Any) -> bool:
+    """Whether some of such trees is no array."""
+    count: int = structure.num_leaves
+    return len(jax.tree.leaves(jax.tree.unflatten(structure, range(count)))) != count
 
 
 def is_structure(node: Any) -> bool:
@@ -270,14 +338,14 @@ def given(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
 
     `statics`: whether what is no array is looked for.
     """
-    leaves, tree, found = _flattened(arguments)
+    leaves, tree, found = flattened(arguments)
     return _given(arguments, leaves, tree, found, statics)
 
 
 def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
     """Arguments as JAX hands them to the function that it traces; what was a Variable when the
     function was called is one again, as in `given`."""
-    leaves, tree, found = _flattened(arguments)
+    leaves, tree, found = flattened(arguments)
     if _unflattened.values:
         for i, leaf in enumerate(leaves):
             variable = _whose(leaf)
@@ -290,13 +358,13 @@ def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given,
 def _given(
     arguments: T, leaves: list[Any], tree: Any, found: list[Given], statics: bool
 ) -> tuple[T, tuple[Given, ...]]:
-    is_changed = (statics and _fix(leaves)) or found
+    is_changed = (statics and fix(leaves, tree)) or found
     return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), tuple(found)
 
 
 def taken(arguments: T) -> T:
     """Arguments with the Variables themselves, for the user's function."""
-    leaves, tree, found = _flattened(arguments)
+    leaves, tree, found = flattened(arguments)
     if not found:
         return arguments
     _pass.takes = True
@@ -307,7 +375,7 @@ def taken(arguments: T) -> T:
     return new
 
 
-def _flattened(arguments: Any) -> tuple[list[Any], Any, list[Given]]:
+def flattened(arguments: Any) -> tuple[list[Any], Any, list[Given]]:
     """The leaves and the structure, and the Variables that are parts of it."""
     found: list[Given] = []
     _pass.found = found

@@ -15,6 +15,7 @@ from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path, is_own_file
+from tracegrad.variables.trees import Static
 
 _CUT_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",
@@ -196,6 +197,8 @@ def no_gradient(path: str, leaf: Any) -> Finding:
     """Of a source whose type has none."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
+    if isinstance(leaf, Static):
+        kind = f"the number {leaf!r} of an equinox module"
     return Finding(
         "no gradient",
         f"it is {kind}, which has no gradient",
