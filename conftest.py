@@ -47,6 +47,10 @@ def set_environment() -> None:
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if workers is not None:
         os.environ.setdefault("NPROC", str(max(1, usable_cores() // int(workers))))
+    else:
+        # glibc reads this when a process starts: no fast bins, which it empties again whenever
+        # something large is freed. LLVM does that all the time, and a compilation takes less.
+        os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.mxfast=0")
 
 
 set_environment()
@@ -120,8 +124,10 @@ def compilation(request: pytest.FixtureRequest) -> None:
     """Leaves out what XLA optimises, but in the modules above.
 
     Modules share what was compiled, unless it was compiled in the other way; or is so much that it
-    uses up a process's memory maps, as some thousand programs do.
+    uses up a process's memory maps, as some thousand programs do. What earlier modules left is
+    not searched for garbage again, which takes half a second where a test asks for it.
     """
+    gc.freeze()
     import jax  # noqa: PLC0415 (the settings above come first)
 
     plainly = request.node.name.removesuffix(".py").rpartition("/")[2] not in COMPILED_FULLY

@@ -56,6 +56,7 @@ def test_an_example_runs(example: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_main_example_reaches_its_goal(tmp_path: Path):
     done = run(MAIN, tmp_path)
     assert done.returncode == 0, done.stderr

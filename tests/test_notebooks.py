@@ -15,20 +15,13 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LONG = {"advanced_autodiff", "autodiff", "debugging_gradients", "gradient_surgery", "recompute"}
-
 pytestmark = pytest.mark.any_jax
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.long
+@each_notebook
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # This checkout, not an installed one; and the examples, which are beside the notebooks.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "examples"))))

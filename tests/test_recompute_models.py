@@ -23,7 +23,7 @@ SIZES = {
     "unet": {"width": 8, "depth": 1, "size": 16},
 }
 MARKS = {
-    "mixer": pytest.mark.any_jax,
+    "mixer": pytest.mark.long,
     "resnet": pytest.mark.long,
     "transformer": pytest.mark.long,
     "unet": pytest.mark.slow,

@@ -21,6 +21,8 @@ from tracegrad.insight import Explanation, explain
 from tracegrad.insight.explaining.explain_graph import key_of
 from tracegrad.ir.authors import whose
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.array([0.3, -1.2, 2.0])
 
 

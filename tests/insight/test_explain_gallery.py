@@ -9,6 +9,8 @@ from gallery import BUGS
 
 from tracegrad.insight import explain
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize("name", BUGS)
 def test_the_cause_and_the_line_of_a_bug_are_named(name):

@@ -149,6 +149,7 @@ def every_way() -> Iterator[Callable[..., jax.Array]]:
     yield from (way(saved, size) for saved in saves for size in (1, 3))
 
 
+@pytest.mark.any_jax
 def test_no_way_to_run_a_small_loop_is_below_the_bounds():
     shapes = (f32(LENGTH, WIDTH, WIDTH), f32(32, WIDTH))
     whole = model_of(next(every_way()), *shapes)
@@ -179,6 +180,7 @@ UNROLLED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", UNROLLED)
 def test_no_plan_of_the_unrolled_program_is_below_the_bound(name: str):
     fun, shapes = UNROLLED[name]
@@ -199,6 +201,7 @@ LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", LONG)
 def test_plans_are_between_the_bounds_and_everything(name: str):
     scanned, shapes = LONG[name]
@@ -275,7 +278,7 @@ NESTED: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", ["layers", pytest.param("chunks", marks=pytest.mark.long)])
 def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
     """The gradients stay, XLA's memory falls as planned, and the plan is one like others."""
     fun, shapes, share = NESTED[name]

@@ -331,7 +331,6 @@ def test_what_it_held_is_gone_with_the_last_reference_to_it(make, call, count):
     fun = make(variable, x)
     traced = tg.trace(fun)
     del x
-    gc.collect()
     gc.disable()
     try:
         for _ in range(count):
