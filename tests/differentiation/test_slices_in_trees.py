@@ -185,6 +185,66 @@ def test_computing_with_the_leaves_raises_and_says_what_to_do(use):
 
 
 @pytest.mark.parametrize(
+    "other", [lambda x: jnp.zeros(x.shape), lambda x: jnp.ones(x.shape, int), jnp.isfinite]
+)
+def test_slices_that_others_gave_other_ids_are_not_used_as_slices(other):
+    filled = jax.tree.map(other, SLICES)
+    repr(filled)  # it may be a part of somebody's state
+    for use in (
+        lambda s: s.indices,
+        lambda s: s.to_dense(),
+        lambda s: s.deduplicated(),
+        lambda s: TABLE.astype(s.dtype) + s,
+        lambda s: apply_rows(TABLE, s, jnp.subtract),
+    ):
+        for run in (use, jax.jit(use)):
+            with pytest.raises(TypeError, match=r"are none.*use to_dense\(\), deduplicated"):
+                run(filled)
+
+
+def test_slices_that_others_filled_with_a_number_are_nan_and_zeros_count_for_nothing():
+    for use in (
+        lambda s: s.to_dense(),
+        lambda s: TABLE - 0.1 * s,
+        lambda s: (s + SLICES).to_dense(),
+        lambda s: jnp.sum(s.deduplicated().values),
+        lambda s: apply_rows(TABLE, s, jnp.subtract),
+    ):
+        for run in (use, jax.jit(use)):
+            for fill in (jnp.ones_like, lambda x: jnp.full_like(x, 3)):
+                assert np.isnan(run(jax.tree.map(fill, SLICES))).any()
+            assert np.isfinite(run(jax.tree.map(jnp.zeros_like, SLICES))).all()
+    zeros = jax.tree.map(jnp.zeros_like, SLICES)
+    np.testing.assert_array_equal((zeros + SLICES).to_dense(), DENSE)
+    np.testing.assert_array_equal(apply_rows(TABLE, zeros, jnp.subtract), TABLE)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        optax.masked(optax.sgd(0.1), {"table": False, "bias": True}),
+        optax.multi_transform(
+            {"frozen": optax.set_to_zero(), "sgd": optax.sgd(0.1)},
+            {"table": "frozen", "bias": "sgd"},
+        ),
+        optax.zero_nans(),
+    ],
+    ids=["masked", "frozen", "zero_nans"],
+)
+def test_optimisers_that_do_not_compute_with_slices_take_them(optimiser, jitted):
+    params = {"table": TABLE, "bias": jnp.zeros(2)}
+
+    def step(gradients):
+        updates, _ = optimiser.update(gradients, optimiser.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    step = jax.jit(step) if jitted else step
+    dense, sparse = ({"table": table, "bias": jnp.ones(2)} for table in (DENSE, SLICES))
+    assert jax.tree.all(jax.tree.map(np.array_equal, step(sparse), step(dense)))
+
+
+@pytest.mark.parametrize(
     "use", [optax.tree.norm, updated(optax.clip_by_global_norm(1.0))], ids=["norm", "clip"]
 )
 def test_no_norm_counts_the_slices_of_a_row_apart(use):

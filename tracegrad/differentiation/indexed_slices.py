@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.row_ids import integers, opaque
+from tracegrad.differentiation.row_ids import are_of_a_fill, are_opaque, integers, opaque
 
 LARGE = 100_000_000  # elements: from here on turning slices dense warns, as in TensorFlow
 
@@ -30,8 +30,9 @@ class IndexedSlices:
     A pytree, to go through `jax.jit`, loops and meshes. Its leaves alone are no gradient: whatever
     computes with them (``jax.tree.map``, an optimiser, a norm) would take the slices of one row for
     several rows. So the ids in it are of a type that can be moved and not computed with, and JAX
-    raises rather than give another number. What slices shall be is said before: arrays, or slices
-    as a whole, by ``is_leaf`` (see below). A norm is that of ``slices.deduplicated().values``.
+    raises rather than give another number. (What it fills with a number, as `jax.numpy.ones_like`,
+    has NaN for its array.) What slices shall be is said before: arrays, or slices as a whole, by
+    ``is_leaf`` (see below). A norm is that of ``slices.deduplicated().values``.
 
     Args:
       values: ``[n, ...]``, of any dtype.
@@ -114,7 +115,8 @@ class IndexedSlices:
         return self.dense_shape
 
     def __repr__(self) -> str:
-        values, indices = map(_type_text, (self.values, self.indices))
+        rows = self.indices if are_opaque(self._rows) else self._rows
+        values, indices = map(_type_text, (self.values, rows))
         return f"IndexedSlices(values={values}, indices={indices}, dense_shape={self.dense_shape})"
 
     # ------------------------------------------------------------------------------------- dense
@@ -161,7 +163,8 @@ class IndexedSlices:
         return self if known else _make(self.values, self._rows, tuple(aval.shape))
 
     def _added_to(self, array: Any) -> Any:
-        return jnp.asarray(array).at[self.indices].add(self.values, mode="drop")
+        values, indices = _placed(self.values, self._rows)
+        return jnp.asarray(array).at[indices].add(values, mode="drop")
 
     def _known_shape(self) -> tuple[int, ...]:
         if self.dense_shape is None:
@@ -194,12 +197,13 @@ class IndexedSlices:
         [0 2 5] [2. 4. 0.]
         """
         rows = self._known_shape()[0]
-        indices = jnp.where(self.indices < 0, self.indices + rows, self.indices)
+        values, indices = _placed(self.values, self._rows)
+        indices = jnp.where(indices < 0, indices + rows, indices)
         is_row = (indices >= 0) & (indices < rows)
         indices = jnp.where(is_row, indices, rows)
         order = jnp.argsort(indices)
         indices = indices[order]
-        values = jnp.where(_like_rows(is_row, self.values), self.values, 0)[order]
+        values = jnp.where(_like_rows(is_row, values), values, 0)[order]
         is_first = jnp.ones(indices.shape, bool).at[1:].set(indices[1:] != indices[:-1])
         place = jnp.cumsum(is_first) - 1
         return _make(
@@ -218,11 +222,9 @@ class IndexedSlices:
                 raise ValueError(f"cannot add {self!r} and {other!r}: of another shape")
             if other.dtype != self.dtype:
                 raise TypeError(f"cannot add {self!r} and {other!r}: of another dtype")
-            return _make(
-                jnp.concatenate([self.values, other.values]),
-                opaque(jnp.concatenate([self.indices, other.indices])),
-                self.dense_shape,
-            )
+            indices = jnp.concatenate([self.indices, other.indices])
+            values = jnp.concatenate([self.values, other.values])
+            return _make(values, opaque(indices), self.dense_shape)
         if type(other) is int and other == 0:  # what `sum` starts from
             return self
         if not _is_array(other):
@@ -263,6 +265,20 @@ def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> Indexe
     new = object.__new__(IndexedSlices)
     new.values, new._rows, new.dense_shape = values, rows, dense_shape
     return new
+
+
+@jax.jit
+def _placed(values: Any, rows: Any) -> tuple[Any, Any]:
+    """The slices and their rows, to be computed with.
+
+    Where somebody has filled the arrays of a gradient with a number (see `row_ids`) there are no
+    rows. Zeros count for nothing then. What else would, is put into the first row as NaN.
+    """
+    indices = integers(rows)
+    is_none = are_of_a_fill(indices)
+    if jnp.issubdtype(values.dtype, jnp.inexact):
+        values = jnp.where(_like_rows(is_none, values) & (values != 0), jnp.nan, values)
+    return values, jnp.where(is_none, 0, indices)
 
 
 def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], Any]:

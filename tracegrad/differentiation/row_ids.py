@@ -5,7 +5,11 @@ trees would find integers in them, and scale them, clip them, or count them into
 of other rows, without an error. So what stands in the tree is an array of an opaque element type.
 JAX has them for random keys, in every transformation, and lets others be made: all that moves
 elements takes them (indexing, concatenating, selecting, loops, meshes), all that computes with them
-raises. In compiled programs they are the integers that they hold.
+raises. In compiled programs they are integers.
+
+One thing JAX does to them as to any array: it makes others of their type, filled with a number
+(``jnp.ones_like``). Those would be ids. So the sign of an id is flipped in the integer that stands
+for it, by which a small number stands for an id that no table has.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import define_prng_impl
 
 
@@ -41,19 +46,43 @@ _KINDS = {
 def opaque(ids: Any) -> Any:
     """Row ids ``int32[...]`` or ``int64[...]`` as an array of the same shape that only moves."""
     words = ids.dtype.itemsize // 4
-    bits = jax.lax.bitcast_convert_type(ids, jnp.uint32).reshape(*ids.shape, words)
+    bits = jax.lax.bitcast_convert_type(_flipped(ids), jnp.uint32).reshape(*ids.shape, words)
     return jax.random.wrap_key_data(bits, impl=_KINDS[words])
 
 
-def integers(rows: Any) -> Any:
-    """The row ids of an opaque array; of its type their type, and anything else as it is, since a
-    tree may hold anything in the places of arrays."""
+def are_opaque(rows: Any) -> bool:
+    """Whether something is an array of row ids, or its type."""
     dtype: Any = getattr(rows, "dtype", None)
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return rows
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def integers(rows: Any) -> Any:
+    """The row ids of an opaque array, and of its type their type.
+
+    Anything that is no array is returned as it is, since a tree may hold anything in the places of
+    arrays. Raises TypeError for an array of another type, which has been put into the place of ids.
+    """
+    if not are_opaque(rows):
+        if not hasattr(rows, "dtype"):
+            return rows
+        raise TypeError(
+            f"an array of {rows.dtype} stands in the place of row ids of IndexedSlices: these were "
+            "made by mapping over the leaves of slices, and are none. Before that, use to_dense(), "
+            "deduplicated() or apply_rows"
+        )
     if isinstance(rows, jax.ShapeDtypeStruct):
         return jax.eval_shape(integers, rows)
     bits = jax.random.key_data(rows)
     if bits.shape[-1] == 1:
-        return jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(rows.shape)
-    return jax.lax.bitcast_convert_type(bits, jnp.int64)
+        return _flipped(jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(rows.shape))
+    return _flipped(jax.lax.bitcast_convert_type(bits, jnp.int64))
+
+
+def _flipped(ids: Any) -> Any:
+    return ids ^ np.iinfo(ids.dtype).min
+
+
+def are_of_a_fill(ids: Any) -> Any:
+    """For each id whether it is none, but a number with which an opaque array has been filled."""
+    kind = np.iinfo(ids.dtype)
+    return ids < kind.min + (1 << kind.bits - 16)
