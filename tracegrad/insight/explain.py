@@ -206,7 +206,8 @@ def _refuse_references(program: Graph) -> None:
 
 
 def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]:
-    count = len(program.outputs) - len(program.assigned)
+    count = program.result_count
+    assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:
         types = [_jax.type_text(out.aval) for out in outs]
@@ -222,7 +223,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]
                 "weigh the results: a tree like the result (`has_aux=True` leaves out all but the "
                 "first of a pair)"
             )
-        return [jnp.ones((), outs[0].aval.dtype)] + [None] * len(program.assigned)
+        return [jnp.ones((), outs[0].aval.dtype), *assigned]
     leaves = jax.tree.leaves(cotangent, is_leaf=lambda leaf: leaf is None)
     if len(leaves) != count:
         raise ValueError(
@@ -238,4 +239,4 @@ def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]
                 f"{_jax.type_text(out.aval)}; None stands for a result that is left out"
             )
         seeds.append(None if leaf is None else jnp.asarray(leaf, out.aval.dtype))
-    return seeds + [None] * len(program.assigned)
+    return [*seeds, *assigned]

@@ -54,7 +54,9 @@ class Graph(Body):
       taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
-      loses: paths of what the function changes in modules that it is given, and nobody would see.
+      updates: which of the inputs that are arrays of modules of flax.nnx, counted by themselves,
+        the function gives new values: the very last outputs. Not counted in `out_tree` either.
+      loses: paths of what the function changes in a state that it is given, and nobody would see.
       program: the JAX program that it was imported from; None once it, or a region below it, was
         edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
@@ -78,6 +80,7 @@ class Graph(Body):
         self.variables: tuple[Any, ...] = ()
         self.assigned: tuple[Any, ...] = ()
         self.taps: tuple[Tap, ...] = ()
+        self.updates: tuple[int, ...] = ()
         self.loses: tuple[str, ...] = ()
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
         # For a copy: the node of the original -> its node here, so that occurrences stay good.
@@ -89,6 +92,11 @@ class Graph(Body):
     def recomputes(self) -> bool:
         """Whether it or a region below it has a `Recompute`."""
         return any(isinstance(node, Recompute) for g in self.regions_below for node in g.nodes)
+
+    @property
+    def result_count(self) -> int:
+        """How many of the outputs are the result: those before new values of what is assigned."""
+        return len(self.outputs) - len(self.assigned) - len(self.updates)
 
     @property
     def calls_host(self) -> bool:
@@ -186,7 +194,7 @@ class Graph(Body):
         )
         new.signature = self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
-        new.loses = self.loses
+        new.updates, new.loses = self.updates, self.loses
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])
         values: dict[Value, Value | Literal] = dict(zip(self.inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))

@@ -55,9 +55,7 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
     """Of a call of a function that changes what is at these paths in modules that it is given."""
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return (
-        f"{function} changes {paths[0]}{more}, of a module of flax.nnx that it is given. It has a "
-        "copy of the module, so that what it assigns would be lost when the call is over. Give it "
-        "the state, and have it return the new one: graphdef, state = nnx.split(model) before, "
-        "model = nnx.merge(graphdef, state) inside, nnx.state(model) as a result. Or compile it by "
-        "nnx.jit, where nothing is to be edited"
+        f"{function} changes {paths[0]}{more}, of an nnx.State that it is given. It has a copy of "
+        "the state, so that what it assigns would be lost when the call is over. Have it return "
+        "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )

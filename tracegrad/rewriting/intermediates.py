@@ -23,6 +23,7 @@ from tracegrad.rewriting.edits import (
 )
 from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.rewriting.ports import with_outputs, with_taps
+from tracegrad.tracing.callable import assign_state
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 from tracegrad.variables.trees import given
@@ -150,9 +151,10 @@ def intermediate_gradients(
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)
         tapped = with_taps(program, _TAP, found)
+        arguments, _ = given((args, kwargs))
 
         def result(taps: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
-            results = _run(tapped, args, kwargs, taps)
+            results = _run(tapped, arguments, taps)
             output = _unflatten(program, results)
             value, aux = output if has_aux else (output, None)
             aval = jax.typeof(value) if not isinstance(value, dict | list | tuple) else None
@@ -168,7 +170,7 @@ def intermediate_gradients(
         marked = under_rules_already(result)
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
         cotangents, (aux, results) = _jax.grad(marked, has_aux=True)(zeros)
-        _assign(program, results)
+        assign_state(program, arguments, results)
         by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}
         for tap, cotangent in zip(tapped.taps, cotangents, strict=True):
             by_place[tap.match].append(cotangent)
@@ -196,8 +198,9 @@ def _led_out(
     shown = [each for _, of in inside for each in of]
     wide, positions = with_outputs(program, [*(each.at for each in shown), *outside])
     count = len(program.outputs)
-    results = _run(wide, args, kwargs)
-    _assign(program, results[:count])
+    arguments, _ = given((args, kwargs))
+    results = _run(wide, arguments)
+    assign_state(program, arguments, results)
     further = results[count:]
     led_out = [[further[i] for i in own] for own in positions]
     rest = iter(led_out)
@@ -213,7 +216,7 @@ def _led_out(
 def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
     """Raises GraphError for a loss that differentiates something itself, where it is not clear
     whose gradients are meant."""
-    outputs = program.outputs[: len(program.outputs) - len(program.assigned)]
+    outputs = program.outputs[: program.result_count]
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
     for match in where.look(program).matches:
@@ -230,22 +233,13 @@ def _is_float_scalar(aval: Any) -> bool:
     return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
-def _run(
-    program: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], taps: Sequence[Any] = ()
-) -> list[Any]:
-    flat = jax.tree.leaves(given((args, kwargs))[0])
+def _run(program: Graph, arguments: Any, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
-    return evaluate(program, [*flat, *values, *taps])
-
-
-def _assign(program: Graph, results: Sequence[Any]) -> None:
-    count = len(program.assigned)
-    for variable, value in zip(program.assigned, results[len(results) - count :], strict=True):
-        variable.assign(value)
+    return evaluate(program, [*jax.tree.leaves(arguments), *values, *taps])
 
 
 def _unflatten(program: Graph, results: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(program.out_tree, results[: len(results) - len(program.assigned)])
+    return jax.tree.unflatten(program.out_tree, results[: program.result_count])
 
 
 def _alone(values: Sequence[Any]) -> Any:

@@ -136,7 +136,7 @@ def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
     """Parameters, the structure of the argument for each, and the structure of the result."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    outputs = traced.out_avals[: len(traced.outputs) - len(traced.assigned)]
+    outputs = traced.out_avals[: traced.result_count]
     args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
     result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
     parameters = [*_positional(traced.signature, len(args))]

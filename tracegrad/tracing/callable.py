@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
+from tracegrad.variables.modules import modules_in
 from tracegrad.variables.trees import given
 
 
@@ -33,10 +34,12 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         taps = kwargs.pop("taps", None) if graph.taps else None
+        arguments: Any = args
         if graph.in_tree is None:
             flat = list(args)
         else:
-            flat, tree = jax.tree.flatten(given((args, kwargs))[0])
+            arguments, _ = given((args, kwargs))
+            flat, tree = jax.tree.flatten(arguments)
             if tree != graph.in_tree:
                 raise TypeError(
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
@@ -48,14 +51,28 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
         flat += _tap_values(graph, taps)
         _check_types(graph, flat)
         outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
-        for variable in reversed(graph.assigned):
-            variable.assign(outs.pop())
+        assign_state(graph, arguments, outs)
+        del outs[graph.result_count :]
         return outs if graph.out_tree is None else jax.tree.unflatten(graph.out_tree, outs)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
         call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
+
+
+def assign_state(graph: Graph, arguments: Any, outs: Sequence[Any]) -> None:
+    """Assigns what a graph's run has given, behind the results, for Variables and modules.
+
+    `arguments`: of the call, as `given` makes them.
+    """
+    last = graph.result_count + len(graph.assigned)
+    for variable, value in zip(graph.assigned, outs[graph.result_count : last], strict=True):
+        variable.assign(value)
+    if graph.updates:
+        modules = modules_in(arguments)
+        assert modules is not None, "the arguments are of the structure that was traced"
+        modules.assign(graph.updates, outs[last : last + len(graph.updates)])
 
 
 def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:

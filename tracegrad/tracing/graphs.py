@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.importer import import_program
-from tracegrad.tracing.modules import Changes, Modules, is_passed_on
+from tracegrad.tracing.states import Changes, States, is_passed_on
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
+from tracegrad.variables.modules import Inside
 from tracegrad.variables.trees import taken, with_statics
 
 Rule = Callable[[Graph], Graph]
@@ -91,13 +93,13 @@ def trace_to_graph(
 
     def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Capture]:
         capture = Capture(lambda: attempt.leave(within))
-        fresh = _fresh(fun, static_kwargs, within, capture, changes)
+        fresh = _fresh(fun, static_kwargs, within, capture, assigned)
         traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
         program, shapes = traced(*args, **dynamic[1])
-        return program, shapes[0] if capture.assigned else shapes, capture
+        return program, shapes[0] if capture.is_assigning else shapes, capture
 
     result = None
-    changes: list[Changes] = []  # of the one trace that came to its end
+    assigned = _Assigned()  # of the one trace that came to its end
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     while result is None:
         with Attempt() as attempt:
@@ -119,7 +121,8 @@ def trace_to_graph(
             value.hint = name
     graph.variables = tuple(capture.read)
     graph.assigned = tuple(capture.assigned)
-    graph.loses = _lost(changes.pop(), fun, args, kwargs, static)
+    graph.updates = tuple(assigned.places)
+    graph.loses = _lost(assigned.lost, fun, args, kwargs, static)
     return graph
 
 
@@ -130,24 +133,39 @@ def _lost(
     kwargs: Mapping[str, Any],
     static: StaticArguments,
 ) -> tuple[str, ...]:
-    """The paths of those changes in modules that are changes of values too.
+    """The paths of those changes in an nnx.State that are changes of values too.
 
-    A jitted function that is given a module (`nnx.jit`) gives all of its state back, as values of
-    its own. What they are shows in a program that returns them; it is traced for that alone.
+    A jitted function that is given one (`nnx.jit`) gives all of it back, as values of its own.
+    What they are shows in a program that returns them; it is traced for that alone.
     """
     if not changes.paths:
         return tuple(changes.structures)
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        values: list[Changes] = []
-        _call(fun, nullcontext, args, kwargs, values)
-        return values[0].values
+        assigned = _Assigned()
+        _call(fun, nullcontext, args, kwargs, assigned)
+        return assigned.lost.values
 
     outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
     lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
     return (*changes.structures, *lost)
+
+
+@dataclass
+class _Assigned:
+    """What a function has assigned in modules of flax.nnx that it was given: which of their arrays,
+    and the new values; and what it has in an nnx.State."""
+
+    places: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    lost: Changes = field(default_factory=Changes)
+
+    def take_values(self) -> list[Any]:
+        """The values, which must not outlive the trace."""
+        values, self.values = self.values, []
+        return values
 
 
 def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Graph:
@@ -211,20 +229,23 @@ def _fresh(
     static_kwargs: Mapping[str, Any],
     within: Callable[[], AbstractContextManager[Any]],
     capture: Capture,
-    changes: list[Changes],
+    assigned: _Assigned,
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now.
 
-    It returns what `Capture.run` does, and puts into `changes` what it changes in modules.
+    It returns what `Capture.run` does, and puts into `assigned` what it assigns in modules.
     """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, capture, changes)
+        inner = _fresh(fun.func, static_kwargs, within, capture, assigned)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return capture.run(lambda: _call(fun, within, args, {**kwargs, **static_kwargs}, changes))
+        return capture.run(
+            lambda: _call(fun, within, args, {**kwargs, **static_kwargs}, assigned),
+            assigned.take_values,
+        )
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
@@ -238,16 +259,18 @@ def _call(
     within: Callable[[], AbstractContextManager[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    changes: list[Changes],
+    assigned: _Assigned,
 ) -> Any:
     """Calls the user's function: what is computed inside of this is its program."""
     args, kwargs = taken((args, kwargs))
-    modules = Modules(
-        lambda: {**dict(zip(argument_names(fun, len(args)), args, strict=True)), **kwargs}
-    )
+    names = argument_names(fun, len(args))
+    inside = Inside((args, kwargs))
+    given, named = inside.arguments
+    states = States({**dict(zip(names, given, strict=True)), **named})
     with within():
-        result = fun(*args, **kwargs)
-    changes[:] = [modules.changes(result)]
+        result = fun(*given, **named)
+    assigned.places, assigned.values = inside.updates([*names, *sorted(named)])
+    assigned.lost = states.changes(result)
     return result
 
 

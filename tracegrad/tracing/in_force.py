@@ -122,7 +122,7 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: boo
     graph = force.finish(traced, taps=taps)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph.variables, graph.assigned = traced.variables, traced.assigned
-    graph.loses = traced.loses
+    graph.updates, graph.loses = traced.updates, traced.loses
     return graph
 
 

@@ -26,14 +26,16 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
+from tracegrad.tracing.callable import assign_state
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.retracing import Signature, TraceHistory
-from tracegrad.tracing.static import StaticArguments
+from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant
+from tracegrad.variables.modules import Modules, Structure, array_places, modules_in
 from tracegrad.variables.packed import Packing
-from tracegrad.variables.trees import Given, given, taken, without_variables
+from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
 
 if TYPE_CHECKING:
     from tracegrad.tracing.traced import TracedFunction
@@ -73,14 +75,15 @@ class Pipeline:
         self._plain = Variant(self, Use())  # until something else is known
         self._variants: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
-        # By the Variables that are given: the one variant, while there is one.
-        self._only: OrderedDict[tuple[Given, ...], Variant | None] = OrderedDict()
+        # By the structure of modules and the Variables given: the one variant, while there is one.
+        self._only: OrderedDict[tuple[Fixed, ...], Variant | None] = OrderedDict()
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
         self._packs_results = _is_for_all(options.get("out_shardings"))
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
+        self.holds_modules = False  # whether any had modules of flax.nnx
         self._left_to: Callable[..., Any] | None = None  # instead of coming here
         self._lock = threading.RLock()
         self._warned = False
@@ -96,15 +99,16 @@ class Pipeline:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         packed, named = args, kwargs
-        variables: tuple[Given, ...] = ()
+        variables: tuple[Fixed, ...] = ()
+        modules = None
         if self.takes_apart:
-            packed, named, variables = self._taken_apart(args, kwargs)
+            packed, named, variables, modules = self._packed(args, kwargs)
         found = None
         variant = self._only.get(variables)
         try:
             if variant is not None and not variant.use.is_over:
                 try:
-                    return variant(packed, named)
+                    return variant(packed, named, modules)
                 except AnotherVariant as other:
                     if other.of is not self:
                         raise
@@ -133,9 +137,21 @@ class Pipeline:
         return given[0] is not args or given[1] is not kwargs
 
     def _call(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.takes_apart:
-            args, kwargs, _ = self._taken_apart(args, kwargs)
-        return variant(args, kwargs)
+        if not self.takes_apart:
+            return variant(args, kwargs)
+        args, kwargs, _, modules = self._packed(args, kwargs)
+        return variant(args, kwargs, modules)
+
+    def _packed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...], Modules | None]:
+        """The arguments of a call as jit gets them, and what is in them besides arrays."""
+        if not self.holds_modules:
+            return (*self._taken_apart(args, kwargs), None)
+        (args, kwargs), structures = self.static.given(args, kwargs, held)
+        modules = modules_in((args, kwargs)) if structures else None
+        args, kwargs, variables = self._taken_apart(args, kwargs)
+        return args, kwargs, (*structures, *variables), modules
 
     def search(
         self,
@@ -153,6 +169,8 @@ class Pipeline:
         (args, kwargs), variables = self.static.given(args, kwargs)
         if args is not called[0] or kwargs is not called[1]:
             self.take_apart()
+        if any(isinstance(each, Structure) for each in variables):
+            self.holds_modules = True
         variant = None if found else self._likely(variables, args, kwargs)
         for _ in range(_ATTEMPTS):
             if variant is None:
@@ -178,10 +196,8 @@ class Pipeline:
         graph, _ = self.traced(args, kwargs)
         values = [variable.value for variable in graph.variables]
         outs = evaluate(graph, [*self.flatten(args, kwargs)[0], *values], Lowering())
-        count = len(outs) - len(graph.assigned)
-        for variable, value in zip(graph.assigned, outs[count:], strict=True):
-            variable.assign(value)
-        return jax.tree.unflatten(graph.out_tree, outs[:count])
+        assign_state(graph, (args, kwargs), outs)
+        return jax.tree.unflatten(graph.out_tree, outs[: graph.result_count])
 
     # ------------------------------------------------------------------------------- wrappers
 
@@ -231,7 +247,26 @@ class Pipeline:
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
         if not outer:  # else nothing is compiled for it
             self._note(args, kwargs)
-        return graph, Use(graph, packs=self._packs_results)
+        donated = self._donated(args, kwargs)
+        return graph, Use(graph, donated=donated, packs=self._packs_results)
+
+    def _donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Which of the arrays of modules among the arguments are donated."""
+        options = self.options
+        if "donate_argnums" not in options and "donate_argnames" not in options:
+            return []
+        donated = resolve(self.fun, options.get("donate_argnums"), options.get("donate_argnames"))
+        by_position = donated.within(args)
+        _, static, _ = self.static.apart(args, kwargs)
+        arguments = [(i in by_position, arg) for i, arg in enumerate(args) if i not in static]
+        arguments += [(name in donated.names, kwargs[name]) for name in sorted(kwargs)]
+        places: list[int] = []
+        start = 0
+        for is_donated, argument in arguments:
+            end = start + len(array_places(argument))
+            places += range(start, end) if is_donated else ()
+            start = end
+        return places
 
     def known(self, attempt: Attempt | None, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""
@@ -278,7 +313,7 @@ class Pipeline:
     # ---------------------------------------------------------------------------------- variants
 
     def _likely(
-        self, variables: tuple[Given, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variables: tuple[Fixed, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Variant | None:
         """What such arguments had the last time, or the only one that there is. No other: to try
         one reads its Variables, as a tape would notice."""
@@ -307,7 +342,7 @@ class Pipeline:
     def _remember(
         self,
         variant: Variant,
-        variables: tuple[Given, ...],
+        variables: tuple[Fixed, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
@@ -406,7 +441,7 @@ def described(fun: Callable[..., Any]) -> str:
         return f"<{type(fun).__name__} {function_name(fun)}>"
 
 
-def _given(argument: Any, found: list[Given]) -> Any:
+def _given(argument: Any, found: list[Fixed]) -> Any:
     """An argument for shardings that are said along its tree."""
     argument, variables = given(argument)
     found += variables

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.variables.modules import Structure, differences, is_held
 from tracegrad.variables.trees import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -30,6 +31,7 @@ _CURES = {
     "static value": "pass it as an array, if the program need not be compiled for its value",
     "Variable": "pass its `.value`, unless the function is to watch or to assign it",
     "tree": "pass the same structure every time",
+    "structure": "make it once, before the calls, and pass the same every time",
 }
 
 
@@ -44,6 +46,7 @@ class Signature:
     tree: Any
     types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
     static: tuple[tuple[str, Any], ...]
+    modules: tuple[tuple[str, Structure], ...] = ()  # those of flax.nnx, by path
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
@@ -62,7 +65,14 @@ class Signature:
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
-        return cls(tree, tuple(types), tuple(sorted(values.items(), key=operator.itemgetter(0))))
+        held, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_held)
+        modules = tuple(
+            (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf.structure)
+            for path, leaf in held
+            if is_held(leaf)
+        )
+        ordered = sorted(values.items(), key=operator.itemgetter(0))
+        return cls(tree, tuple(types), tuple(ordered), modules)
 
     def __str__(self) -> str:
         parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
@@ -200,7 +210,7 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
     """What changed: (argument, what of it, before, after), e.g. ``("x", "shape", "[8]", "[9]")``.
 
     What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"Variable"`` or
-    ``"tree"``.
+    ``"tree"``; of what a module consists of besides arrays, ``"structure"``.
     """
     changes = []
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
@@ -211,6 +221,8 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
             new_text = _short(after) if is_now is None else _array_text(*is_now)
             changes.append((f"`{name}`", "static value", old_text, new_text))
     if old.tree != new.tree:
+        if changed := _in_modules(old, new):
+            return [*changes, *changed]
         return [*changes, ("the arguments", "tree", _short(old.tree), _short(new.tree))]
     for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
         arrays_before.values(), arrays_after.values(), strict=True
@@ -231,6 +243,19 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
 
 def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
     return f"{'weak ' if weak else ''}{dtype}{shape}"
+
+
+def _in_modules(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
+    """What changed in the modules of flax.nnx among the arguments."""
+    descriptions = [
+        signature.modules[0][1].describe([name for name, _ in signature.modules])
+        for signature in (old, new)
+        if signature.modules
+    ]
+    if len(descriptions) < 2:
+        return []
+    found = differences(*descriptions)
+    return [(where, "structure", before, now) for where, before, now in found]
 
 
 def _reason(changes: Sequence[tuple[str, str, str, str]], *, is_first: bool) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.variables.trees import Given, given
+from tracegrad.variables.trees import Fixed, given
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
-Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Given, ...]]
+Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StaticArguments:
 
     def given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[..., Any] = given
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Given, ...]]:
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Fixed, ...]]:
         """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
         values as they are: the same objects if there is nothing to replace."""
         if not self.positions and not self.names:
@@ -62,7 +62,7 @@ class StaticArguments:
         return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)
 
     def each(
-        self, take: Callable[[Any, list[Given]], Any]
+        self, take: Callable[[Any, list[Fixed]], Any]
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], Taken]:
         """`given` of a call argument by argument, as jit is to get them.
 
@@ -71,7 +71,7 @@ class StaticArguments:
         """
 
         def of_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-            found: list[Given] = []
+            found: list[Fixed] = []
             args = tuple([take(arg, found) for arg in args])
             if kwargs:  # sorted as in a tree
                 kwargs = {name: take(arg, found) for name, arg in sorted(kwargs.items())}

@@ -192,6 +192,8 @@ def trace(
     call uses the values of that moment. A Variable among its arguments, static ones and those in
     trees too, is that Variable inside, and may be watched and assigned there; for each there is a
     program. One among its results is handed out as an array, its value at the end of the call.
+    Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
+    under ``nnx.jit``, in about half the time; for each structure of them there is a program.
     Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 

@@ -37,6 +37,7 @@ from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
+from tracegrad.variables.modules import Modules, array_places, modules_in
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.trees import given_before, has_modules, has_statics, with_statics
@@ -52,7 +53,9 @@ class Use:
     Attributes:
       updated, read, written: the Variables that it reads and assigns, only reads, only assigns;
         held weakly.
-      calls_host: whether it calls code that XLA did not compile, where it assigns Variables.
+      updates: which arrays of the modules of flax.nnx among the arguments it returns: those with
+        new values, and those that would be gone after the call.
+      calls_host: whether it calls code that XLA did not compile, where it has state.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
       returns_statics: whether some of its result is no array, and is put back after the call.
       is_plain: whether it is arguments in, result out.
@@ -60,10 +63,14 @@ class Use:
       identity: equal for uses of the same Variables in the same way.
     """
 
-    def __init__(self, graph: Graph | None = None, *, packs: bool = True):
+    def __init__(
+        self, graph: Graph | None = None, *, donated: Iterable[int] = (), packs: bool = True
+    ):
         """The use of a traced program; without one that of a program that uses nothing.
 
-        `packs`: whether results that are not all arrays may be packed.
+        Args:
+          donated: which arrays of the modules among the arguments are donated.
+          packs: whether results that are not all arrays may be packed.
         """
         read = {id(v): v for v in graph.variables} if graph else {}
         assigned = {id(v): v for v in graph.assigned} if graph else {}
@@ -72,13 +79,20 @@ class Use:
         self.read = self._refs(v for key, v in read.items() if key not in assigned)
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
         self.values = (*self.updated, *self.read)  # of these the program takes the values
-        self.has_variables = bool(read or assigned)
-        self.calls_host = graph is not None and self.has_variables and graph.calls_host
+        self.updates = tuple(sorted({*donated, *(graph.updates if graph else ())}))
+        self.has_state = bool(read or assigned or self.updates)
+        self.calls_host = graph is not None and self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
         self.returns_statics = graph is not None and packs and has_statics(graph.out_tree)
-        self.is_plain = not self.has_variables and not self.returns_statics
-        self.identity = frozenset(read), frozenset(assigned), self.calls_host, self.returns_statics
+        self.is_plain = not self.has_state and not self.returns_statics
+        self.identity = (
+            frozenset(read),
+            frozenset(assigned),
+            self.updates,
+            self.calls_host,
+            self.returns_statics,
+        )
 
     def _refs(self, variables: Iterable[Variable]) -> list[weakref.ref[Variable]]:
         me = weakref.ref(self)
@@ -99,8 +113,9 @@ class Body:
     """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
 
     Takes the values of the Variables that the use says, then the arguments. Returns the new values,
-    of those updated and those only written, and the function's result; of a plain use the result
-    alone. It holds the pipeline weakly, because JAX's caches live as long as it does.
+    of those updated and those only written, then of arrays of modules, and the function's result;
+    of a plain use the result alone. It holds the pipeline weakly, because JAX's caches live as long
+    as it does.
 
     `packs`: whether a result that is not all arrays is `Packed`, for whoever puts it together.
     """
@@ -140,6 +155,9 @@ class Body:
         (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
         if given:
             pipeline.take_apart()
+        if modules_in((args, kwargs)) is not None:  # copies, for nobody has looked for them
+            pipeline.holds_modules = True
+            raise AnotherVariant(pipeline, None)
         attempt = attempt_at(pipeline)
         if attempt is None and not pipeline.takes_apart and has_modules((args, kwargs)):
             raise AnotherVariant(pipeline, None)  # it does not show here which of it are settings
@@ -151,18 +169,21 @@ class Body:
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
+        of_modules = array_places(pipeline.static.apart(args, kwargs)[0]) if use.updates else ()
         lowering = Lowering()
         outs = evaluate(graph, flat, lowering)
-        count = len(outs) - len(graph.assigned)
+        count, last = graph.result_count, len(outs) - len(graph.updates)
         result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
         if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
             dissolve(graph)
         if self._packs:  # JAX has no fast path to a result that is not all arrays
             result = Packed(outs[:count], graph.out_tree)
-        if not use.has_variables:
+        if not use.has_state:
             return ((), result) if self._packs else result
-        new = dict(zip(map(id, graph.assigned), outs[count:], strict=True))
-        return [new[id(ref())] for ref in (*use.updated, *use.written)], result
+        new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
+        of_variables = [new[id(ref())] for ref in (*use.updated, *use.written)]
+        arrays = dict(zip(graph.updates, outs[last:], strict=True))
+        return [*of_variables, *(arrays.get(i, flat[of_modules[i]]) for i in use.updates)], result
 
     def __repr__(self) -> str:
         return self._text  # what JAX's messages name
@@ -194,11 +215,11 @@ class Variant:
         if use.recomputes:
             extra = _jax.keep_recompute_options(jax.default_backend())
             options = _jax.with_compiler_options(options, extra or {})
-        if use.has_variables:
+        if use.has_state:
             written_over = () if use.calls_host else range(len(use.updated))
             donated = (*written_over, *options["donate_argnums"])
             options = {**options, "donate_argnums": donated}
-        if use.has_variables or use.recomputes:
+        if use.has_state or use.recomputes:
             self.outermost = jax.jit(body, **options)
         self._unpacked: Any = None
         if use.returns_statics:
@@ -232,7 +253,10 @@ class Variant:
 
         return run
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Modules | None = None
+    ) -> Any:
+        """Calls it; `modules`: those among the arguments."""
         if self.direct is not None:
             return self.direct(*args, **kwargs)
         use = self.use
@@ -241,7 +265,7 @@ class Variant:
         written: Any = [ref() for ref in use.written] if use.written else ()
         if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
             call = self._held if _jax.is_top_level() and not listened() else self._watched
-            result = call(updated, read, written, args, kwargs)
+            result = call(updated, read, written, args, kwargs, modules)
             return result.argument() if use.returns_statics else result
         constants = peek(read) if read else ()
         if written:
@@ -253,7 +277,14 @@ class Variant:
             take_back(updated)
             raise
         settle([*updated, *written] if written else updated, new)
+        self._update(modules, new)
         return result.argument() if use.returns_statics else result
+
+    def _update(self, modules: Modules | None, new: Sequence[Any]) -> None:
+        """Assigns the new values of arrays of modules, which are the last ones."""
+        if updates := self.use.updates:
+            assert modules is not None, "the program was made for such"
+            modules.assign(updates, new[len(new) - len(updates) :])
 
     def _held(
         self,
@@ -262,6 +293,7 @@ class Variant:
         written: Sequence[Variable],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        modules: Modules | None,
     ) -> Any:
         """A call of what calls the host, with nobody around."""
         constants = [variable.value for variable in read]  # the host may run what writes over them
@@ -274,6 +306,7 @@ class Variant:
             take_back(assigned)
             raise
         settle(assigned, new)
+        self._update(modules, new)
         return result
 
     def _watched(
@@ -283,6 +316,7 @@ class Variant:
         written: Sequence[Variable],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        modules: Modules | None,
     ) -> Any:
         """A call where others look on."""
         trace = _jax.current_trace(None)
@@ -297,8 +331,9 @@ class Variant:
         new, result = outcome
         if self.use.calls_host:
             _jax.wait_for(new)
-        for variable, value in zip((*updated, *written), new, strict=True):
+        for variable, value in zip((*updated, *written), new, strict=False):
             variable.assign(value)
+        self._update(modules, new)
         self._warn()
         return result
 
@@ -308,7 +343,7 @@ class Variant:
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         result = getattr(jitted, stage)(*values, *args, **kwargs)
-        return result[1] if stage == "eval_shape" and self.use.has_variables else result
+        return result[1] if stage == "eval_shape" and self.use.has_state else result
 
     def clear_cache(self) -> None:
         """Forgets what is compiled."""

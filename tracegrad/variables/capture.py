@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -75,11 +75,13 @@ class Capture:
 
     Attributes:
       assigned: the Variables that are assigned, in the order of their first assignment.
+      is_assigning: whether `run` has returned new values.
     """
 
     def __init__(self, trace_again: Callable[[], NoReturn]) -> None:
         self._trace_again = trace_again
         self.assigned: list[Variable] = []
+        self.is_assigning = False
         self._found: dict[int, Variable] = {}
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
         self._current: dict[int, Any] = {}  # what was assigned last
@@ -90,10 +92,13 @@ class Capture:
         self._life = _Life()
         self._generations = ExitStack()
 
-    def run(self, fun: Callable[[], Any]) -> Any:
+    def run(self, fun: Callable[[], Any], others: Callable[[], Sequence[Any]] = tuple) -> Any:
         """Calls the function, inside the trace of its program.
 
-        Returns its result; where it assigned Variables, together with the last value of each.
+        `others`: new values of other things that it has assigned.
+
+        Returns its result; where it assigned something, together with the new values: the last one
+        of each Variable, and the others.
         """
         self._trace = _jax.current_trace(None)
         self._life.runs = True
@@ -101,9 +106,10 @@ class Capture:
         try:
             with self._generations, listening(self):
                 result = with_statics(without_variables(fun()))
-            if not self.assigned:  # messages about the result then say where in it
-                return result
-            return result, [self._current[id(variable)] for variable in self.assigned]
+            values = [self._current[id(variable)] for variable in self.assigned]
+            values += others()
+            self.is_assigning = bool(values)
+            return (result, values) if values else result  # messages then say where in the result
         finally:
             _active.captures -= 1
             self._life.runs = False

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tracegrad.variables.trees import (
-    Given,
+    Fixed,
     Static,
     fix,
     flattened,
@@ -85,7 +85,7 @@ class Packing:
     def __init__(self) -> None:
         self._layouts: dict[Any, _Layout] = {}
 
-    def __call__(self, argument: Any, found: list[Given]) -> Any:
+    def __call__(self, argument: Any, found: list[Fixed]) -> Any:
         """The argument packed, or itself, if it is an array; its Variables are added to `found`."""
         if is_kind_of_array(type(argument)):
             return argument

@@ -10,6 +10,8 @@ Among the arguments of a traced function a Variable is no array but a part of th
 (`Given`), so that there is a program for each that is given; in the function it is read and
 assigned like one that the function closes over.
 
+A module of flax.nnx is arrays, which the function may assign, and a structure (`modules`).
+
 JAX takes Variables apart by itself where a call goes to it directly, which is where no call had any
 before. The traced values in their places then tell whose they are, once.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.variables.modules import Held, Structure, hold, is_state, is_whole, structures_in
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -220,8 +223,10 @@ def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
         return False
     fixed = False
     for i, is_traced in enumerate(are_traced(leaves, structure)):
-        if not is_traced and not isinstance(leaves[i], (Variable, Given)):
-            leaves[i], fixed = Static(leaves[i], is_result=is_result), True
+        leaf = leaves[i]
+        if is_traced or isinstance(leaf, (Variable, Given, Held)) or is_state(leaf):
+            continue
+        leaves[i], fixed = Static(leaf, is_result=is_result), True
     return fixed
 
 
@@ -332,20 +337,23 @@ def _whose(value: object) -> Variable | None:
 # --------------------------------------------------------------------------- arguments of a call
 
 
-def given(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
-    """Arguments with Variables, and what is no array, as parts of their structure (the same object
-    if there are none), and those Variables in order.
+Fixed = Given | Structure  # what in arguments a program is made for
 
-    `statics`: whether what is no array is looked for.
+
+def given(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Fixed, ...]]:
+    """Arguments with Variables, and what is no array, as parts of their structure (the same object
+    if there are none); the structure of their modules, and those Variables in order.
+
+    `statics`: whether what is no array is looked for, and modules are.
     """
-    leaves, tree, found = flattened(arguments)
+    leaves, tree, found = flattened(arguments, is_whole() if statics else None)
     return _given(arguments, leaves, tree, found, statics)
 
 
-def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given, ...]]:
+def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Fixed, ...]]:
     """Arguments as JAX hands them to the function that it traces; what was a Variable when the
     function was called is one again, as in `given`."""
-    leaves, tree, found = flattened(arguments)
+    leaves, tree, found = flattened(arguments, is_whole() if statics else None)
     if _unflattened.values:
         for i, leaf in enumerate(leaves):
             variable = _whose(leaf)
@@ -357,15 +365,40 @@ def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Given,
 
 def _given(
     arguments: T, leaves: list[Any], tree: Any, found: list[Given], statics: bool
-) -> tuple[T, tuple[Given, ...]]:
-    is_changed = (statics and fix(leaves, tree)) or found
-    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), tuple(found)
+) -> tuple[T, tuple[Fixed, ...]]:
+    has_modules = statics and hold(leaves)
+    is_changed = (statics and fix(leaves, tree)) or found or has_modules
+    structures = structures_in(leaves) if statics else ()
+    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), (*structures, *found)
+
+
+def held(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Structure, ...]]:
+    """As `given`, of modules alone."""
+    if not statics:
+        return arguments, ()
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_whole_or_variable)
+    is_changed = hold(leaves)
+    structures = structures_in(leaves)
+    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), structures
+
+
+def _is_whole_or_variable(node: object) -> bool:
+    is_leaf = is_whole()
+    return is_variable(node) or (is_leaf is not None and is_leaf(node))
 
 
 def taken(arguments: T) -> T:
-    """Arguments with the Variables themselves, for the user's function."""
-    leaves, tree, found = flattened(arguments)
-    if not found:
+    """Arguments with the Variables themselves, for the user's function, and with the modules, where
+    it is the caller's arguments."""
+    leaves, tree, found = flattened(arguments, is_whole())
+    modules = [
+        (i, leaf.module)
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Held) and leaf.module is not None
+    ]
+    for i, module in modules:
+        leaves[i] = module
+    if not found and not modules:
         return arguments
     _pass.takes = True
     try:
@@ -375,12 +408,14 @@ def taken(arguments: T) -> T:
     return new
 
 
-def flattened(arguments: Any) -> tuple[list[Any], Any, list[Given]]:
+def flattened(
+    arguments: Any, is_leaf: Callable[[object], bool] | None = None
+) -> tuple[list[Any], Any, list[Given]]:
     """The leaves and the structure, and the Variables that are parts of it."""
     found: list[Given] = []
     _pass.found = found
     try:
-        leaves, tree = jax.tree.flatten(arguments)
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_leaf)
     finally:
         _pass.found = None
     return leaves, tree, found

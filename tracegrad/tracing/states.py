@@ -1,40 +1,47 @@
-"""What a function changes in modules of `flax.nnx` that it is given, and what becomes of that.
+"""What a function changes in an `nnx.State` that it is given, and what becomes of that.
 
-To JAX such a module is a tree of arrays, of which the function gets a copy: what it assigns in that
-copy (weights, statistics, counts of random numbers) is lost when the function is over. It is
-noticed here, so that nobody trains a model that stays as it is: a call that would lose something
-raises (`ir.wording.changes_lost`), while a graph can be looked at.
+A state alone is a tree of arrays like any other, of which the function gets a copy, and returns the
+new one. If the function changes that copy (a module made of it, by `nnx.merge`, may share its
+variables) and does not return it, that is lost when the function is over. It is noticed here, so
+that nobody trains a model that stays as it is: a call that would lose something raises
+(`ir.wording.changes_lost`), while a graph can be looked at. Modules themselves are another matter:
+see `variables.modules`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tracegrad.ir import Call
+from tracegrad.variables.modules import is_state, is_whole
 
 
-class Modules:
-    """The modules among the arguments of a function that is being traced, as they come in."""
+class States:
+    """The states among the arguments of a function that is being traced, as they come in."""
 
-    def __init__(self, arguments: Callable[[], Mapping[str, Any]]):
-        self._modules = _modules_in(arguments)
+    def __init__(self, arguments: Mapping[str, Any]):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(arguments), is_leaf=is_whole())
+        self._states = [
+            (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf)
+            for path, leaf in leaves
+            if is_state(leaf)
+        ]
         self._before: list[tuple[list[Any], Any]] = [
-            jax.tree_util.tree_flatten_with_path(m) for _, m in self._modules
+            jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
         ]
 
     def changes(self, result: Any) -> Changes:
         """What the function has changed in them that is not in its result either."""
         changes = Changes()
-        if not self._modules:
+        if not self._states:
             return changes
         returned = set(map(id, jax.tree.leaves(result)))
-        for (name, module), (leaves, structure) in zip(self._modules, self._before, strict=True):
-            now, new_structure = jax.tree_util.tree_flatten_with_path(module)
+        for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
+            now, new_structure = jax.tree_util.tree_flatten_with_path(state)
             if structure != new_structure:
                 changes.structures.append(f"{name} (its structure)")
                 continue
@@ -66,19 +73,3 @@ def is_passed_on(before: Any, after: Any) -> bool:
             return False
         after = node.inputs[region.inputs.index(out)]
     return True
-
-
-def _modules_in(arguments: Callable[[], Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Only where flax is imported can there be any."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return []
-    kinds = (nnx.Pytree, nnx.Variable)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        arguments(), is_leaf=lambda node: isinstance(node, kinds)
-    )
-    return [
-        (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, kinds)
-    ]
