@@ -43,7 +43,7 @@ def main() -> int:
         found[name] = memory, jax.tree.leaves(gradient[0] if has_aux else gradient)
         print(f"XLA's temporary buffers, {name}: {memory / 2**20:.1f} MiB")
     (kept, expected), (planned, gradient) = found.values()
-    print(f"XLA needs {planned / kept:.1%}, the plan said {plan.peak / plan.peak_without:.1%}")
+    print(f"XLA needs {planned / kept:.1%}, the plan said {plan.held / plan.held_without:.1%}")
     pairs = zip(expected, gradient)
     difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(a))) for a, b in pairs)
     print(f"Largest relative difference of a gradient: {difference:.1e}")

@@ -20,6 +20,7 @@ from tracegrad._jax.calls import Handle as Handle
 from tracegrad._jax.calls import handling_misses as handling_misses
 from tracegrad._jax.compat import PROGRAM_TYPES as PROGRAM_TYPES
 from tracegrad._jax.compat import VERSION as VERSION
+from tracegrad._jax.compat import compiled_by as compiled_by
 from tracegrad._jax.compat import config as config
 from tracegrad._jax.compat import keep_recompute_options as keep_recompute_options
 from tracegrad._jax.compat import policy_name as policy_name

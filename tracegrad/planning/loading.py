@@ -6,13 +6,18 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tracegrad import _jax
+from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
+from tracegrad.planning.fitting import Fit
 from tracegrad.planning.flatten import flatten
+from tracegrad.planning.measuring import Gradient, NotMeasuredError
 from tracegrad.planning.modelling import model
-from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan, plan_of
+from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan, graph_of, plan_of
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment, simulate
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -28,12 +33,14 @@ def load_plan(
       fun: the function; it is traced, and nothing is planned anew.
 
     Returns:
-      A function of the arguments of ``fun`` that returns the plan.
+      A function of the arguments of ``fun`` that returns the plan. One that was measured on another
+      backend, or by another JAX, is measured again.
 
     Raises:
       ValueError: the file is no plan, or of another program (when called with arguments): one with
         other operations, parameters of them, custom gradients or types. Other values of what it
-        closes over are no other program.
+        closes over are no other program. Or XLA holds more than the budget where it is measured
+        again.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -45,6 +52,8 @@ def load_plan(
         why = ""
         if data.get("version") == 1:  # by operations and types alone
             why = ", since that does not say enough of the program it is for to tell it from others"
+        elif data.get("version") == 2:
+            why = ", since that does not say what XLA holds"
         raise ValueError(
             f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
             f"version {VERSION}{why}. Plan again, and save that: "
@@ -76,10 +85,31 @@ def load_plan(
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
             raise ValueError(f"{path}: the segments do not cover the program's operations in order")
-        simulation = simulate(planned, segments)
-        return plan_of(flat, search, found[0], int(data["budget"]), segments, simulation)
+        fit = Fit(
+            found[0], tuple(segments), simulate(planned, segments), data["target"], data["held"]
+        )
+        budget, without, measured_on = data["budget"], data["held_without"], data["measured_on"]
+        if fit.held is not None and measured_on != _jax.compiled_by():
+            fit, without, measured_on = _measured_again(path, search, fit, budget)
+        return plan_of(search, fit, budget, without, measured_on)
 
     return load
+
+
+def _measured_again(
+    path: str | os.PathLike[str], search: Search, fit: Fit, budget: int
+) -> tuple[Fit, None, str]:
+    """A plan with what XLA holds here, and where that is."""
+    try:
+        held = Gradient(graph_of(search), search.whole.active).held(fit.rewritten())
+    except NotMeasuredError as error:
+        return replace(fit, held=None), None, str(error)
+    if held > budget:
+        raise ValueError(
+            f"{path} was planned for {in_units(budget)}, of which XLA holds {in_units(held)} here "
+            f"({_jax.compiled_by()}). Plan again"
+        )
+    return replace(fit, held=held), None, _jax.compiled_by()
 
 
 def _segment(entry: Mapping[str, Any]) -> Segment:

@@ -7,10 +7,11 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
@@ -18,48 +19,59 @@ from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fingerprint import fingerprint
+from tracegrad.planning.fitting import Fit, fitted, planned
 from tracegrad.planning.flatten import flatten
+from tracegrad.planning.measuring import Gradient, NotMeasuredError
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import nodes_of, with_regions
-from tracegrad.planning.search import Case, Progress, Search
-from tracegrad.planning.simulation import Segment, Simulation, keep_all, simulate
+from tracegrad.planning.search import Progress, Search
+from tracegrad.planning.simulation import Segment, keep_all, simulate
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.graphs import graph as trace_graph
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class RecomputePlan:
     """What a program keeps, what it computes again, and what that costs; from `plan_recompute`.
 
-    Sizes are bytes of activations, cotangents and gradients in the making that are alive at once
-    (not arguments and results), as the planner's model of XLA counts them.
+    Sizes are bytes that are alive at once in the gradient, beside arguments and results. Those of
+    the planner's model are of activations, cotangents and gradients in the making, a portable
+    account of what any XLA holds; `held` is what XLA itself says of the compiled gradient.
 
     Attributes:
       graph: the program that was planned, its jitted calls written out.
       budget: bytes.
-      peak, peak_without: the highest point, with the plan and with nothing recomputed.
-      residual, residual_without: what is kept from the forward to the backward pass.
+      held: what XLA holds with the plan, which is within the budget; None if nothing was measured.
+      held_without: the same with nothing recomputed.
+      measured_on: the backend and the JAX that compiled it; why not, if nothing was measured.
+      peak, peak_without: the highest point in the model, with the plan and with nothing recomputed.
+      residual, residual_without: what is kept from the forward to the backward pass, in the model.
       flops: extra FLOPs. `forward_flops`: those of the forward pass.
-      flops_bound: no plan within the budget needs fewer extra FLOPs, in this model.
-      peak_bound: no plan has a lower peak, in this model.
+      target: bytes that the plan was made for in the model.
+      flops_bound: no plan within the target needs fewer extra FLOPs, in the model.
+      peak_bound: no plan has a lower peak, in the model.
       scans: what was done to the bodies of scans; "" for nothing.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
     """
 
     graph: Graph = field(compare=False)
     budget: int
+    held: int | None
+    held_without: int | None
+    measured_on: str
     peak: int
     peak_without: int
     residual: int
     residual_without: int
     flops: int
     forward_flops: int
+    target: int
     flops_bound: int
     peak_bound: int
     scans: str
@@ -98,6 +110,10 @@ class RecomputePlan:
             "program": fingerprint(self.graph),
             "name": self.graph.name,
             "budget": self.budget,
+            "held": self.held,
+            "held_without": self.held_without,
+            "measured_on": self.measured_on,
+            "target": self.target,
             "peak": self.peak,
             "peak_without": self.peak_without,
             "residual": self.residual,
@@ -126,15 +142,20 @@ class RecomputePlan:
         simulation = simulate(self._model, self.segments)
         share = self.flops / max(1, self.forward_flops)
         bound = self.flops_bound / max(1, self.forward_flops)
-        lines = [
-            f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}",
+        lines = [f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}"]
+        if self.held is None:
+            lines.append(f"  measured     not: {self.measured_on}")
+        else:
+            of = f" of {in_units(self.held_without)}" if self.held_without else ""
+            lines.append(f"  XLA holds    {in_units(self.held)}{of} ({self.measured_on})")
+        lines += [
             f"  peak         {in_units(self.peak)} of {in_units(self.peak_without)} "
-            f"({_percent(self.peak, self.peak_without)}); none below {in_units(self.peak_bound)} "
-            "is possible",
+            f"({_percent(self.peak, self.peak_without)}) in the model; none below "
+            f"{in_units(self.peak_bound)} is possible",
             f"  residuals    {in_units(self.residual)} of {in_units(self.residual_without)} "
             f"({_percent(self.residual, self.residual_without)})",
             f"  extra FLOPs  {self.flops:.4g}, {share:.1%} of the forward pass; "
-            f"within this budget at least {bound:.1%}",
+            f"for a peak of {in_units(self.target)} at least {bound:.1%}",
         ]
         if self.scans:
             lines.append(f"  scans        {self.scans}")
@@ -201,7 +222,7 @@ class RecomputePlan:
                 [size / mib for size in sizes],
                 label=label,
             )
-        memory.axhline(self.budget / mib, linestyle=":", color="grey", label="budget")
+        memory.axhline(self.target / mib, linestyle=":", color="grey", label="planned for")
         memory.axvline(0.5, linewidth=0.5, color="grey")
         memory.set(
             title="memory of one gradient",
@@ -227,29 +248,36 @@ class RecomputePlan:
 
 
 def plan_recompute(
-    fun: Callable[..., Any], memory_budget: MemoryBudget
+    fun: Callable[..., Any], memory_budget: MemoryBudget, *, measure: bool = True
 ) -> Callable[..., RecomputePlan]:
     """Plans what the backward pass of a function computes again, so that memory stays in a budget.
 
     Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
-    the least extra FLOPs so that the highest point of memory in the forward and the backward pass
-    is within the budget. Counted is what is alive beside arguments and results: activations,
-    cotangents and gradients in the making, as XLA holds them after fusion.
+    the least extra FLOPs so that what XLA needs at once for the gradient, beside arguments and
+    results, is within the budget. Plans are made in a model of residuals and live ranges; the
+    gradient is compiled, and what XLA says that it holds corrects what is planned for. At most
+    three programs are compiled, the first of which recomputes nothing; where none of them is
+    within the budget, the plan of the model's lowest peak is, too. On a mesh bytes are those of one
+    device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
         arguments. What it recomputes already stays as it is.
-      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of the peak without
+      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
         recompute as a float (``0.3``) or a string (``"30%"``).
+      measure: False to plan by the model alone, without compiling. What XLA holds may be more or
+        less then, and the plan says that it was not measured.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
-      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans.
+      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans. A program
+      that cannot be compiled by itself, such as one of symbolic sizes, is planned by the model, and
+      the plan says why.
 
     Raises:
       TypeError, ValueError: for a budget that is none (when called: at once), for a program
-        without a gradient, and `BudgetTooSmall`, with the lowest peak that was found and a bound
-        that no plan can be below, where there is no plan within the budget.
+        without a gradient, and `BudgetTooSmall`, with the least that was held and a bound
+        that no plan can be below in the model, where there is no plan within the budget.
       ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
 
     >>> import jax, jax.numpy as jnp
@@ -259,7 +287,7 @@ def plan_recompute(
     ...     return jnp.sum(x**2)
     >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
     >>> plan = plan_recompute(loss, "75%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
-    >>> plan.peak <= plan.budget, 0 < plan.flops_bound <= plan.flops < plan.forward_flops
+    >>> plan.held <= plan.budget, plan.flops_bound <= plan.flops < plan.forward_flops
     (True, True)
     >>> planned = jax.grad(plan.apply())
 
@@ -278,61 +306,82 @@ def plan_recompute(
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
-        return plan_graph(trace_graph(fun)(*args, **kwargs), memory_budget)
+        return plan_graph(trace_graph(fun)(*args, **kwargs), memory_budget, measure=measure)
 
     return plan
 
 
-def plan_graph(graph: Graph, memory_budget: MemoryBudget) -> RecomputePlan:
+def plan_graph(graph: Graph, memory_budget: MemoryBudget, *, measure: bool = True) -> RecomputePlan:
     """`plan_recompute` of a graph."""
     flat = flatten(graph)
-    whole = model(flat)
-    without = keep_all(whole)
-    budget = budget_bytes(memory_budget, without.peak)
     bar = Progress()
-    search = Search(whole, bar)
+    search = Search(model(flat), bar)
     try:
-        case, segments, simulation = search.best(budget)
+        if not measure:
+            return _by_the_model(search, memory_budget, "measure=False")
+        try:
+            return _measured(search, memory_budget)
+        except NotMeasuredError as error:
+            return _by_the_model(search, memory_budget, str(error))
     finally:
         bar.close()
-    return plan_of(flat, search, case, budget, segments, simulation)
+
+
+def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> RecomputePlan:
+    budget = budget_bytes(memory_budget, search.kept.peak)
+    return plan_of(search, planned(search, budget), budget, None, why)
+
+
+def _measured(search: Search, memory_budget: MemoryBudget) -> RecomputePlan:
+    """Raises NotMeasuredError where the program cannot be compiled."""
+    flat = graph_of(search)
+    gradient = Gradient(flat, search.whole.active)
+    without = gradient.held(flat)
+    budget = budget_bytes(memory_budget, without)
+    if without <= budget:
+        fit = replace(planned(search, search.kept.peak), held=without)
+    else:
+        fit = fitted(search, budget, gradient.held, without)
+    return plan_of(search, fit, budget, without, _jax.compiled_by())
 
 
 def plan_of(
-    flat: Graph,
-    search: Search,
-    case: Case,
-    budget: int,
-    segments: list[Segment],
-    simulation: Simulation,
+    search: Search, fit: Fit, budget: int, without: int | None, measured_on: str
 ) -> RecomputePlan:
     whole = search.whole
-    without = keep_all(whole)
-    flops = simulation.flops + case.variant.flops
     return RecomputePlan(
-        graph=flat,
+        graph=graph_of(search),
         budget=budget,
-        peak=simulation.peak,
-        peak_without=without.peak,
-        residual=simulation.residual,
-        residual_without=without.residual,
-        flops=flops,
+        held=fit.held,
+        held_without=without,
+        measured_on=measured_on,
+        peak=fit.simulation.peak,
+        peak_without=search.kept.peak,
+        residual=fit.simulation.residual,
+        residual_without=search.kept.residual,
+        flops=fit.flops,
         forward_flops=whole.total_flops,
-        flops_bound=search.flops_bound(budget, flops),
+        target=fit.target,
+        flops_bound=search.flops_bound(fit.target, fit.flops),
         peak_bound=lowest_peak_bound(whole),
-        scans=case.variant.name,
-        segments=tuple(segments),
-        _model=case.model,
+        scans=fit.case.variant.name,
+        segments=fit.segments,
+        _model=fit.case.model,
         _whole=whole,
-        _variant=case.number,
+        _variant=fit.case.number,
     )
 
 
-def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
+def graph_of(search: Search) -> Graph:
+    assert search.whole.graph is not None
+    return search.whole.graph
+
+
+def recompute_to_fit(memory_budget: MemoryBudget, *, measure: bool = True) -> Rule:
     """The rule that makes a graph recompute what it must to stay within a memory budget.
 
     Args:
-      memory_budget: as for `plan_recompute`.
+      memory_budget, measure: as for `plan_recompute`.
 
     Returns:
       A function ``Graph -> Graph``. A graph that fits is returned as it is, and so is one that
@@ -344,13 +393,14 @@ def recompute_to_fit(memory_budget: MemoryBudget) -> Rule:
         recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)
-    key = type(memory_budget), memory_budget  # 1 is a byte, and 1.0 is all
-    return _fitting.get(key) or _fitting.put(key, _FitToBudget(memory_budget))
+    key = type(memory_budget), memory_budget, measure  # 1 is a byte, and 1.0 is all
+    return _fitting.get(key) or _fitting.put(key, _FitToBudget(memory_budget, measure))
 
 
 @dataclass(frozen=True, eq=False)
 class _FitToBudget:
     memory_budget: MemoryBudget
+    measure: bool
 
     def __call__(self, graph: Graph) -> Graph:
         places = list(graph.walk())
@@ -358,7 +408,7 @@ class _FitToBudget:
             return graph
         for place in places:
             refuse_differentiated(place, self)
-        plan = plan_graph(graph, self.memory_budget)
+        plan = plan_graph(graph, self.memory_budget, measure=self.measure)
         return plan.rewritten() if plan.is_needed else graph
 
     def __repr__(self) -> str:

@@ -63,16 +63,19 @@ class BudgetTooSmall(ValueError):
     """No plan was found within the budget.
 
     Attributes:
-      lowest: bytes, the lowest peak that a plan was found for.
-      bound: bytes, below which no plan can be.
+      lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
+      bound: bytes, below which no plan can be, in the planner's model.
+      measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
     """
 
-    def __init__(self, budget: int, lowest: int, bound: int):
+    def __init__(self, budget: int, lowest: int, bound: int, measured_on: str = ""):
+        held = f" as XLA held it ({measured_on})" if measured_on else ""
+        model = " in the planner's model" if measured_on else ""
         super().__init__(
             f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
-            f"{lowest:,} bytes, and none below {bound:,} bytes is possible"
+            f"{lowest:,} bytes{held}, and none below {bound:,} bytes is possible{model}"
         )
-        self.lowest, self.bound = lowest, bound
+        self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
 
 
 class Planner:

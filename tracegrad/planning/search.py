@@ -44,6 +44,11 @@ class Search:
         self._variants = enumerate(variants(whole))
         self._known: list[Case] = []
 
+    @functools.cached_property
+    def kept(self) -> Simulation:
+        """With nothing recomputed."""
+        return keep_all(self.whole)
+
     def cases(self) -> Iterator[Case]:
         """From the one whose scans run the least again; each is made when it is asked for."""
         yield from self._known

@@ -1,0 +1,107 @@
+"""What XLA holds for the gradient of a program: it is compiled, and nobody runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad._jax.caches import Cache
+from tracegrad.ir import Graph, Value
+from tracegrad.lowering.evaluate import evaluate
+
+# By what XLA was given, and where: a function that is traced again is planned again.
+_held: Cache[tuple[str, str], int] = Cache(256)
+
+
+class NotMeasuredError(Exception):
+    """A program could not be compiled here, by itself."""
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program needs at once beside its arguments and results, on each device.
+
+    Raises NotMeasuredError if the backend does not say.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise NotMeasuredError(f"{_jax.compiled_by()} does not say what a program holds")
+    return int(analysis.temp_size_in_bytes)
+
+
+class Gradient:
+    """The gradients of a program and of others that compute the same, as XLA holds them.
+
+    Args:
+      active: the values of the program that get a cotangent.
+      shardings: of its inputs, where known: then bytes are those of one device.
+    """
+
+    def __init__(
+        self, program: Graph, active: Collection[Value], shardings: Sequence[Any] | None = None
+    ):
+        shardings = shardings or [None] * len(program.inputs)
+        self._active = [i for i, value in enumerate(program.inputs) if value in active]
+        self._shapes = [_shape(v.aval, s) for v, s in zip(program.inputs, shardings, strict=True)]
+        self._cotangents = [_shape(v.aval) for v in program.outputs if _jax.has_gradient(v.aval)]
+        self._is_loss = [shape.shape for shape in self._cotangents] == [()]
+        self.compilations = 0
+
+    def held(self, program: Graph) -> int:
+        """Bytes that XLA needs at once for the gradient, beside arguments and results.
+
+        Raises NotMeasuredError if it cannot be compiled by itself.
+        """
+        options = _jax.keep_recompute_options(jax.default_backend()) if program.recomputes else None
+        try:
+            traced = [v for v, array in program.constants.items() if _jax.is_tracer(array)]
+            shapes = [*self._shapes, *(_shape(v.aval) for v in traced)]
+            given = [] if self._is_loss else self._cotangents
+            gradient = self._of(program, traced)
+            lowered = jax.jit(gradient, compiler_options=options).lower(shapes, given)
+            key = (
+                hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+                f"{_jax.compiled_by()} {options}",
+            )
+            known = _held.get(key)
+            if known is None:
+                self.compilations += 1
+                known = _held.put(key, temporary_bytes(lowered.compile()))
+        except NotMeasuredError:
+            raise
+        except Exception as error:  # whatever JAX or XLA cannot do with a part of a program
+            raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        return known
+
+    def _of(self, program: Graph, traced: Sequence[Value]) -> Callable[..., Any]:
+        """The gradients with respect to arguments, and to what another trace has: `traced`."""
+        count = len(program.inputs)
+        floats = [count + k for k, v in enumerate(traced) if _jax.has_gradient(v.aval)]
+        active = [*self._active, *floats]
+
+        def gradient(operands: list[Any], given: list[Any]) -> Any:
+            def run(operands: list[Any]) -> list[Any]:
+                here = program.copy() if traced else program
+                mine = dict(zip(program.constants, list(here.constants), strict=True))
+                for value, array in zip(traced, operands[count:], strict=True):
+                    here.set_constant(mine[value], array)
+                return evaluate(here, operands[:count])
+
+            along = _jax.of_some(run, operands, active)
+            _, pull = _jax.vjp(along, *(operands[i] for i in active))
+            # That of a loss is one, as in `jax.grad`.
+            cotangents = [jnp.ones((), self._cotangents[0].dtype)] if self._is_loss else given
+            return pull(_jax.align([v.aval for v in program.outputs], cotangents))
+
+        gradient.__name__ = gradient.__qualname__ = program.name
+        return gradient
+
+
+def _shape(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
+    )
