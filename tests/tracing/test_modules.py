@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,6 +263,38 @@ def new_variable(model, x):
     model.extra = nnx.Variable(x)
 
 
+def test_an_array_of_two_modules_is_not_donated():
+    def step(model, *, target, x):
+        return loss(model, x) - loss(target, x)
+
+    model = Plain(nnx.Rngs(0))
+    twin = nnx.clone(model)  # of the same arrays
+    for names in (("model", "target"), ("model",), "target"):
+        donating = tg.trace(step, donate_argnames=names)
+        shared = (
+            r"`\w+\.linear\.bias`, and `model\.linear\.bias` and `target\.linear\.bias` are one"
+        )
+        with pytest.raises(ValueError, match=f"step donates {shared}.*Copy it first"):
+            donating(model, target=twin, x=X)
+    nnx.update(twin, jax.tree.map(jnp.copy, nnx.state(model)))
+    assert float(tg.trace(step, donate_argnames=("model", "target"))(model, target=twin, x=X)) == 0
+    assert float(tg.trace(step)(model, target=model, x=X)) == 0
+
+
+def test_one_module_twice_is_donated_once():
+    def step(a, b, x):
+        a.linear.bias[...] += 1.0
+        b.linear.bias[...] += 1.0
+        return a(x)
+
+    model = Plain(nnx.Rngs(0))
+    donating = tg.trace(step, donate_argnums=(0, 1))
+    for _ in range(2):
+        donating(model, model, X)
+    np.testing.assert_allclose(model.linear.bias[...], 4 * jnp.ones(4))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model)))
+
+
 CHANGED_STRUCTURE = {
     "in evaluation": (lambda model, x: model.eval(), r"`model\.\w+\.\w+` is True, and was False"),
     "a new Variable": (new_variable, r"`model\.extra` is a Variable, and was absent"),
@@ -370,3 +404,50 @@ def test_a_state_that_is_changed_and_not_returned_raises(run):
     graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"changes state\['dropout'\].* and 2 more.*nnx.State"):
         run(lambda state, x: nnx.merge(graphdef, state)(x))(state, X)
+
+
+# -------------------------------------------------------------------------- what is not an argument
+
+
+OUTSIDE = {"models": [Noisy(nnx.Rngs(0))]}
+
+
+class Trainer:
+    def __init__(self):
+        self.model = Noisy(nnx.Rngs(0))
+
+    def predict(self, x):
+        return self.model(x)
+
+
+def closing_over():
+    model = Noisy(nnx.Rngs(0))
+    return lambda x: model(x)
+
+
+def within_a_loop(x):
+    def body(carry, _):
+        OUTSIDE["models"][0].linear.bias[...] += 1.0
+        return carry, ()
+
+    return jax.lax.scan(body, x, length=2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "path"),
+    [
+        (closing_over(), r"`model\.norm\.mean` belongs"),
+        (lambda x: OUTSIDE["models"][0](x), r"`OUTSIDE\['models'\]\[0\]\.norm\.mean` belongs"),
+        (Trainer().predict, r"`self\.model\.norm\.mean` belongs"),
+        (within_a_loop, r"`OUTSIDE\['models'\]\[0\]\.linear\.bias` belongs"),
+    ],
+    ids=["closed over", "a global", "an attribute of an object", "in a loop"],
+)
+@pytest.mark.parametrize("run", [tg.trace, tg.graph, tg.rewrite], ids=["trace", "graph", "rewrite"])
+def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
+    with pytest.raises(flax.errors.TraceContextError) as raised:
+        run(fun)(X)
+    (note,) = (note for note in raised.value.__notes__ if "belongs" in note)
+    assert re.search(path, note)
+    assert "as an argument" in note
+    assert "in test_modules" in note or "test_modules.py" in note

@@ -33,7 +33,14 @@ from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant
-from tracegrad.variables.modules import Modules, Structure, array_places, modules_in
+from tracegrad.variables.modules import (
+    Modules,
+    Structure,
+    array_places,
+    held_arrays,
+    held_paths,
+    modules_in,
+)
 from tracegrad.variables.packed import Packing
 from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
 
@@ -80,6 +87,7 @@ class Pipeline:
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
+        self._donates = any(options.get(f"donate_arg{kind}") for kind in ("nums", "names"))
         self._packs_results = _is_for_all(options.get("out_shardings"))
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
@@ -150,6 +158,8 @@ class Pipeline:
             return (*self._taken_apart(args, kwargs), None)
         (args, kwargs), structures = self.static.given(args, kwargs, held)
         modules = modules_in((args, kwargs)) if structures else None
+        if modules is not None and self._donates:
+            self._refuse_sharing(args, kwargs)
         args, kwargs, variables = self._taken_apart(args, kwargs)
         return args, kwargs, (*structures, *variables), modules
 
@@ -252,9 +262,9 @@ class Pipeline:
 
     def _donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Which of the arrays of modules among the arguments are donated."""
-        options = self.options
-        if "donate_argnums" not in options and "donate_argnames" not in options:
+        if not self._donates:
             return []
+        options = self.options
         donated = resolve(self.fun, options.get("donate_argnums"), options.get("donate_argnames"))
         by_position = donated.within(args)
         _, static, _ = self.static.apart(args, kwargs)
@@ -267,6 +277,28 @@ class Pipeline:
             places += range(start, end) if is_donated else ()
             start = end
         return places
+
+    def _refuse_sharing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises for modules that share an array which is to be given away."""
+        arrays = held_arrays((args, kwargs))
+        identities = list(map(id, arrays))
+        if len(set(identities)) == len(identities):
+            return
+        names = [*argument_names(self.fun, len(args)), *sorted(kwargs)]
+        arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        paths = [
+            f"`{name}{path}`"
+            for name, argument in zip(names, arguments, strict=True)
+            for path in held_paths(argument)
+        ]
+        for i in self._donated(args, kwargs):
+            shared = [path for path, other in zip(paths, arrays, strict=True) if other is arrays[i]]
+            if len(shared) > 1:
+                raise ValueError(
+                    f"{self.__name__} donates {paths[i]}, and {' and '.join(shared)} are one "
+                    "array: after the call nobody would have it. Copy it first, as by "
+                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
+                )
 
     def known(self, attempt: Attempt | None, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""

@@ -14,6 +14,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir.occurrence import is_own_file, line_of_error
+from tracegrad.tracing import foreign_modules
 
 # Most special first: the first three are kinds of the last.
 _ADVICE: tuple[tuple[type[Exception], str], ...] = (
@@ -65,7 +66,10 @@ def explain(error: Exception) -> Exception:
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
     if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
-    if advice is not None and not any(advice in note for note in getattr(error, "__notes__", ())):
+    notes = getattr(error, "__notes__", ())
+    if advice is None and not any(foreign_modules.CURE in note for note in notes):
+        advice = foreign_modules.advice(error)
+    if advice is not None and not any(advice in note for note in notes):
         line = innermost_user_line(error.__traceback__)
         error.add_note(f"{line}\n{advice}" if line else advice)
     if _jax.filters_tracebacks():

@@ -154,6 +154,19 @@ def is_whole() -> Callable[[object], bool] | None:
     return lambda node: is_whole(type(node))
 
 
+def is_module(node: object) -> bool:
+    """Whether an object is a module or an nnx.Variable."""
+    return _is_of_nnx(type(node))
+
+
+def find(wanted: object, module: Any) -> str | None:
+    """The path in a module to an object in it: ``.linear.kernel``; None if it is not there."""
+    for path, node in _nnx().iter_graph(module, graph=True):
+        if node is wanted:
+            return _text(path)
+    return None
+
+
 def is_state(node: object) -> bool:
     """Whether a leaf is an nnx.State."""
     nnx = _nnx()
@@ -336,6 +349,22 @@ def array_places(arguments: Any) -> list[int]:
         else:
             start += 1
     return found
+
+
+def held_arrays(arguments: Any) -> list[Any]:
+    """The arrays of modules."""
+    leaves = jax.tree.leaves(arguments, is_leaf=is_held)
+    return [array for leaf in leaves if is_held(leaf) for array in leaf.arrays]
+
+
+def held_paths(argument: Any) -> list[str]:
+    """Where each of them is in an argument: ``['student'].linear.kernel``."""
+    paths = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(argument, is_leaf=is_held)[0]:
+        if is_held(leaf):
+            inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
+            paths += [jax.tree_util.keystr((*path, *keys)) for keys, _ in inner]
+    return paths
 
 
 def modules_in(arguments: Any) -> Modules | None:

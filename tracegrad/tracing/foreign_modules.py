@@ -1,0 +1,70 @@
+"""Whose it is what a function changes in a module of flax.nnx, where flax does not allow that.
+
+flax keeps a module from being changed in a trace other than the one that it belongs to, as one that
+a traced function closes over would be: the change could not come out. It does not say which module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+
+from tracegrad.ir.occurrence import is_own_file
+from tracegrad.variables.modules import find, is_module, is_whole
+
+CURE = (
+    "belongs to a module that was made outside of the function that changes it here, so that the "
+    "change could not come out. Give the module to the traced function as an argument, which is "
+    "changed by the call; in the body of a loop or a branch use nnx.scan, nnx.cond and the like"
+)
+
+
+def advice(error: Exception) -> str | None:
+    """The path of what was changed, and what to do, where it is flax that refuses a change."""
+    kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
+    if kind is None or not isinstance(error, kind):
+        return None
+    frames = list(_frames(error.__traceback__))
+    changed = next(
+        (frame.f_locals["self"] for frame in reversed(frames) if _is_of_a_module(frame)), None
+    )
+    paths = (path for frame in frames for path in _paths(changed, frame))
+    path = next(paths, f"a {type(changed).__name__}")
+    return f"`{path}` {CURE}"
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    """Those below a frame of a traceback, from the outside in, but for our own."""
+    while traceback is not None:
+        if not is_own_file(traceback.tb_frame.f_code.co_filename):
+            yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_of_a_module(frame: FrameType) -> bool:
+    return is_module(frame.f_locals.get("self"))
+
+
+def _paths(changed: object, frame: FrameType) -> Iterator[str]:
+    """By which names the code of a frame gets to an object in a module."""
+    code = frame.f_code
+    globals_ = {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
+    for name, value in {**globals_, **frame.f_locals}.items():
+        for prefix, tree in _trees(name, value):
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole())[0]:
+                if is_module(leaf):
+                    inner = find(changed, leaf)
+                    if inner is not None:
+                        yield f"{prefix}{jax.tree_util.keystr(path)}{inner}"
+
+
+def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value, and if it is an object of the user's, its attributes."""
+    if isinstance(value, (dict, list, tuple)) or is_module(value):
+        yield name, value
+    elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):
+        yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if is_module(v))
