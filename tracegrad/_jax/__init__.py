@@ -4,12 +4,14 @@
 ``tests/test_jax.py`` on the oldest and on the newest supported JAX.
 """
 
+from tracegrad._jax.arrays import ARRAY as ARRAY
 from tracegrad._jax.arrays import align as align
 from tracegrad._jax.arrays import fresh_alias as fresh_alias
 from tracegrad._jax.arrays import has_gradient as has_gradient
+from tracegrad._jax.arrays import is_inexact as is_inexact
+from tracegrad._jax.arrays import is_reference as is_reference
 from tracegrad._jax.arrays import is_tracer as is_tracer
 from tracegrad._jax.arrays import no_cotangent as no_cotangent
-from tracegrad._jax.arrays import of_some as of_some
 from tracegrad._jax.arrays import struct as struct
 from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key

@@ -12,17 +12,25 @@ import numpy as np
 
 from tracegrad._jax.caches import cached
 
+ARRAY = jax.core.ShapedArray
+"""The type of what is an array, and no reference."""
+
 
 def has_gradient(aval: Any) -> bool:
     """Whether an array, or a type, has cotangents: the float and complex ones."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and _is_inexact(dtype)
+    return is_inexact(getattr(aval, "dtype", None))
 
 
 # Asked of every value of every graph: `tracegrad.graph` takes a tenth longer without it.
 @cached(256)
-def _is_inexact(dtype: Any) -> bool:
-    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+def is_inexact(dtype: Any) -> bool:
+    """The same of a dtype; None, that of what has none, is not."""
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+def is_reference(aval: object) -> bool:
+    """Whether a type is not that of an array, but of a place that arrays are written to."""
+    return not isinstance(aval, ARRAY)
 
 
 def no_cotangent(aval: Any) -> Any:
@@ -34,21 +42,6 @@ def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
     """One (co)tangent for every type: the given ones, and JAX's empty ones for integers."""
     rest = iter(flowing)
     return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
-
-
-def of_some(
-    run: Callable[[list[Any]], Any], args: Sequence[Any], positions: Sequence[int]
-) -> Callable[..., Any]:
-    """``run(operands)`` as a function of the operands at some positions, to be differentiated with
-    respect to these; the others are those of `args`."""
-
-    def along(*chosen: Any) -> Any:
-        operands = list(args)
-        for i, value in zip(positions, chosen, strict=True):
-            operands[i] = value
-        return run(operands)
-
-    return along
 
 
 def type_text(aval: Any) -> str:

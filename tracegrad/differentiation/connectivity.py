@@ -22,9 +22,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import cached
-from tracegrad.ir import Apply, CustomGradient, Graph, Node, StopGradient
+from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, StopGradient, Value
 from tracegrad.ir.dependence import (
-    ARRAY,
     Masks,
     dependence,
     enter,
@@ -34,6 +33,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import loses_derivative
+from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.lowering.returned import returned_gradients, written_tangents
 from tracegrad.tracing.importer import import_program
 
@@ -51,23 +51,17 @@ class UnconnectedError(ValueError):
 
 def connections(graph: Graph) -> list[frozenset[int]]:
     """For every output of a graph, the inputs (by position) that are connected to it."""
-    walk = Walk()
-    outs = spread(graph, _sources(graph), walk.rule)
+    inputs = graph.inputs
+    sources = [1 << i if is_connectable(v) else 0 for i, v in enumerate(inputs)]
     return [
-        frozenset(i for i in range(len(graph.inputs)) if mask >> i & 1)
-        if is_connectable(value.aval)
-        else frozenset()
-        for mask, value in zip(outs, graph.outputs, strict=True)
+        frozenset(i for i in range(len(inputs)) if mask >> i & 1)
+        for mask in spread(graph, sources, Walk().rule)
     ]
 
 
-def _sources(graph: Graph) -> Masks:
-    return [1 << i if is_connectable(v.aval) else 0 for i, v in enumerate(graph.inputs)]
-
-
-def is_connectable(aval: Any) -> bool:
-    """Whether a gradient can arrive at values of a type (or at what is written to a Ref)."""
-    return not isinstance(aval, ARRAY) or _jax.has_gradient(aval)
+def is_connectable(value: Value | Literal) -> bool:
+    """Whether a gradient can arrive at a value (or at what is written to a Ref)."""
+    return value.is_reference or value.has_gradient
 
 
 # ------------------------------------------------------------------------------- the forward walk
@@ -81,18 +75,17 @@ class Walk:
     rules: dict[tuple[Node, tuple[bool, ...]], tuple[int, ...] | None] = field(default_factory=dict)
 
     def rule(self, node: Node, ins: Masks) -> Masks:
-        """Masks of the inputs connected to each result, given those connected to each operand."""
+        """Masks of the inputs connected to each result, given those connected to each operand.
+
+        What is not connectable has none, of the results if it is so of the operands."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
-        if not all(isinstance(v.aval, ARRAY) for v in (*node.inputs, *node.outputs)):
+        if any(v.is_reference for v in (*node.inputs, *node.outputs)):
             # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
-            outs = [joined(ins)] * len(node.outputs)
-        elif node.regions and (entered := self._entered(node, ins)) is not None:
-            outs = entered
-        else:
-            return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
-        pairs = zip(outs, node.outputs, strict=True)
-        return [m if m and is_connectable(v.aval) else 0 for m, v in pairs]
+            return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
+        if node.regions and (entered := self._entered(node, ins)) is not None:
+            return entered
+        return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
 
     def _entered(self, node: Node, ins: Masks) -> Masks | None:
         # The operations inside a shard_map can be differentiated only inside their mesh.
@@ -111,11 +104,10 @@ class Walk:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
-            types = tuple([v.aval for v in node.inputs]), tuple([v.aval for v in node.outputs])
             try:
-                rows = _remembered_rows(node.primitive, params, *types, reached)
+                rows = _remembered_rows(node.primitive, params, *_types(node), reached)
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(_binding(node), *types, reached)
+                rows = _rows(_binding(node), *_types(node), reached)
         else:
             key = node, reached
             if key not in self.rules:
@@ -130,7 +122,7 @@ class Walk:
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
             return _all_of(node, reached)
         pairs = zip(node_dependence(node), node.outputs, strict=True)
-        return tuple(row if is_connectable(v.aval) else 0 for row, v in pairs)
+        return tuple(row if is_connectable(v) else 0 for row, v in pairs)
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:
@@ -147,14 +139,19 @@ Params = tuple[tuple[str, Any], ...]
 Rows = tuple[int, ...] | None
 
 
-def _types(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(value.aval for value in values)
+Types = tuple[Any, ...]
+
+
+def _types(node: Node) -> tuple[Types, Types]:
+    """Of the operands, and of the cotangents of the results: None for one that has none."""
+    cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
+    return tuple([v.aval for v in node.inputs]), cotangents
 
 
 def _all_of(node: Node, reached: Sequence[bool]) -> tuple[int, ...]:
     """Every result that has a cotangent is connected to every operand that is reached."""
     everything = joined(1 << i for i, is_reached in enumerate(reached) if is_reached)
-    return tuple(everything if _jax.has_gradient(v.aval) else 0 for v in node.outputs)
+    return tuple(everything if v.has_gradient else 0 for v in node.outputs)
 
 
 def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
@@ -167,15 +164,15 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     if loses_derivative(node, reached):
         return None  # connected: differentiating it is an error
     rows = _call_rows(node, reached)
-    if rows is None or all(row for row, v in zip(rows, node.outputs) if _jax.has_gradient(v.aval)):
+    if rows is None or all(row for row, v in zip(rows, node.outputs) if v.has_gradient):
         return rows
     # A rule of tangents gives one to each result: to an operand of which that is independent it
     # gives nothing, unless it is what the rule has written for all of them.
     first = node.params.get("num_consts", 0)
-    given = [i >= first and _jax.has_gradient(v.aval) for i, v in enumerate(node.inputs)]
+    given = [i >= first and v.has_gradient for i, v in enumerate(node.inputs)]
     try:
         written = written_tangents(
-            _binding(node), _types(node.inputs), [i for i, flows in enumerate(given) if flows]
+            _binding(node), _types(node)[0], [i for i, flows in enumerate(given) if flows]
         )
     except Exception:
         return rows
@@ -188,7 +185,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
 
 def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     """As `_rows`, of a node with regions."""
-    rows = _rows(_binding(node), _types(node.inputs), _types(node.outputs), reached)
+    rows = _rows(_binding(node), *_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
     returned = _returned_rows(node, reached)
@@ -206,13 +203,13 @@ def _has_rules(node: Node) -> bool:
 def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     """For every result the operands that JAX gives a cotangent that is no symbolic zero."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
-    flowing = [j for j, v in enumerate(node.outputs) if _jax.has_gradient(v.aval)]
+    flowing = [j for j, v in enumerate(node.outputs) if v.has_gradient]
     # Only a rule that is told of symbolic zeros can tell the cotangents of its results apart.
     alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
     rows = [0] * len(node.outputs)
     try:
         for group in [flowing] if alike else [[j] for j in flowing]:
-            found = returned_gradients(_binding(node), _types(node.inputs), active, group)
+            found = returned_gradients(_binding(node), _types(node)[0], active, group)
             for j in group:
                 rows[j] = joined(1 << i for i in found)
     except Exception:
@@ -229,43 +226,39 @@ def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
 def _remembered_rows(
     primitive: Any,
     params: Params,
-    avals: tuple[Any, ...],
-    out_avals: tuple[Any, ...],
+    avals: Types,
+    cotangents: Types,
     reached: tuple[bool, ...],
-) -> tuple[int, ...] | None:
+) -> Rows:
     return _rows(
-        lambda operands: _jax.bind(primitive, operands, dict(params)), avals, out_avals, reached
+        lambda operands: _jax.bind(primitive, operands, dict(params)), avals, cotangents, reached
     )
 
 
 def _rows(
     run: Callable[[Sequence[Any]], list[Any]],
-    avals: tuple[Any, ...],
-    out_avals: tuple[Any, ...],
+    avals: Types,
+    cotangents: Types,
     reached: tuple[bool, ...],
-) -> tuple[int, ...] | None:
+) -> Rows:
     """For every result the operands whose cotangents depend on it, among those that are reached.
 
     None where JAX cannot differentiate the node in reverse: then it counts as connected, and the
     gradient itself raises JAX's own error.
     """
     active = [i for i, is_reached in enumerate(reached) if is_reached]
-    flowing = [aval for aval in out_avals if is_connectable(aval)]
+    flowing = [j for j, aval in enumerate(cotangents) if aval is not None]
 
-    def pullback(args: list[Any], cotangents: list[Any]) -> list[Any]:
-        _, vjp = _jax.vjp(_jax.of_some(run, args, active), *(args[i] for i in active))
-        return list(vjp(_jax.align(out_avals, cotangents)))
+    def pullback(args: list[Any], given: list[Any]) -> list[Any]:
+        _, vjp = vjp_of_some(run, args, active, flowing)
+        return list(vjp(given))
 
     try:
-        program = jax.make_jaxpr(pullback)(list(avals), flowing)
+        program = jax.make_jaxpr(pullback)(list(avals), [cotangents[j] for j in flowing])
     except Exception:
         return None
     results = dependence(import_program(program))
-    rows, position = [], len(avals)
-    for aval in out_avals:
-        row = 0
-        if is_connectable(aval):
-            row = sum(1 << i for i, m in zip(active, results, strict=True) if m >> position & 1)
-            position += 1
-        rows.append(row)
+    rows = [0] * len(cotangents)
+    for place, j in enumerate(flowing, len(avals)):
+        rows[j] = joined(1 << i for i, m in zip(active, results, strict=True) if m >> place & 1)
     return tuple(rows)

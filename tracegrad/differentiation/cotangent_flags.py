@@ -39,7 +39,6 @@ from tracegrad.differentiation.gates import (
     names_condition,
 )
 from tracegrad.ir import Graph, Literal, Value
-from tracegrad.ir.dependence import is_reference
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.lowering.regions import bind
 
@@ -61,7 +60,7 @@ def with_flags(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> G
     nodes = [node for region in graph.regions_below for node in region.nodes]
     if len(flowing) == 1 and not any(map(names_condition, nodes)):
         return None
-    if any(is_reference(v.aval) for node in nodes for v in (*node.inputs, *node.outputs)):
+    if any(node.has_references for node in nodes):
         return None
     first = len(graph.inputs) + len(flowing)
     flags = {j: frozenset({frozenset({k})}) for k, j in enumerate(flowing, first)}

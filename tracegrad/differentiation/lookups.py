@@ -44,7 +44,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     main = _Entered(import_program(program))
     outputs = main.graph.outputs
     found = [
-        _scatters(main, value) if flag and _jax.has_gradient(value.aval) else None
+        _scatters(main, value) if flag and value.has_gradient else None
         for value, flag in zip(outputs, sparse, strict=True)
     ]
     for value, scatters in zip(outputs, found, strict=True):
@@ -237,7 +237,7 @@ def _scatters(place: _Entered, value: Value | Literal) -> list[_Scatter] | None:
         if node.op in ("add", "add_any"):
             pending += [(place, v) for v in node.inputs[::-1]]
             continue
-        is_cast = node.op == "convert_element_type" and _jax.has_gradient(node.inputs[0].aval)
+        is_cast = node.op == "convert_element_type" and node.inputs[0].has_gradient
         if is_cast or node.op == "copy":
             pending.append((place, node.inputs[0]))
             continue

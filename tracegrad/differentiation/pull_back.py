@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
 from tracegrad.lowering import evaluate_node, read
+from tracegrad.lowering.partial import vjp_of_some
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
 Aggregation = Callable[[Sequence[Any]], Any]
@@ -101,12 +101,10 @@ def reached_from(
     graph: Graph, wanted: Sequence[Value], stopped: AbstractSet[Value]
 ) -> AbstractSet[Value]:
     """The values of a dtype that has cotangents to which data flows from a wanted one."""
-    reached = {value for value in wanted if _jax.has_gradient(value.aval)}
+    reached = {value for value in wanted if value.has_gradient}
     for node in graph.nodes:
         if any(isinstance(v, Value) and v in reached for v in node.inputs):
-            reached.update(
-                v for v in node.outputs if _jax.has_gradient(v.aval) and v not in stopped
-            )
+            reached.update(v for v in node.outputs if v.has_gradient and v not in stopped)
     return reached
 
 
@@ -149,18 +147,12 @@ def linked_inputs(node: Node, cotangents: Sequence[Any], active: Sequence[int]) 
 def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    args = read(node.inputs, values)
     # Results without a cotangent are left out, not given zeros: a rule on the way to such a result
     # alone is then not called. It may return a gradient whatever its cotangent is.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
-
-    def run(operands: list[Any]) -> list[Any]:
-        results = evaluate_node(node, operands)
-        return [results[i] for i in given]
-
-    bound = _jax.of_some(run, args, active)
+    run = functools.partial(evaluate_node, node)
     try:
-        _, vjp = _jax.vjp(bound, *(args[i] for i in active))
+        _, vjp = vjp_of_some(run, read(node.inputs, values), active, given)
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         if not getattr(error, "__notes__", ()):  # lowering names the node as well

@@ -15,8 +15,9 @@ import jax.extend
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
-from tracegrad.ir.dependence import Masks, dependence, enter, is_reference, joined, spread
+from tracegrad.ir.dependence import Masks, dependence, enter, joined, spread
 from tracegrad.lowering import evaluate
+from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing.importer import import_program
 
@@ -46,7 +47,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     function = with_forward_mode(graph)
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        along = _jax.of_some(lambda operands: evaluate(function, operands), args, active)
+        along = of_some(lambda operands: evaluate(function, operands), args, active)
         _, found = jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 
@@ -112,7 +113,7 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
         if isinstance(here, RegionNode):
             for name, region in node.regions.items():
                 result.set_region(here, name, _quiet(region, tangents, done))
-        elif not tangents.intersection(node.inputs) and not _is_on_references(node):
+        elif not tangents.intersection(node.inputs) and not node.has_references:
             if node.outputs:
                 raise NotImplementedError(
                     f"{Occurrence((), node)} gives results and stands in a compiled function, a "
@@ -122,7 +123,3 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
                 )
             result.erase(here, with_effects=True)
     return result
-
-
-def _is_on_references(node: Node) -> bool:
-    return any(is_reference(value.aval) for value in (*node.inputs, *node.outputs))

@@ -257,7 +257,7 @@ def is_numeric(leaf: Any) -> bool:
 def is_differentiable(leaf: Any) -> bool:
     """Whether a leaf is a float or complex array, or such a number."""
     aval = type_of(leaf)
-    return isinstance(aval, jax.core.ShapedArray) and _jax.has_gradient(aval)
+    return isinstance(aval, _jax.ARRAY) and _jax.is_inexact(aval.dtype)
 
 
 def type_of(leaf: Any) -> Any:

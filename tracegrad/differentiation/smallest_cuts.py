@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk, is_connectable
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
 from tracegrad.ir.authors import whose
-from tracegrad.ir.dependence import Masks, enter, is_reference, mask_of, node_dependence, spread
+from tracegrad.ir.dependence import Masks, enter, mask_of, node_dependence, spread
 from tracegrad.ir.occurrence import Path, users_line
 from tracegrad.rewriting.forward_mode import place_of
 
@@ -37,16 +37,15 @@ class Cut:
     def __str__(self) -> str:
         node, origin = self.occurrence.node, self.occurrence.origin
         place = "" if origin is None else f" at {origin}"
-        aval = self.result.aval
         if isinstance(node, StopGradient):
             return f"stop_gradient{place}"
         if isinstance(node, CustomGradient):
             face = "backward" if node.kind == "vjp" else "derivative"
             place = place_of(self.occurrence)
             return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
-        if is_connectable(aval):
+        if is_connectable(self.result):
             return f"{node.name}{place}, whose derivative is zero"
-        dtype = getattr(aval, "dtype", None)
+        dtype = getattr(self.result.aval, "dtype", None)
         if node.op == "convert_element_type":
             return f"the conversion to {dtype}{place}"
         return f"{node.name}{place}, whose result is {dtype}"
@@ -71,14 +70,14 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[tuple[CutsOnWay,
     >>> [str(cut).split(" at ")[0] for (way,) in smallest_cuts(program, [0]) for cut in way]
     ['stop_gradient']
     """
-    reached = [int(is_connectable(value.aval)) for value in graph.inputs]
+    reached = [int(is_connectable(value)) for value in graph.inputs]
     ways = _Search().of(graph, reached, targets)
     return [
         tuple(
             tuple(Cut(Occurrence(cut.path, cut.node), cut.result) for cut in cuts)
             for cuts in ways[value].lightest
         )
-        if value in ways and is_connectable(value.aval)
+        if value in ways and is_connectable(value)
         else ()
         for value in graph.inputs
     ]
@@ -86,9 +85,9 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[tuple[CutsOnWay,
 
 def explain_unconnected(graph: Graph, source: int, ways: Sequence[CutsOnWay]) -> str:
     """Why an input gets no gradient, in words; `ways`: its `smallest_cuts`."""
-    aval = graph.inputs[source].aval
-    if not is_connectable(aval):
-        return f"it is {aval.dtype}, which has no gradient"
+    value = graph.inputs[source]
+    if not is_connectable(value):
+        return f"it is {value.dtype}, which has no gradient"
     found = ["cut by " + ", and by ".join(map(str, cuts)) for cuts in ways]
     found = list(dict.fromkeys(found))
     if not found:
@@ -172,7 +171,7 @@ def _first(
 
 def _rank(node: Node, result: Value) -> int:
     """How unlikely a cut is to be a mistake: a library's is not; a mask is often meant as that."""
-    is_mask = not is_connectable(result.aval) and node.op != "convert_element_type"
+    is_mask = not is_connectable(result) and node.op != "convert_element_type"
     return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
 
 
@@ -212,7 +211,7 @@ class _Search:
 
     def _into(self, node: Node, ins: Masks, ways: dict[Value, _Ways]) -> list[tuple[int, _Ways]]:
         """The ways from the operands of a node, given those from its results."""
-        references = [v for v in node.inputs if isinstance(v, Value) and is_reference(v.aval)]
+        references = [v for v in node.inputs if isinstance(v, Value) and v.is_reference]
         if references:  # what is written there may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
             return [(i, found) for i in range(len(node.inputs)) for found in onward]
@@ -240,7 +239,7 @@ class _Search:
             if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
             # Among integers nothing is cut: that was where they came from.
-            if not is_connectable(value.aval) or self._is_connected(node, ins, i, k):
+            if not is_connectable(value) or self._is_connected(node, ins, i, k):
                 yield i, _FREE
             else:
                 yield i, inside[i] if i in inside and inside[i].count else cut
@@ -255,12 +254,12 @@ class _Search:
         return self.flows[node]
 
     def _is_connected(self, node: Node, ins: Masks, i: int, k: int) -> bool:
-        if isinstance(node, StopGradient) or not is_connectable(node.outputs[k].aval):
+        if isinstance(node, StopGradient) or not is_connectable(node.outputs[k]):
             return False
         if ins[i]:
             reached = tuple(mask != 0 for mask in ins)
         else:  # behind a cut: as if there was none
-            reached = tuple(is_connectable(value.aval) for value in node.inputs)
+            reached = tuple(is_connectable(value) for value in node.inputs)
         return bool(self.walk.vjp_rows(node, reached)[k] >> i & 1)
 
     def _through_regions(

@@ -22,7 +22,6 @@ from tracegrad.differentiation.selection import (
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence
-from tracegrad.ir.dependence import is_reference
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.variables.trees import Static
 
@@ -196,7 +195,7 @@ def _argument_paths(selection: Selection) -> list[str]:
 
 def _refuse_references(program: Graph) -> None:
     for node in program.nodes:
-        if any(is_reference(value.aval) for value in node.outputs):
+        if any(value.is_reference for value in node.outputs):
             line = Occurrence((), node).origin
             raise NotImplementedError(
                 f"the function makes a jax.Ref{f' at {line}' if line else ''}, and what is written "
@@ -231,9 +230,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]
         )
     seeds: list[Any] = []
     for leaf, out in zip(leaves, outs, strict=True):
-        if leaf is not None and (
-            jnp.shape(leaf) != out.aval.shape or not _jax.has_gradient(out.aval)
-        ):
+        if leaf is not None and (jnp.shape(leaf) != out.aval.shape or not out.has_gradient):
             raise ValueError(
                 f"a cotangent of shape {jnp.shape(leaf)} was given for a result "
                 f"{_jax.type_text(out.aval)}; None stands for a result that is left out"

@@ -17,7 +17,6 @@ from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
 from tracegrad.ir.dependence import (
     Masks,
     enter,
-    is_reference,
     joined,
     leading_to,
     mask_of,
@@ -82,10 +81,9 @@ def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionF
     >>> flow.reached
     [True]
     """
-    carrying = [_jax.has_gradient(v.aval) or is_reference(v.aval) for v in graph.inputs]
+    carrying = [v.has_gradient or v.is_reference for v in graph.inputs]
     wanted = [
-        _jax.has_gradient(v.aval) and (targets is None or k in targets)
-        for k, v in enumerate(graph.outputs)
+        v.has_gradient and (targets is None or k in targets) for k, v in enumerate(graph.outputs)
     ]
     return _Flows().of(graph, carrying, wanted, wanted, recomputed=False)
 
@@ -174,7 +172,7 @@ class _Flows:
     def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
         """The operands to which a gradient goes on from the results at which one arrives."""
         carrying = [1 << i if mask else 0 for i, mask in enumerate(ins)]
-        references = [v for v in node.inputs if isinstance(v, Value) and is_reference(v.aval)]
+        references = [v for v in node.inputs if isinstance(v, Value) and v.is_reference]
         if references:  # what is written there is read elsewhere
             return joined(carrying) if any(got) or arrived.intersection(references) else 0
         if not any(ins):

@@ -187,7 +187,7 @@ def _line(origin: Origin) -> tuple[str, int]:
 
 def _reached(value: Value, reached: bool) -> int:
     """1: a gradient arrives; 0: none does; -1: there is none for its type."""
-    return int(reached) if _jax.has_gradient(value.aval) else -1
+    return int(reached) if value.has_gradient else -1
 
 
 def _title(node: Node, name: str) -> str:

@@ -331,6 +331,7 @@ class Body:
         set_field(node, "params", MappingProxyType(dict(params)))
         if primitive is not None:
             set_field(node, "primitive", primitive)
+            set_field(node, "op", primitive.name)
         if isinstance(node, RegionNode):
             set_field(node, "replaced", frozenset(node._regions))
 

@@ -11,14 +11,9 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
-import jax
-
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import CustomGradient, Literal, Node, Recompute, Value
-
-ARRAY = jax.core.ShapedArray
-"""The type of what is an array, and no reference."""
 
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
@@ -87,7 +82,7 @@ def spread(
         outs = rule(node, ins)
         masks.update(zip(node.outputs, outs, strict=True))
         for value in node.inputs:
-            if not isinstance(value.aval, ARRAY) and isinstance(value, Value):
+            if value.is_reference and isinstance(value, Value):
                 # It may have been written to.
                 masks[value] = joined(ins)
     return [mask_of(value, masks) for value in graph.outputs]
@@ -103,11 +98,6 @@ def mask_of(value: Value | Literal, masks: Mapping[Value, int]) -> int:
     return masks.get(value, 0) if isinstance(value, Value) else 0
 
 
-def is_reference(aval: object) -> bool:
-    """Whether a type is not that of an array, but of a place that arrays are written to."""
-    return not isinstance(aval, ARRAY)
-
-
 def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | None:
     """Carries masks through the regions of a node, to the fixed point of its loop.
 
@@ -115,7 +105,7 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     without regions, or with regions of which only JAX knows how they are called.
     """
     names = list(node.regions)
-    if not names or any(is_reference(v.aval) for v in node.inputs):
+    if not names or any(v.is_reference for v in node.inputs):
         return None
     if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
         return run(node.regions[names[0]], ins), {names[0]: ins}

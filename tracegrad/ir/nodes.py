@@ -30,13 +30,19 @@ class Value:
     """The result of a node, or an input or constant of a graph.
 
     `aval` is its JAX type (shape, dtype, weak type, sharding), `producer` the node that computes
-    it (None for inputs and constants), `graph` the graph that it lives in.
+    it (None for inputs and constants), `graph` the graph that it lives in. `has_gradient` says
+    whether it has cotangents, `is_reference` whether it is no array, but a place that arrays are
+    written to (a `jax.Ref`).
     """
 
-    __slots__ = ("_name", "_uses", "aval", "graph", "hint", "producer")
+    __slots__ = (
+        *("_name", "_uses", "aval", "graph", "has_gradient", "hint", "is_reference", "producer"),
+    )
 
     def __init__(self, aval: Any, graph: Any, producer: Node | None = None, hint: str = ""):
         self.aval = aval
+        self.has_gradient = _jax.is_inexact(getattr(aval, "dtype", None))
+        self.is_reference = not isinstance(aval, _jax.ARRAY)
         self.graph: Graph = graph
         self.producer = producer
         self.hint = hint  # what its name is made from: `x`, `params['w']`; "": the operation's
@@ -77,6 +83,12 @@ class Literal:
     value: Any
     aval: Any
 
+    is_reference: ClassVar[bool] = False
+
+    @property
+    def has_gradient(self) -> bool:
+        return _jax.has_gradient(self.aval)
+
     def __repr__(self) -> str:
         return str(self.value)
 
@@ -112,7 +124,8 @@ set_field: Callable[[Node, str, Any], None] = object.__setattr__
 class Node:
     """What all five kinds share. Not used itself.
 
-    `primitive` and `params` are JAX's; `params` has no entry for the regions of a node that this
+    `primitive` and `params` are JAX's, `op` is the name of the primitive (``dot_general``, ``jit``,
+    ``custom_vjp_call``); `params` has no entry for the regions of a node that this
     package made (`is_new`), since lowering builds these. `graph` is None until it is inserted.
     """
 
@@ -124,22 +137,24 @@ class Node:
     effects: frozenset[Any] = frozenset()
     is_new: bool = False
     graph: Graph | None = None
+    op: str = field(init=False)
 
     regions: ClassVar[Mapping[str, Graph]] = MappingProxyType({})
     """Its sub-programs by name; empty for most nodes."""
 
     def __post_init__(self) -> None:
         set_field(self, "params", MappingProxyType(dict(self.params)))
-
-    @property
-    def op(self) -> str:
-        """The name of the primitive: ``dot_general``, ``jit``, ``custom_vjp_call``."""
-        return str(self.primitive.name)
+        set_field(self, "op", self.primitive.name)
 
     @property
     def name(self) -> str:
         """What a reader calls it: the function's name for calls and rules, else the operation's."""
         return self.op
+
+    @property
+    def has_references(self) -> bool:
+        """Whether an operand or a result is no array, but a place that arrays are written to."""
+        return any(v.is_reference for v in (*self.inputs, *self.outputs))
 
     def region(self, name: str) -> Graph:
         """One sub-program; for a `CustomGradient` also a face of its rule."""

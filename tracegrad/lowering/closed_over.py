@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+from tracegrad.lowering.partial import vjp_of_some
 
 
 def closes_over(graph: Graph, known: dict[Graph, bool]) -> bool:
@@ -35,7 +36,7 @@ def _closed_over(node: CustomGradient) -> list[int]:
     if node.kind != "jvp":
         return []
     operands = node.inputs[: node.params.get("num_consts", 0)]
-    return [i for i, v in enumerate(operands) if isinstance(v, Value) and _jax.has_gradient(v.aval)]
+    return [i for i, v in enumerate(operands) if isinstance(v, Value) and v.has_gradient]
 
 
 def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
@@ -104,11 +105,11 @@ def depends_on(primal: Callable[..., Any], avals: Sequence[Any], position: int) 
         return primals[0], tangents[0]
 
     def derivative(*values: Any) -> Any:
-        def along(value: Any) -> Any:
-            leaves = jax.tree.leaves(primal(*values[:position], value, *values[position + 1 :]))
+        def run(operands: list[Any]) -> Any:
+            leaves = jax.tree.leaves(primal(*operands))
             return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
 
-        return _jax.vjp(along, values[position])[0]
+        return vjp_of_some(run, values, [position])[0]
 
     jax.make_jaxpr(derivative)(*avals)
     return bool(met)

@@ -149,7 +149,7 @@ def _bind_rule(
 ) -> list[Any]:
     """Binds a custom gradient built from its faces."""
     primal = function_of("call_jaxpr")
-    flowing = [_jax.has_gradient(value.aval) for value in node.inputs]
+    flowing = [value.has_gradient for value in node.inputs]
     if node.kind == "vjp":  # what the function closes over, first, gets nothing from its rule
         closed_over = node.params.get("num_consts", 0)
         flowing[:closed_over] = [False] * closed_over

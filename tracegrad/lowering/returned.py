@@ -8,15 +8,14 @@ differentiates: by a rule of our own around each input, which is told about symb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-
-Run = Callable[[Sequence[Any]], Sequence[Any]]
+from tracegrad.lowering.partial import Run, of_some, vjp_of_some
 
 
 def returned_gradients(
@@ -36,14 +35,12 @@ def returned_gradients(
     met: set[int] = set()
 
     def backward(*args: Any) -> Any:
-        def along(*chosen: Any) -> list[Any]:
-            operands = list(args)
-            for i, value in zip(active, chosen, strict=True):
-                operands[i] = _with_witness(value, i, met)
-            results = run(operands)
-            return [results[j] for j in outputs]
+        def witnessed(operands: list[Any]) -> Any:
+            for i in active:
+                operands[i] = _with_witness(operands[i], i, met)
+            return run(operands)
 
-        results, pullback = _jax.vjp(along, *(args[i] for i in active))
+        results, pullback = vjp_of_some(witnessed, args, active, outputs)
         return pullback([jax.numpy.ones(out.shape, out.dtype) for out in results])
 
     jax.make_jaxpr(backward)(*avals)
@@ -83,7 +80,7 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
 
     def forward(*args: Any) -> Any:
         def along(*chosen: Any) -> list[Any]:
-            results = _jax.of_some(run, args, active)(*chosen)
+            results = of_some(run, args, active)(*chosen)
             return [
                 _with_witness_of_tangent(out, j, met)
                 for j, out in enumerate(results)

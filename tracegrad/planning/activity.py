@@ -47,7 +47,7 @@ def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Va
 
 def _reached(graph: Graph, inputs: Iterable[Value]) -> set[Value]:
     """The inputs that can have a gradient, and what is computed from them."""
-    reached = {v for v in inputs if _jax.has_gradient(v.aval)}
+    reached = {v for v in inputs if v.has_gradient}
     for node in graph.nodes:
         operands = [isinstance(v, Value) and v in reached for v in node.inputs]
         if isinstance(node, StopGradient) or not any(operands):
@@ -60,7 +60,7 @@ def _reached(graph: Graph, inputs: Iterable[Value]) -> set[Value]:
             else:
                 inside = _reached(region, _chosen(region.inputs, operands))
             outputs = _chosen(outputs, [v in inside for v in map(_value, region.outputs)])
-        reached.update(v for v in outputs if _jax.has_gradient(v.aval))
+        reached.update(v for v in outputs if v.has_gradient)
     return reached
 
 

@@ -434,7 +434,7 @@ def handed_bytes(scan: Node) -> int:
     constants, carried = _jax.scan_split(scan.params)
     read = [v for v in body.inputs[:constants] if _is_read_by_kernel(v)]
     cut = [v for v in body.inputs[constants + carried :] if _is_read_by_kernel(v)]
-    gradients = [v for v in (*read, *cut) if _jax.has_gradient(v.aval)]
+    gradients = [v for v in (*read, *cut) if v.has_gradient]
     return sum(nbytes(v.aval) for v in (*cut, *gradients))
 
 

@@ -75,7 +75,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
         active = [
             i
             for i, (value, tangent) in enumerate(zip(node.inputs, tangents, strict=True))
-            if _jax.has_gradient(value.aval) and not isinstance(tangent, SymbolicZero)
+            if value.has_gradient and not isinstance(tangent, SymbolicZero)
         ]
         graph = trace_jvp(run, [value.aval for value in node.inputs], active)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):

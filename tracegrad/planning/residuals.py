@@ -8,6 +8,7 @@ own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence, RegionNode, operations
 from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.planning.flops import elements
 
 
@@ -100,8 +102,7 @@ class NodeResiduals:
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
-        bound = _jax.of_some(lambda operands: evaluate_node(node, operands), args, active)
-        results, vjp = _jax.vjp(bound, *(args[i] for i in active))
+        results, vjp = vjp_of_some(functools.partial(evaluate_node, node), args, active)
         if node.regions:  # a loop shows only now that it cannot be run backwards
             jax.eval_shape(
                 lambda: vjp(
@@ -110,7 +111,7 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
                         [
                             jnp.zeros(v.aval.shape, v.aval.dtype)
                             for v in node.outputs
-                            if _jax.has_gradient(v.aval)
+                            if v.has_gradient
                         ],
                     )
                 )

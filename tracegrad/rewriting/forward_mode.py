@@ -22,6 +22,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.tracing.importer import import_program
 
@@ -188,8 +189,7 @@ def _trace_passes(
     """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        along = _jax.of_some(lambda operands: rule(*operands), args, active)
-        return _jax.vjp(along, *(args[i] for i in active))
+        return vjp_of_some(lambda operands: rule(*operands), args, active)
 
     forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
     outs, pullback_shape = shapes

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
@@ -35,7 +34,7 @@ def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None =
 def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any], Any]) -> None:
     """Sends the float values that leave some nodes through a function that returns them."""
     for value in leaving(graph, nodes):
-        if _jax.has_gradient(value.aval):
+        if value.has_gradient:
             (new,) = graph.insert(identity, [value], after=value.producer)
             graph.replace_uses(value, new)
 
@@ -58,7 +57,7 @@ def replace_inputs(
     replaced: dict[int, Value | Literal] = {}
     for i in {position % len(operands) for position in positions}:
         value = operands[i]
-        if isinstance(value, Value) and _jax.has_gradient(value.aval):
+        if isinstance(value, Value) and value.has_gradient:
             (replaced[i],) = graph.insert(identity, [value], before=first)
     if not isinstance(match, Fragment):  # which may take one value twice
         (node,) = nodes

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, RegionNode, Value
-from tracegrad.ir.dependence import is_reference
 from tracegrad.ir.nodes import Tap
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering import evaluate_node, has_jit_settings
@@ -56,7 +55,7 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
     def open_(here: Graph, nodes: Sequence[Node], match: Occurrence) -> list[Port]:
         ports = []
         for value in leaving(here, nodes):
-            if _jax.has_gradient(value.aval):
+            if value.has_gradient:
                 perturbation = here.add_input(value.aval, "tap")
                 (new,) = here.insert(_perturbed, [value, perturbation], after=value.producer)
                 here.replace_uses(value, new)
@@ -126,9 +125,7 @@ def _effects_in_loops(graph: Graph, path: Path) -> Iterator[Occurrence]:
         if isinstance(node, RegionNode) and _why_not_to_pass(node) is None:
             for name, region in node.regions.items():
                 yield from _effects_in_loops(region, (*path, (node, name)))
-        elif any(holder.primitive is _jax.SCAN for holder, _ in path) and not any(
-            is_reference(v.aval) for v in (*node.inputs, *node.outputs)
-        ):
+        elif not node.has_references and any(holder.primitive is _jax.SCAN for holder, _ in path):
             yield Occurrence(path, node)
 
 

@@ -15,6 +15,7 @@ gradient of its own. Most often two of all these programs are the same, and writ
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -29,9 +30,10 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.cotangent_flags import with_flags
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
-from tracegrad.ir.dependence import dependence, is_reference, leading_to
+from tracegrad.ir.dependence import dependence, leading_to
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.lowering import Lowering, evaluate
+from tracegrad.lowering import evaluate
+from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.saving import outside_calls
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -178,13 +180,9 @@ def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Gr
         given, flags = rest[: len(flowing)], rest[len(flowing) :]
 
         def run(operands: list[Any]) -> list[Any]:
-            found = (
-                evaluate(graph, operands, Lowering()) if gated is None else gated(operands, flags)
-            )
-            return [found[j] for j in flowing]
+            return evaluate(graph, operands) if gated is None else gated(operands, flags)
 
-        values = [inputs[i] for i in active]
-        _, pullback = _jax.vjp(_jax.of_some(run, inputs, active), *values)
+        _, pullback = vjp_of_some(run, inputs, active, flowing)
         return list(pullback(list(given)))
 
     gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
@@ -223,11 +221,7 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
     """What JAX computes in the place of a program where it differentiates it."""
 
     def value(*inputs: Any) -> list[Any]:
-        def run(operands: list[Any]) -> list[Any]:
-            return evaluate(graph, operands, Lowering())
-
-        values = [inputs[i] for i in active]
-        return list(_jax.vjp(_jax.of_some(run, inputs, active), *values)[0])
+        return list(vjp_of_some(functools.partial(evaluate, graph), inputs, active)[0])
 
     value.__name__ = value.__qualname__ = graph.name
     return trace_graph(value)(*graph.in_avals)
@@ -254,7 +248,7 @@ def _exported_graph(
     graph: Graph, platforms: Sequence[str] | None, described: str
 ) -> tuple[Any, bytes]:
     def program(*flat: Any) -> list[Any]:
-        return evaluate(graph, flat, Lowering())
+        return evaluate(graph, flat)
 
     program.__name__ = program.__qualname__ = graph.name
     try:
@@ -305,11 +299,10 @@ def refuse_host(graph: Graph, described: str) -> None:
         return
     for occurrence in graph.walk():
         node = occurrence.node
-        references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
         # Of what is done inside it a call has those effects that leave it: not the sums over the
         # axes of its mesh.
         leaves = all(around.effects for around, _ in (*occurrence.path, (node, "")))
-        if "callback" not in node.op and (not leaves or node.regions or references):
+        if "callback" not in node.op and (not leaves or node.regions or node.has_references):
             continue
         what = "calls back into Python" if "callback" in node.op else "has an effect"
         raise ValueError(

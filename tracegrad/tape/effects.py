@@ -7,7 +7,6 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
-from tracegrad.ir.dependence import is_reference
 from tracegrad.tracing.importer import sub_programs
 
 
@@ -35,7 +34,7 @@ def _gives_results(program: Any) -> bool:
 def _gives_results_itself(equation: Any) -> bool:
     if not equation.effects or not equation.outvars or any(sub_programs(equation.params)):
         return False
-    return not any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
+    return not any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
 
 
 def silence(node: Node, depth: int = 3) -> None:
@@ -64,8 +63,7 @@ def silence_in(graph: Graph, depth: int = 3) -> None:
         if node.effects and not node.outputs and not node.regions:
             graph.erase(node, with_effects=True, everywhere=True)
             continue
-        references = any(is_reference(v.aval) for v in (*node.inputs, *node.outputs))
-        if node.effects and not node.regions and not references:
+        if node.effects and not node.regions and not node.has_references:
             raise NotImplementedError(
                 f"{Occurrence((), node)} gives results and stands in a loop or a branch: to "
                 "differentiate that, it would have to run once more. Call it outside, and pass "

@@ -23,6 +23,7 @@ from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Source, Value
 from tracegrad.ir.dependence import joined
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.host_calls import (
     end_gradients_at_host,
     end_gradients_in,
@@ -309,7 +310,7 @@ def _trace(
     trees: list[Any] = []  # not returned: JAX remembers the trees of results
 
     def linearise(*args: Any) -> Any:
-        along = _jax.of_some(run, args, active)
+        along = of_some(run, args, active)
         outs, derivative = _jax.linearize(along, *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(derivative)
         trees.append(tree)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir.dependence import is_reference
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
     Computation,
@@ -522,7 +521,7 @@ class Recorder(ForwardingTrace):
 
 
 def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
-    if any(not _is_plain(value) and is_reference(jax.typeof(value)) for value in values):
+    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
         raise NotImplementedError(
             f"{primitive.name} of a jax.Ref with an array that a tape watches: what is written "
             "to a Ref outside of a compiled function cannot be followed. Use it inside a "

@@ -24,6 +24,7 @@ from tracegrad.ir import (
     StopGradient,
     Value,
 )
+from tracegrad.lowering.partial import of_some
 from tracegrad.lowering.returned import with_witnesses
 
 
@@ -220,7 +221,7 @@ def trace_jvp(
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        along = _jax.of_some(lambda operands: bound(*operands), primals, active)
+        along = of_some(lambda operands: bound(*operands), primals, active)
         outs, out_tangents = jax.jvp(along, tuple(primals[i] for i in active), given)
         flowing = [
             t

@@ -85,7 +85,7 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     flowing = [
         zeros_of(v) if ct is None else ct
         for v, ct in zip(node.outputs, visit.given, strict=True)
-        if _jax.has_gradient(v.aval)
+        if v.has_gradient
     ]
     count = len(node.outputs)
     if node.kind == "vjp":
@@ -96,7 +96,7 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
         measured.forward(node.face("backward"), given, visit.here.into("backward"))
         return
     rule, path = node.face("jvp"), visit.here.into("jvp")
-    has_tangent = [_jax.has_gradient(v.aval) for v in node.inputs]
+    has_tangent = [v.has_gradient for v in node.inputs]
     tangents = [zeros_of(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
     with measured.mute():
         _, values = measured.forward(rule, [*operands, *tangents], path)

@@ -116,7 +116,7 @@ class MeasuredPass:
     ) -> None:
         """Measures those arrays of a list that are there and may have a gradient."""
         for k, array in enumerate(arrays):
-            if array is not None and _jax.has_gradient(jax.typeof(array)):
+            if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
                 self.note(kind, of, k, measure, array)
 
     # ---------------------------------------------------------------------------------- forward
@@ -232,7 +232,7 @@ class MeasuredPass:
         """The cotangents of the wanted inputs of a graph; None for those that get none."""
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
-            if ct is not None and isinstance(value, Value) and _jax.has_gradient(value.aval):
+            if ct is not None and isinstance(value, Value) and value.has_gradient:
                 seeds.setdefault(value, []).append(ct)
 
         def through(
@@ -359,7 +359,7 @@ def _perturbed(scan: Node, active: Sequence[int]) -> list[bool]:
 
 def _carry_gradient(graph: Graph, ins: Masks) -> Masks:
     def rule(node: Node, ins: Masks) -> Masks:
-        return [int(any(ins) and _jax.has_gradient(v.aval)) for v in node.outputs]
+        return [int(any(ins) and v.has_gradient) for v in node.outputs]
 
     return spread(graph, ins, rule)
 

@@ -13,7 +13,6 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
-from tracegrad.ir.dependence import is_reference
 from tracegrad.lowering import read
 
 # One program on the operands as they are: it is entered.
@@ -67,18 +66,13 @@ def is_entered(node: Node) -> bool:
     ):
         return False
     # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
-    values = (*node.inputs, *node.outputs)
-    return not (
-        any(is_reference(v.aval) for v in values)
-        or any(map(_has_references, node.regions.values()))
-    )
+    return not (node.has_references or any(map(_has_references, node.regions.values())))
 
 
 @of_program
 def _has_references(graph: Graph) -> bool:
     return any(
-        any(is_reference(v.aval) for v in node.outputs)
-        or any(map(_has_references, node.regions.values()))
+        node.has_references or any(map(_has_references, node.regions.values()))
         for node in graph.nodes
     )
 
