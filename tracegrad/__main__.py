@@ -11,7 +11,7 @@ from typing import Any
 
 from tracegrad.saving.errors import ArtefactError, printable
 from tracegrad.saving.inspection import inspect
-from tracegrad.saving.structure import type_text
+from tracegrad.saving.structure import Leaf
 from tracegrad.saving.verification import verify
 
 try:  # for tables in a terminal, where it is installed
@@ -140,7 +140,7 @@ def _variables(found: Found) -> list[Row]:
     rows: list[Row] = [("Variable", "type", "trainable", "bytes")]
     for each in found["variables"]:
         key, name = each["key"], each["name"]
-        kind, trainable = type_text(each["dtype"], each["shape"]), each["trainable"]
+        kind, trainable = str(Leaf(each["dtype"], each["shape"])), each["trainable"]
         shown = key if name == key else f"{key} ({name})"
         rows.append((shown, kind, "yes" if trainable else "no", f"{each['size']:,}"))
     return rows

@@ -134,7 +134,8 @@ def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
-    """Parameters, the structure of the argument for each, and the structure of the result."""
+    """Parameters, the argument for each and the result, as trees of `structure.Leaf`s that can be
+    written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     outputs = traced.out_avals[: traced.result_count]
     args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
@@ -147,45 +148,21 @@ def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tu
                 f"{name} cannot be saved with an argument of this name: {why}. Give a dictionary "
                 "as one argument instead"
             )
-    arguments = [
-        structure.describe(tree, _leaf, f"the argument {parameter}")
-        for (parameter, _), tree in zip(parameters, (*args, *kwargs.values()), strict=True)
-    ]
-    return (
-        tuple(parameters),
-        tuple(arguments),
-        structure.describe(result, _leaf, f"the result of {name}"),
-    )
-
-
-class _Leaf:
-    """A leaf of a tree that is being described: of a class that no user has in a tree."""
-
-    def __init__(self, aval: Any):
-        self.aval = aval
+    arguments = *args, *kwargs.values()
+    for (parameter, _), tree in zip(parameters, arguments, strict=True):
+        structure.describe(tree, f"the argument {parameter}")
+    structure.describe(result, f"the result of {name}")
+    return tuple(parameters), arguments, result
 
 
 def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
     try:
-        return jax.tree.unflatten(tree, [_Leaf(aval) for aval in avals])
+        return jax.tree.unflatten(tree, map(structure.leaf_of, avals))
     except Exception as error:
         raise TypeError(
             f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "
             "and no code is saved: make dictionaries, lists or tuples of them"
         ) from error
-
-
-def _leaf(leaf: Any) -> dict[str, Any]:
-    if not isinstance(leaf, _Leaf):
-        raise TypeError(
-            f"is of type {type(leaf).__name__}, which is rebuilt by its Python code, and no code "
-            "is saved: make a dictionary, list or tuple of it, or pass its arrays"
-        )
-    shape = [size if isinstance(size, int) else str(size) for size in leaf.aval.shape]
-    for size in shape:
-        if isinstance(size, str) and (why := dimensions.why_no_size(size)) is not None:
-            raise TypeError(f"has the size {size}: {why}")
-    return {"dtype": str(leaf.aval.dtype), "shape": shape}
 
 
 def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, str]]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.saving import dimensions, documents, outside_calls, program, structure
+from tracegrad.saving import dimensions, documents, outside_calls, program
 from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, from_json
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
+from tracegrad.saving.structure import Leaf, leaf_of
 from tracegrad.saving.tensors import Array
 from tracegrad.saving.variables import own_copy
 from tracegrad.variables.variable import Variable
@@ -67,10 +68,9 @@ def _check_width(manifest: Manifest) -> None:
     if jnp.result_type(float) == jnp.float64:  # JAX is set to 64 bits
         return
     leaves = [
-        leaf["dtype"]
+        leaf.dtype
         for record in manifest.functions
-        for tree in (*record.arguments, record.result)
-        for leaf in structure.leaf_types(tree)
+        for leaf in jax.tree.leaves((record.arguments, record.result))
     ]
     wide = sorted(_WIDE & {*leaves, *(record.dtype for record in manifest.variables)})
     if wide:
@@ -175,17 +175,15 @@ class _Read(NamedTuple):
     exported: Any
 
 
-Types = Sequence[Mapping[str, Any]]
+Types = Sequence[Leaf]
 
 
 def _check_function(
     record: FunctionRecord, tree: ProgramTree[_Read], variables: Sequence[Variable]
 ) -> None:
     """The programs of a function take and return what the manifest says."""
-    leaves = [leaf for tree in record.arguments for leaf in structure.leaf_types(tree)]
-    values = [_type(variable) for variable in variables]
-    operands = leaves + [values[i] for i in record.reads]
-    results = structure.leaf_types(record.result) + [values[i] for i in record.assigns]
+    operands = jax.tree.leaves(record.arguments) + [leaf_of(variables[i]) for i in record.reads]
+    results = jax.tree.leaves(record.result) + [leaf_of(variables[i]) for i in record.assigns]
     _check_tree(record, tree, operands, results, len(record.assigns), record.gradient_order)
 
 
@@ -220,32 +218,26 @@ def _check_tree(
         fault = "has no gradient" if tree.gradient is None else "has a gradient too many"
         order = f"{function.name} can be differentiated {function.gradient_order} times"
         raise ArtefactError(MANIFEST, f"{name} {fault}, where {order}")
-    operands, results = list(map(_type, ins)), list(map(_type, outs))
+    operands, results = list(map(leaf_of, ins)), list(map(leaf_of, outs))
     if tree.value is not None:
         _check_tree(function, tree.value, operands, results, assigned, left - 1)
     if tree.gradient is not None:
         given = [*operands, *(results[j] for j in flowing)]
         if has_flags(ins, tree.gradient.program.exported.in_avals, len(flowing)):
-            given += [{"dtype": "bool", "shape": []}] * len(flowing)
+            given += [Leaf("bool", ())] * len(flowing)
         _check_tree(function, tree.gradient, given, [operands[i] for i in active], 0, left - 1)
-
-
-def _type(array: Any) -> dict[str, Any]:
-    return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
 def _compare(name: str, what: str, types: Types, avals: Sequence[Any]) -> None:
     if len(types) != len(avals):
         wanted = f"{len(types)} should be, by the manifest"
         raise ArtefactError(name, f"it has {len(avals)} {what}s where {wanted}")
-    for i, (wanted_type, aval) in enumerate(zip(types, avals, strict=True)):
+    for i, (wanted_type, found) in enumerate(zip(types, map(leaf_of, avals), strict=True)):
         # Versions of JAX may write the same symbolic size differently.
-        fits = len(wanted_type["shape"]) == len(aval.shape) and all(
+        fits = len(wanted_type.shape) == len(found.shape) and all(
             a == b if isinstance(b, int) else not isinstance(a, int)
-            for a, b in zip(wanted_type["shape"], aval.shape, strict=True)
+            for a, b in zip(wanted_type.shape, found.shape, strict=True)
         )
-        if str(aval.dtype) != wanted_type["dtype"] or not fits:
-            wanted = f"{wanted_type['dtype']}{dimensions.shown(wanted_type['shape'])}"
-            raise ArtefactError(
-                name, f"its {what} {i} is {_jax.type_text(aval)} and should be {wanted}"
-            )
+        if found.dtype != wanted_type.dtype or not fits:
+            reason = f"its {what} {i} is {found} and should be {wanted_type}"
+            raise ArtefactError(name, reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.saving import dimensions, structure
+from tracegrad.saving import dimensions
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
 from tracegrad.saving.program_tree import ProgramTree
+from tracegrad.saving.structure import Leaf, flatten_as
 from tracegrad.variables.variable import Variable
 
 
@@ -95,7 +95,7 @@ class LoadedFunction:
         self.signature = _signature(record, tree.program)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._places = [name for name, _ in record.parameters]
-        self._result = jax.tree.structure(structure.rebuild(record.result, repeat(0)))
+        self._result = jax.tree.structure(record.result)
         self._flat = differentiable(tree, len(record.assigns), self._beyond)
         self._compiled: Any = jax.jit(_named(self._checked, record.name))
 
@@ -140,15 +140,16 @@ class LoadedFunction:
             raise TypeError(f"{self.signature}: {error}") from None
         return tuple(bound.arguments[name] for name in self._places)
 
-    def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-        """The leaves of the arguments, each with its place. Raises where a tree does not fit."""
+    def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Leaf, Any]]:
+        """The leaves of the arguments, each with its place and what was saved there. Raises where
+        a tree does not fit."""
         try:
             return [
                 pair
                 for name, wanted, given in zip(
                     self._places, self._record.arguments, args, strict=True
                 )
-                for pair in structure.flatten_as(wanted, given, name)
+                for pair in flatten_as(wanted, given, name)
             ]
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
@@ -156,11 +157,13 @@ class LoadedFunction:
     def _rebuilt(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments in containers that JAX knows. Raises where a leaf is no array."""
         placed = self._placed(args)
-        for place, leaf in placed:
+        for place, _, leaf in placed:
             if not isinstance(leaf, Variable):
                 self._type_of(place, leaf)
-        leaves = (leaf for _, leaf in placed)
-        return tuple(structure.rebuild(tree, leaves) for tree in self._record.arguments)
+        rebuilt: tuple[Any, ...] = jax.tree.unflatten(
+            jax.tree.structure(self._record.arguments), [leaf for *_, leaf in placed]
+        )
+        return rebuilt
 
     def _type_of(self, place: str, leaf: Any) -> Any:
         try:
@@ -173,18 +176,9 @@ class LoadedFunction:
 
     def _checked(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
         """The program, after checking its arguments: once for arguments of each type."""
-        record = self._record
-        trees = zip(self._places, record.arguments, strict=True)
-        wanted = [leaf for name, tree in trees for _, leaf in structure.placed(tree, name)]
-        places, given = zip(*self._placed(args), strict=True) if wanted else ((), ())
-        operands = [
-            self._of_dtype(place, leaf["dtype"], value)
-            for place, leaf, value in zip(places, wanted, given, strict=True)
-        ]
-        shapes = [
-            (place, leaf["shape"], jnp.shape(value))
-            for place, leaf, value in zip(places, wanted, operands, strict=True)
-        ]
+        placed, record = self._placed(args), self._record
+        operands = [self._of_dtype(place, saved.dtype, value) for place, saved, value in placed]
+        shapes = [(place, saved.shape, jnp.shape(value)) for place, saved, value in placed]
         dimensions.bind(shapes, record.constraints, record.name)
         results = self._flat(*operands, *values)
         count = len(results) - len(self.assigns)
@@ -226,16 +220,17 @@ def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _signature(record: FunctionRecord, exported: Any) -> Signature:
-    def types(trees: Sequence[Any], avals: Iterator[Any]) -> list[Any]:
-        structs = (_jax.struct(aval.shape, aval.dtype) for aval in avals)
-        return [structure.rebuild(tree, structs) for tree in trees]
+    def types(tree: Any, avals: Sequence[Any]) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals[: len(leaves)]]
+        return jax.tree.unflatten(structure, structs)
 
-    given = types(record.arguments, iter(exported.in_avals))
-    (result,) = types([record.result], iter(exported.out_avals))
+    given = types(record.arguments, exported.in_avals)
     names = tuple(name for name, _ in record.parameters)
     split = sum(kind != "keyword" for _, kind in record.parameters)
     kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
-    return Signature(record.name, names, tuple(given[:split]), kwargs, result, str(record))
+    result = types(record.result, exported.out_avals)
+    return Signature(record.name, names, given[:split], kwargs, result, str(record))
 
 
 class LoadedFunctions(Mapping[str, LoadedFunction]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from tracegrad.saving import documents, structure
@@ -15,7 +15,6 @@ from tracegrad.saving.container import MANIFEST
 from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.program_tree import ProgramTree
-from tracegrad.saving.structure import Structure
 from tracegrad.saving.tensors import HEADER
 
 OWN = "tracegrad/"
@@ -51,16 +50,16 @@ class VariableRecord:
 class FunctionRecord:
     """One function.
 
-    `parameters` are pairs of a name and a kind (a key of ``_KINDS``), one for each of `arguments`,
-    the structures of the arguments. `reads` and `assigns` are positions in the list of Variables.
-    `calls` has the targets of the custom calls in each of its programs, to whose positions `tree`
-    refers.
+    `parameters` are pairs of a name and a kind (a key of ``_KINDS``), one for each of `arguments`.
+    These and `result` are trees of `structure.Leaf`s; in the file they are JSON. `reads` and
+    `assigns` are positions in the list of Variables. `calls` has the targets of the custom calls in
+    each of its programs, to whose positions `tree` refers.
     """
 
     name: str
     parameters: tuple[tuple[str, Annotated[str, documents.one_of(*_KINDS)]], ...]
-    arguments: tuple[Structure, ...]
-    result: Structure
+    arguments: tuple[Any, ...]
+    result: Any
     reads: tuple[Natural, ...]
     assigns: tuple[Natural, ...]
     platforms: tuple[str, ...]
@@ -82,8 +81,8 @@ class FunctionRecord:
     def __str__(self) -> str:
         """What it takes and returns, as one line."""
         pairs = zip(self.parameters, self.arguments, strict=True)
-        given = ", ".join(f"{name}: {structure.text(tree)}" for (name, _), tree in pairs)
-        return f"{self.name}({given}) -> {structure.text(self.result)}"
+        given = ", ".join(f"{name}: {tree}" for (name, _), tree in pairs)
+        return f"{self.name}({given}) -> {self.result}"
 
     def signature(self) -> inspect.Signature:
         """What it is called with; without default values."""
@@ -119,6 +118,19 @@ def kind_name(kind: Any) -> str:
     return _KIND_NAMES[kind]
 
 
+def to_json(manifest: Manifest) -> Manifest:
+    """What is written of it: its trees as JSON has them."""
+    functions = (
+        replace(
+            f,
+            arguments=tuple(structure.describe(tree, f.name) for tree in f.arguments),
+            result=structure.describe(f.result, f.name),
+        )
+        for f in manifest.functions
+    )
+    return replace(manifest, functions=tuple(functions))
+
+
 # ---------------------------------------------------------------------------------- from a file
 
 
@@ -135,7 +147,8 @@ def from_json(document: dict[str, Any], arrays: Iterable[str]) -> Manifest:
     if not count or (manifest.single and count != 1):
         reason = f"functions has {count} entries, single is {manifest.single}"
         raise ArtefactError(MANIFEST, reason)
-    for i, function in enumerate(manifest.functions):
+    functions = tuple(_with_trees(f, f"functions[{i}]") for i, f in enumerate(manifest.functions))
+    for i, function in enumerate(functions):
         _check_function(function, f"functions[{i}]", len(manifest.variables))
     of_functions = {a for f in manifest.functions for a in (f.graph, *f.programs)}
     keys = {v.key for v in manifest.variables}
@@ -147,13 +160,19 @@ def from_json(document: dict[str, Any], arrays: Iterable[str]) -> Manifest:
         raise ArtefactError(name or MANIFEST, reason)
     for name in sorted(found - wanted):
         raise ArtefactError(name or HEADER, "the manifest does not refer to it")
-    return manifest
+    return replace(manifest, functions=functions)
+
+
+def _with_trees(record: FunctionRecord, where: str) -> FunctionRecord:
+    arguments = tuple(
+        structure.read(tree, MANIFEST, f"{where}.arguments[{i}]")
+        for i, tree in enumerate(record.arguments)
+    )
+    result = structure.read(record.result, MANIFEST, f"{where}.result")
+    return replace(record, arguments=arguments, result=result)
 
 
 def _check_function(record: FunctionRecord, where: str, variables: int) -> None:
-    for i, tree in enumerate(record.arguments):
-        structure.check(tree, MANIFEST, f"{where}.arguments[{i}]")
-    structure.check(record.result, MANIFEST, f"{where}.result")
     for field, positions in (("reads", record.reads), ("assigns", record.assigns)):
         if any(i >= variables for i in positions) or len(set(positions)) < len(positions):
             raise ArtefactError(

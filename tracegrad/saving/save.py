@@ -25,6 +25,7 @@ from tracegrad.saving.manifest import (
     Manifest,
     VariableRecord,
     Versions,
+    to_json,
 )
 from tracegrad.saving.tensors import Array, in_order
 from tracegrad.saving.variables import array_of, is_key
@@ -119,7 +120,7 @@ def save(
     arrays = in_order(variables.arrays())
     for _, each in saved:
         arrays |= each
-    write_container(path, arrays, document)
+    write_container(path, arrays, to_json(document))
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
