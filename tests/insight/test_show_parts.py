@@ -77,9 +77,7 @@ def test_inside_of_a_region_they_begin_in_its_function():
 def test_layers_of_libraries_are_parts():
     first, second = (nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(2))
     found, _ = parts(lambda x: jnp.sin(second(first(x))), jnp.ones((1, 2)))
-    assert found[0] == ("Linear ()",)
-    assert ("Linear () · 2",) in found
-    assert found[-1] == ()
+    assert list(dict.fromkeys(found)) == [("Linear",), ("Linear_1",), ()]
 
 
 def test_a_few_scopes_lie_inside_of_the_calls():

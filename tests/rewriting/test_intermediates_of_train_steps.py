@@ -54,11 +54,11 @@ def test_of_an_equinox_train_step():
     expected = jax.grad(loss, 3)(model, X, Y, jnp.zeros((4, 5)))
     hidden = match.scope("hidden")
     found = tg.intermediate_gradients(step, hidden)(model, state, X, Y)
-    assert list(found) == ["hidden"]
-    assert_close(found["hidden"], expected)
+    assert list(found) == ["Mlp/hidden"]
+    assert_close(found["Mlp/hidden"], expected)
     (_, _, value), values = tg.intermediates(step, hidden)(model, state, X, Y)
     assert_close(value, loss(model, X, Y, jnp.zeros((4, 5))))
-    assert_close(values["hidden"], jnp.tanh(jax.vmap(model.first)(X)))
+    assert_close(values["Mlp/hidden"], jnp.tanh(jax.vmap(model.first)(X)))
 
 
 def test_of_an_nnx_train_step():
@@ -77,7 +77,7 @@ def test_of_an_nnx_train_step():
 
     hidden = model(X)
     found = tg.intermediate_gradients(train_step, TANH)(model, optimizer, X, Y)
-    assert_close(found["tanh"], 2 * (hidden - Y))
+    assert_close(found["Sequential/tanh"], 2 * (hidden - Y))
 
 
 def loss_of(w, x):

@@ -1,7 +1,7 @@
 """The parts of a program that a reader knows: its named scopes or, where few are named, calls.
 
-Models of flax.nnx and plain functions have no scopes; the lines that their operations come from
-tell the same: in which layer, called where.
+Plain functions have no scopes; the lines that their operations come from tell the same: in which
+function, called where.
 """
 
 from __future__ import annotations

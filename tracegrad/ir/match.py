@@ -80,7 +80,11 @@ def call(*names: str) -> Selector:
 
 
 def scope(*globs: str) -> Selector:
-    """What lies in a named scope: of flax modules, equinox layers, `jax.named_scope`.
+    """What lies in a named scope: `jax.named_scope`, or the call of a module.
+
+    flax.linen names the calls of modules. Those of flax.nnx and of equinox are named here while a
+    function is traced, by the class of the outermost and by where in that the others are:
+    ``Model/blocks.0/attention``.
 
     Each time the scope is entered is one match, a `Fragment` if it holds several operations.
     Where a scope is entered again at once, with no operation between, the two are one match.

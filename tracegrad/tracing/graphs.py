@@ -16,6 +16,7 @@ from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.attempts import Attempt
+from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.states import Changes, States, is_passed_on
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
@@ -267,7 +268,7 @@ def _call(
     inside = Inside((args, kwargs))
     given, named = inside.arguments
     states = States({**dict(zip(names, given, strict=True)), **named})
-    with within():
+    with within(), call_scopes():
         result = fun(*given, **named)
     assigned.places, assigned.values = inside.updates([*names, *sorted(named)])
     assigned.lost = states.changes(result)
