@@ -13,6 +13,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
+from tracegrad.lowering.partial import vjp_of_some
 
 # By what XLA was given, and where: a function that is traced again is planned again.
 _held: Cache[tuple[str, str], int] = Cache(256)
@@ -47,7 +48,7 @@ class Gradient:
         shardings = shardings or [None] * len(program.inputs)
         self._active = [i for i, value in enumerate(program.inputs) if value in active]
         self._shapes = [_shape(v.aval, s) for v, s in zip(program.inputs, shardings, strict=True)]
-        self._cotangents = [_shape(v.aval) for v in program.outputs if _jax.has_gradient(v.aval)]
+        self._cotangents = [_shape(v.aval) for v in program.outputs if v.has_gradient]
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
         self.compilations = 0
 
@@ -80,7 +81,7 @@ class Gradient:
     def _of(self, program: Graph, traced: Sequence[Value]) -> Callable[..., Any]:
         """The gradients with respect to arguments, and to what another trace has: `traced`."""
         count = len(program.inputs)
-        floats = [count + k for k, v in enumerate(traced) if _jax.has_gradient(v.aval)]
+        floats = [count + k for k, v in enumerate(traced) if v.has_gradient]
         active = [*self._active, *floats]
 
         def gradient(operands: list[Any], given: list[Any]) -> Any:
@@ -91,8 +92,7 @@ class Gradient:
                     here.set_constant(mine[value], array)
                 return evaluate(here, operands[:count])
 
-            along = _jax.of_some(run, operands, active)
-            _, pull = _jax.vjp(along, *(operands[i] for i in active))
+            _, pull = vjp_of_some(run, operands, active)
             # That of a loss is one, as in `jax.grad`.
             cotangents = [jnp.ones((), self._cotangents[0].dtype)] if self._is_loss else given
             return pull(_jax.align([v.aval for v in program.outputs], cotangents))
