@@ -259,8 +259,11 @@ class Transformer(nnx.Module):
 
 
 def nnx_transformer() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    model = Transformer(2, 8, 2, 13, nnx.Rngs(0))
-    definition, params, rest = nnx.split(model, nnx.Param, ...)
+    def model() -> Transformer:
+        return Transformer(2, 8, 2, 13, nnx.Rngs(0))
+
+    definition = nnx.graphdef(nnx.eval_shape(model))
+    params, rest = jax.jit(lambda: nnx.split(model(), nnx.Param, ...)[1:])()
 
     def loss(params, rest, tokens):
         logits = nnx.merge(definition, params, rest)(tokens[:, :-1])
@@ -294,7 +297,7 @@ def linen_mlp() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def loss(params, x, y):
         return cross_entropy(model.apply(params, x), y)
 
-    return loss, (model.init(jax.random.key(0), x), x, labels(8, 4))
+    return loss, (jax.jit(model.init)(jax.random.key(0), x), x, labels(8, 4))
 
 
 class ConvNet(eqx.Module):
@@ -319,7 +322,7 @@ class ConvNet(eqx.Module):
 
 
 def equinox_conv_net() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    params, static = eqx.partition(ConvNet(jax.random.key(0)), eqx.is_array)
+    params, static = eqx.partition(eqx.filter_jit(ConvNet)(jax.random.key(0)), eqx.is_array)
 
     def loss(params, images, y):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(images), y)

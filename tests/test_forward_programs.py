@@ -19,6 +19,7 @@ PROGRAMS = (
     programs.equinox_conv_net,
     programs.nnx_transformer,
 )
+LONG = (programs.mlp_sgd_step, programs.equinox_conv_net, programs.nnx_transformer)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ PROGRAMS = (
     [
         pytest.param(
             build,
-            marks=[pytest.mark.long] * (build is programs.nnx_transformer),
+            marks=[pytest.mark.long] * (build in LONG),
             id=build.__name__,
         )
         for build in PROGRAMS

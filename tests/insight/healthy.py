@@ -19,9 +19,11 @@ LABELS = jnp.array([0, 1, 2, 0, 1, 2, 0, 1])
 PROGRAMS = {}
 
 
-def healthy(*arguments, wrt=0):
+def healthy(*arguments, wrt=0, build=None):
+    """`build` makes the arguments, where that is more than to write them down."""
+
     def register(fun):
-        PROGRAMS[fun.__name__] = fun, arguments, wrt
+        PROGRAMS[fun.__name__] = fun, build or (lambda: arguments), wrt
         return fun
 
     return register
@@ -117,12 +119,12 @@ def batched(w, x):
     return jnp.mean(jax.vmap(lambda row: jnp.sum(jnp.cos(w @ row)))(x))
 
 
-@healthy(jnp.ones((5, 2)), jnp.array([0, 3, 3]))
+@healthy(np.ones((5, 2), np.float32), jnp.array([0, 3, 3]))
 def lookup(table, ids):
     return jnp.sum(table[ids] ** 2)
 
 
-@healthy(W, X, jax.random.key(0))
+@healthy(build=lambda: (W, X, jax.random.key(0)))
 def dropout(w, x, key):
     keep = jax.random.bernoulli(key, 0.5, (8, 3))
     return jnp.sum(jnp.where(keep, x @ w / 0.5, 0.0))
@@ -144,7 +146,7 @@ def rule_that_is_right(w, x):
     return jnp.sum(log1pexp(x @ w))
 
 
-@healthy(0.5 * W, jnp.ones((4, 3)))
+@healthy(0.5 * np.asarray(W), np.ones((4, 3), np.float32))
 def rule_whose_gradient_cancels(w, x):
     """Along its argument the derivative of a normalisation is zero, up to rounding."""
 
@@ -177,7 +179,7 @@ def clipped_in_part(x):
     return jnp.sum(jnp.clip(x, -1.0, 1.0))
 
 
-@healthy(jnp.diag(jnp.array([1.0, 2.0, 4.0])))
+@healthy(np.diag(np.array([1.0, 2.0, 4.0], np.float32)))
 def eigenvalues(a):
     values, vectors = jnp.linalg.eigh(a)
     return jnp.sum(values**2) + jnp.sum(vectors[0] ** 4)
@@ -188,7 +190,7 @@ def log_determinant(w):
     return jnp.linalg.slogdet(w @ w.T + jnp.eye(3))[1]
 
 
-@healthy([0.5 * W for _ in range(6)], X)
+@healthy([0.5 * np.asarray(W) for _ in range(6)], X)
 def residual_layers(layers, x):
     for w in layers:
         x = x + 0.1 * jax.nn.gelu(x @ w)
@@ -196,7 +198,8 @@ def residual_layers(layers, x):
 
 
 @healthy(
-    eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(3)), X, wrt=lambda path, leaf: eqx.is_array(leaf)
+    build=lambda: (eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(3)), X),
+    wrt=lambda path, leaf: eqx.is_array(leaf),
 )
 def equinox_network(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
@@ -209,20 +212,21 @@ class Linen(nn.Module):
         return nn.Dense(1)(x)
 
 
-@healthy(Linen().init(jax.random.key(0), X), X)
+@healthy(build=lambda: (jax.jit(Linen().init)(jax.random.key(0), X), X))
 def linen_network(params, x):
     return jnp.mean((Linen().apply(params, x) - 1.0) ** 2)
 
 
-GRAPH, STATE = nnx.split(nnx.Sequential(*[nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(3)]))
+def nnx_layers():
+    return nnx.Sequential(*[nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(3)])
 
 
-@healthy(STATE, X)
+@healthy(build=lambda: (nnx.state(nnx_layers()), X))
 def nnx_network(state, x):
-    return jnp.mean(nnx.merge(GRAPH, state)(x) ** 2)
+    return jnp.mean(nnx.merge(nnx.graphdef(nnx.eval_shape(nnx_layers)), state)(x) ** 2)
 
 
-@healthy(X.astype(jnp.bfloat16))
+@healthy(build=lambda: (X.astype(jnp.bfloat16),))
 def half_precision(x):
     return jnp.sum(jnp.tanh(x).astype(jnp.float32))
 

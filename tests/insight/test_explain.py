@@ -28,8 +28,8 @@ X = jnp.array([0.3, -1.2, 2.0])
 
 @pytest.mark.parametrize("name", healthy.PROGRAMS)
 def test_a_healthy_program_has_no_problem(name):
-    fun, arguments, wrt = healthy.PROGRAMS[name]
-    explanation = explain(fun, *arguments, wrt=wrt)
+    fun, build, wrt = healthy.PROGRAMS[name]
+    explanation = explain(fun, *build(), wrt=wrt)
     assert explanation.problems == ()
     assert bool(explanation.notes) == (name == "straight_through")  # deliberate, and told
     assert all(source.connected for source in explanation.sources)

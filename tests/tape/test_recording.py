@@ -887,7 +887,7 @@ def test_flax_linen():
 
     net = Net()
     x = jnp.linspace(-1, 1, 6).reshape(3, 2)
-    variables = net.init(jax.random.key(0), x, False)
+    variables = jax.jit(net.init, static_argnums=2)(jax.random.key(0), x, False)
     params, stats = variables["params"], variables["batch_stats"]
     rngs = {"dropout": jax.random.key(1)}
 
@@ -929,7 +929,7 @@ def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
 
 def test_equinox():
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+    model = eqx.filter_jit(eqx.nn.MLP)(2, 1, 8, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     xs = jnp.linspace(-1, 1, 6).reshape(3, 2)
 

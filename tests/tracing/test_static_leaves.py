@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 
@@ -15,8 +16,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
-MODEL = eqx.nn.MLP(3, "scalar", 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
-X, Y = jnp.linspace(-1, 1, 15).reshape(5, 3), jnp.ones(5)
+MODEL = eqx.filter_jit(eqx.nn.MLP)(3, "scalar", 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+X, Y = jnp.asarray(np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)), jnp.ones(5)
 DOT = match.op("dot_general")
 
 
@@ -24,8 +25,10 @@ def loss(model, x, y):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-VALUE = loss(MODEL, X, Y)
-GRADIENT = eqx.filter_grad(loss)(MODEL, X, Y)
+@functools.cache
+def by_equinox():
+    """Value and gradient."""
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss))(MODEL, X, Y)
 
 
 def assert_same_tree(got, expected):
@@ -47,7 +50,7 @@ VALUES = {
 
 @pytest.mark.parametrize("way", VALUES)
 def test_a_model_with_functions_among_its_leaves_is_an_argument(way):
-    np.testing.assert_allclose(VALUES[way](MODEL, X, Y), VALUE, rtol=1e-5)
+    np.testing.assert_allclose(VALUES[way](MODEL, X, Y), by_equinox()[0], rtol=1e-5)
 
 
 GRADIENTS = {
@@ -65,21 +68,33 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_a_gradient_has_the_tree_of_the_model_with_none_for_what_is_no_float(way):
-    assert_same_tree(GRADIENTS[way](MODEL, X, Y), GRADIENT)
+    assert_same_tree(GRADIENTS[way](MODEL, X, Y), by_equinox()[1])
 
 
 def test_second_derivatives_have_none_there_too():
-    small = eqx.nn.MLP(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
+    build = eqx.filter_jit(eqx.nn.MLP)
+    small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
     x, y = jnp.ones((1, 1)), jnp.ones(1)
     arrays, others = eqx.partition(small, eqx.is_inexact_array)
-    hand = jax.hessian(lambda arrays: loss(eqx.combine(arrays, others), x, y))(arrays)
-    got = tg.hessian(loss)(small, x, y)
+    direction = jax.tree.map(jnp.ones_like, arrays)
+
+    @jax.jit
+    def by_hand(arrays):
+        def of_arrays(arrays):
+            return loss(eqx.combine(arrays, others), x, y)
+
+        product = jax.jvp(jax.grad(of_arrays), (arrays,), (direction,))[1]
+        return jax.hessian(of_arrays)(arrays), product
+
+    @tg.trace
+    def both(small, x, y):
+        return tg.hessian(loss)(small, x, y), tg.hvp(loss, (small, x, y), direction)
+
+    hand, expected = by_hand(arrays)
+    got, product = both(small, x, y)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(hand), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    direction = jax.tree.map(jnp.ones_like, arrays)
-    product = tg.hvp(loss, (small, x, y), direction)
-    gradient = jax.grad(lambda arrays: loss(eqx.combine(arrays, others), x, y))
-    assert_same_tree(product, jax.jvp(gradient, (arrays,), (direction,))[1])
+    assert_same_tree(product, expected)
 
 
 def test_integers_of_a_model_get_none_and_alone_are_refused():
