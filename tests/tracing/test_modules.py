@@ -295,6 +295,50 @@ def test_one_module_twice_is_donated_once():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model)))
 
 
+class Shared(nnx.Module):
+    """In which one layer is met twice, and the module itself again."""
+
+    def __init__(self):
+        self.first = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.layers = nnx.List([self.first, self.first])
+        self.itself = self
+
+
+@pytest.mark.parametrize("run", [tg.trace, tg.rewrite], ids=["trace", "rewrite"])
+def test_modules_come_back_as_what_they_are(run):
+    model = Noisy(nnx.Rngs(0))
+
+    def returned(model, x):
+        model(x)
+        return {"model": model, "parts": [model.linear, model.linear.kernel], "x": x, "name": "me"}
+
+    for _ in range(2):
+        result = run(returned)(model, X)
+        assert result["model"] is model
+        assert result["parts"][0] is model.linear
+        assert result["parts"][1] is model.linear.kernel
+        assert result["name"] == "me"
+    assert int(model.dropout.rngs.count[...]) == 2
+
+    @run
+    def created(x):
+        return Noisy(nnx.Rngs(1)), Shared(), x
+
+    for _ in range(2):
+        noisy, shared, _ = created(X)
+        assert shared.itself is shared
+        assert shared.layers[0] is shared.layers[1] is shared.first
+        assert_same(arrays_of(noisy, shared), arrays_of(Noisy(nnx.Rngs(1)), Shared()))
+        noisy(X)  # they are the caller's
+        shared.first.bias[...] += 1.0
+
+    def wrapped(model):
+        return nnx.List([model])
+
+    with pytest.raises(TypeError, match=r"new module .* holds a part of one that it is given"):
+        run(wrapped)(model)
+
+
 CHANGED_STRUCTURE = {
     "in evaluation": (lambda model, x: model.eval(), r"`model\.\w+\.\w+` is True, and was False"),
     "a new Variable": (new_variable, r"`model\.extra` is a Variable, and was absent"),
@@ -451,3 +495,11 @@ def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
     assert re.search(path, note)
     assert "as an argument" in note
     assert "in test_modules" in note or "test_modules.py" in note
+
+
+def test_a_module_is_not_saved_as_an_argument(tmp_path):
+    model = Plain(nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"the argument model has a module .* closes over it"):
+        tg.save(loss, tmp_path / "loss", (model, X))
+    tg.save(lambda x: loss(model, x), tmp_path / "loss", (X,))
+    np.testing.assert_allclose(tg.load(tmp_path / "loss")(X), loss(model, X), rtol=1e-6)

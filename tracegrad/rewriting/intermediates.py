@@ -23,7 +23,7 @@ from tracegrad.rewriting.edits import (
 )
 from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.rewriting.ports import with_outputs, with_taps
-from tracegrad.tracing.callable import assign_state
+from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
 from tracegrad.variables.trees import given
@@ -78,8 +78,7 @@ def intermediates(
         found = matches_of(where, program, may_miss, marks, gradients=False)
         if inside:  # what is left of it when it is differentiated is not asked for as well
             found = [match for match in found if not is_under_rules(match)]
-        results, values = _led_out(program, inside, found, args, kwargs)
-        return _unflatten(program, results), values
+        return _led_out(program, inside, found, args, kwargs)
 
     return with_values
 
@@ -145,18 +144,17 @@ def intermediate_gradients(
         inside = marks.shown(program)
         if inside:
             _refuse_both(fun, program, where, marks)
-            results, arriving = _led_out(program, inside, [], args, kwargs)
-            output = _unflatten(program, results)
+            output, arriving = _led_out(program, inside, [], args, kwargs)
             return (arriving, output[1]) if has_aux else arriving
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)
         tapped = with_taps(program, _TAP, found)
         arguments, _ = given((args, kwargs))
 
-        def result(taps: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
+        def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
             results = _run(tapped, arguments, taps)
-            output = _unflatten(program, results)
-            value, aux = output if has_aux else (output, None)
+            output = jax.tree.unflatten(program.out_tree, results[: program.result_count])
+            value = output[0] if has_aux else output
             aval = jax.typeof(value) if not isinstance(value, dict | list | tuple) else None
             if aval is None or not _is_float_scalar(aval):
                 kind = "a tree" if aval is None else _jax.type_text(aval)
@@ -164,18 +162,18 @@ def intermediate_gradients(
                     f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
                     f"{kind}. Sum its outputs, weighted by cotangents of your choice"
                 )
-            return value, (aux, results)
+            return value, results
 
         # The rules in force were applied; who applies them to what is around it leaves it alone.
         marked = under_rules_already(result)
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
-        cotangents, (aux, results) = _jax.grad(marked, has_aux=True)(zeros)
-        assign_state(program, arguments, results)
+        cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
+        output = settle_call(program, arguments, results)
         by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}
         for tap, cotangent in zip(tapped.taps, cotangents, strict=True):
             by_place[tap.match].append(cotangent)
         answer = {name: _alone(own) for name, own in by_place.items()}
-        return (answer, aux) if has_aux else answer
+        return (answer, output[1]) if has_aux else answer
 
     return gradients
 
@@ -192,16 +190,15 @@ def _led_out(
     outside: Sequence[Occurrence],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[list[Any], dict[str, Any]]:
-    """Runs a program; its results, and by name what is shown inside of what it differentiates and
+) -> tuple[Any, dict[str, Any]]:
+    """Runs a program; its result, and by name what is shown inside of what it differentiates and
     what leaves further matches."""
     shown = [each for _, of in inside for each in of]
     wide, positions = with_outputs(program, [*(each.at for each in shown), *outside])
-    count = len(program.outputs)
     arguments, _ = given((args, kwargs))
     results = _run(wide, arguments)
-    assign_state(program, arguments, results)
-    further = results[count:]
+    output = settle_call(program, arguments, results)
+    further = results[len(program.outputs) :]
     led_out = [[further[i] for i in own] for own in positions]
     rest = iter(led_out)
     by_match = [
@@ -210,7 +207,7 @@ def _led_out(
     ]
     names = made_different([*(name for name, _ in inside), *map(place_name, outside)])
     values = map(_alone, [*by_match, *rest])
-    return results[:count], dict(zip(names, values, strict=True))
+    return output, dict(zip(names, values, strict=True))
 
 
 def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
@@ -236,10 +233,6 @@ def _is_float_scalar(aval: Any) -> bool:
 def _run(program: Graph, arguments: Any, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
     return evaluate(program, [*jax.tree.leaves(arguments), *values, *taps])
-
-
-def _unflatten(program: Graph, results: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(program.out_tree, results[: program.result_count])
 
 
 def _alone(values: Sequence[Any]) -> Any:

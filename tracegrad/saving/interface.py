@@ -18,6 +18,7 @@ from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.tracing.user_errors import innermost_user_line
+from tracegrad.variables.modules import held_paths
 
 Function = Callable[..., Any]
 
@@ -150,6 +151,12 @@ def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tu
             )
     arguments = *args, *kwargs.values()
     for (parameter, _), tree in zip(parameters, arguments, strict=True):
+        if held_paths(tree):
+            raise TypeError(
+                f"the argument {parameter} has a module of flax.nnx, which is rebuilt by its "
+                "Python code, and no code is saved: save a function that closes over it, or one "
+                "of nnx.to_pure_dict(nnx.state(module))"
+            )
         structure.describe(tree, f"the argument {parameter}")
     structure.describe(result, f"the result of {name}")
     return tuple(parameters), arguments, result

@@ -13,7 +13,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.variables.modules import modules_in
+from tracegrad.variables.modules import hands_out, modules_in, put_together
 from tracegrad.variables.trees import given
 
 
@@ -51,9 +51,9 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
         flat += _tap_values(graph, taps)
         _check_types(graph, flat)
         outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
-        assign_state(graph, arguments, outs)
-        del outs[graph.result_count :]
-        return outs if graph.out_tree is None else jax.tree.unflatten(graph.out_tree, outs)
+        if graph.out_tree is None:
+            return outs
+        return settle_call(graph, arguments, outs)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
@@ -61,18 +61,21 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
     return call
 
 
-def assign_state(graph: Graph, arguments: Any, outs: Sequence[Any]) -> None:
-    """Assigns what a graph's run has given, behind the results, for Variables and modules.
+def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
+    """Assigns what a graph's run has given, behind the results, for Variables and modules; returns
+    the result.
 
     `arguments`: of the call, as `given` makes them.
     """
     last = graph.result_count + len(graph.assigned)
     for variable, value in zip(graph.assigned, outs[graph.result_count : last], strict=True):
         variable.assign(value)
+    modules = modules_in(arguments)
     if graph.updates:
-        modules = modules_in(arguments)
         assert modules is not None, "the arguments are of the structure that was traced"
         modules.assign(graph.updates, outs[last : last + len(graph.updates)])
+    result = jax.tree.unflatten(graph.out_tree, outs[: graph.result_count])
+    return put_together(result, modules) if hands_out(graph.out_tree) else result
 
 
 def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:

@@ -272,7 +272,7 @@ def _call(
         result = fun(*given, **named)
     assigned.places, assigned.values = inside.updates([*names, *sorted(named)])
     assigned.lost = states.changes(result)
-    return result
+    return inside.handed_out(result)
 
 
 def _dynamic_signature(

@@ -26,7 +26,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
-from tracegrad.tracing.callable import assign_state
+from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.retracing import Signature, TraceHistory
@@ -206,8 +206,7 @@ class Pipeline:
         graph, _ = self.traced(args, kwargs)
         values = [variable.value for variable in graph.variables]
         outs = evaluate(graph, [*self.flatten(args, kwargs)[0], *values], Lowering())
-        assign_state(graph, (args, kwargs), outs)
-        return jax.tree.unflatten(graph.out_tree, outs[: graph.result_count])
+        return settle_call(graph, (args, kwargs), outs)
 
     # ------------------------------------------------------------------------------- wrappers
 

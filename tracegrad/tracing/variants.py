@@ -37,7 +37,13 @@ from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
-from tracegrad.variables.modules import Modules, array_places, modules_in
+from tracegrad.variables.modules import (
+    Modules,
+    array_places,
+    hands_out,
+    modules_in,
+    put_together,
+)
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.trees import given_before, has_modules, has_statics, with_statics
@@ -58,6 +64,7 @@ class Use:
       calls_host: whether it calls code that XLA did not compile, where it has state.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
       returns_statics: whether some of its result is no array, and is put back after the call.
+      returns_modules: whether modules of flax.nnx in its result are put in their places then.
       is_plain: whether it is arguments in, result out.
       is_over: a Variable is gone, and with it the use of the program.
       identity: equal for uses of the same Variables in the same way.
@@ -80,7 +87,8 @@ class Use:
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
         self.values = (*self.updated, *self.read)  # of these the program takes the values
         self.updates = tuple(sorted({*donated, *(graph.updates if graph else ())}))
-        self.has_state = bool(read or assigned or self.updates)
+        self.returns_modules = graph is not None and hands_out(graph.out_tree)
+        self.has_state = bool(read or assigned or self.updates or self.returns_modules)
         self.calls_host = graph is not None and self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
@@ -90,6 +98,7 @@ class Use:
             frozenset(read),
             frozenset(assigned),
             self.updates,
+            self.returns_modules,
             self.calls_host,
             self.returns_statics,
         )
@@ -266,7 +275,7 @@ class Variant:
         if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
             call = self._held if _jax.is_top_level() and not listened() else self._watched
             result = call(updated, read, written, args, kwargs, modules)
-            return result.argument() if use.returns_statics else result
+            return self._put_together(result, modules)
         constants = peek(read) if read else ()
         if written:
             free(written)
@@ -278,7 +287,11 @@ class Variant:
             raise
         settle([*updated, *written] if written else updated, new)
         self._update(modules, new)
-        return result.argument() if use.returns_statics else result
+        return self._put_together(result, modules)
+
+    def _put_together(self, result: Any, modules: Modules | None) -> Any:
+        result = result.argument() if self.use.returns_statics else result
+        return put_together(result, modules) if self.use.returns_modules else result
 
     def _update(self, modules: Modules | None, new: Sequence[Any]) -> None:
         """Assigns the new values of arrays of modules, which are the last ones."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad._jax.caches import Cache, cached
+from tracegrad.variables.variable import Variable
 
 # What nnx writes into every module, for itself.
 _OF_NNX = "_pytree__"
@@ -80,6 +81,20 @@ class Held:
     def module(self) -> Any:
         """The caller's module, if it is known."""
         return None if self.of is None else self.of.roots[self.index]
+
+
+class Reference:
+    """In a result, one of the objects in the modules of a call: a node without leaves."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+jax.tree_util.register_pytree_node(
+    Reference, lambda reference: ((), reference.index), lambda index, _: Reference(index)
+)
 
 
 class _At:
@@ -185,6 +200,7 @@ class _Reading(NamedTuple):
     key: Any
     arrays: list[Any]
     objects: list[Any]
+    has_references: bool = True  # to objects that are somewhere else in them too
 
 
 def read(modules: Sequence[Any]) -> _Reading:
@@ -205,7 +221,7 @@ def read(modules: Sequence[Any]) -> _Reading:
     leaves, tree = jax.tree.flatten(list(modules), is_leaf=stop)
     again = [i for i, leaf in enumerate(leaves) if of_nnx(type(leaf))]
     if not again:
-        return _Reading((tree, ()), leaves, objects)
+        return _Reading((tree, ()), leaves, objects, has_references=False)
     # A class may say that it is no tree to JAX: then its first occurrence is a leaf too.
     if any(_is_opaque(leaves[i]) for i in again):
         return _read_opaque(modules)
@@ -351,6 +367,35 @@ def array_places(arguments: Any) -> list[int]:
     return found
 
 
+def put_together(result: Any, modules: Modules | None) -> Any:
+    """A result with the modules that stand in it for others; see `Inside.handed_out`.
+
+    `modules`: those of the call.
+    """
+    leaves, tree = jax.tree.flatten(result, is_leaf=_is_handed_out)
+    built: list[Any] | None = None
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is Reference:
+            assert modules is not None, "what is returned was given"
+            leaves[i] = modules.objects[leaf.index]
+        elif type(leaf) is Held:
+            if built is None:
+                arrays = [array for one in leaves if type(one) is Held for array in one.arrays]
+                built = leaf.structure.build(arrays)
+            leaves[i] = built[leaf.index]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def hands_out(structure: Any) -> bool:
+    """Whether results of a structure are to be put together."""
+    result = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return any(map(_is_handed_out, jax.tree.leaves(result, is_leaf=_is_handed_out)))
+
+
+def _is_handed_out(node: object) -> bool:
+    return type(node) is Reference or type(node) is Held
+
+
 def held_arrays(arguments: Any) -> list[Any]:
     """The arrays of modules."""
     leaves = jax.tree.leaves(arguments, is_leaf=is_held)
@@ -411,6 +456,35 @@ class Inside:
             i for i, (a, b) in enumerate(zip(before.arrays, now.arrays, strict=True)) if a is not b
         ]
         return changed, [now.arrays[i] for i in changed]
+
+    def handed_out(self, result: Any) -> Any:
+        """A result in which JAX finds arrays alone: what it has of the modules that the function
+        was given are references to them, and a new module in which something is met twice, which
+        JAX would make two of, is `Held`."""
+        is_leaf = is_whole()
+        if is_leaf is None:
+            return result
+        leaves, tree = jax.tree.flatten(
+            result, is_leaf=lambda n: is_leaf(n) or isinstance(n, Variable)
+        )
+        places = [i for i, leaf in enumerate(leaves) if is_module(leaf)]
+        if not places:
+            return result
+        given = self._before.objects if self._places else ()
+        numbers = {id(node): i for i, node in enumerate(given)}
+        for i in places:
+            if id(leaves[i]) in numbers:
+                leaves[i] = Reference(numbers[id(leaves[i])])
+        new = [leaves[i] for i in places if is_module(leaves[i])]
+        reading = read(new)
+        if any(id(node) in numbers for node in reading.objects):
+            raise TypeError(
+                "a traced function returns a new module of flax.nnx that holds a part of one that "
+                "it is given. Return the two by themselves, and put them together afterwards"
+            )
+        if reading.has_references:
+            hold(leaves)
+        return jax.tree.unflatten(tree, leaves)
 
     def _names(self, names: Sequence[str]) -> list[str]:
         """Those of the modules: ``models['student']``."""
