@@ -10,6 +10,7 @@ optax mix dtypes and ranks: tests that ran under stricter rules would not see su
 
 import gc
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -84,6 +85,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means: one worker a core, as far as memory goes."""
     return min(MOST_WORKERS, usable_cores())
+
+
+# Of many of a kind, those that .ci/run leaves to the newest JAX; the oldest takes the others.
+MANY = (
+    r"second_order.*_is_that_of_jax.*\[(traced|jit)-",
+    r"test_control_flow.*_in_x64",
+    r"test_show_flow",
+    r"test_forward\.py.*its_own_jvp\[(plain|in_(jit|cond|while|checkpoint))\]",
+    r"test_hlo_identical.*\[value_and_grad_(?!checkpointed|control_flow|nnx_transformer\])",
+    r"test_linearised.*eager.*_second_order\[(call|call of a custom rule|recomputed|branch)\]",
+    r"test_planned_regions.*recurrent_network",
+    r"test_random_programs.*\[(loop|recompute|jit|.*of_inputs|lax_stop|gather|where|matmul)\]",
+    r"test_returned_gradients.*inside_of\[custom_vjp-",
+    r"test_rules_at_second_order.*a_rule_(as|anywhere)_.*\[(scale|jitted)\]",
+    r"test_rules_in_force.*memory_budget.*\[jax\]",
+    r"test_surgery_on_models.*\[(linen|nnx)\]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks them: as one list, since each is no worse than those of its kind that stay."""
+    many = re.compile("|".join(MANY))
+    for item in items:
+        if many.search(item.nodeid):
+            item.add_marker(pytest.mark.many)
 
 
 gc.disable()  # until all is imported, most of which stays

@@ -330,12 +330,14 @@ def test_a_plan_is_saved_and_loaded_as_json(name: str, tmp_path: Path):
     assert str(again.rewritten()) == str(plan.rewritten())
 
 
+@pytest.mark.any_jax
 def test_plans_are_the_same_every_time():
     shapes = mlp_shapes(8, 64, 16)
     first_plan, second = (plan_recompute(mlp, "40%", measure=False)(*shapes) for _ in range(2))
     assert first_plan == second
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -358,6 +360,7 @@ def test_files_that_are_no_plan_of_the_program_are_refused(
         load_plan(path, mlp)(*shapes)
 
 
+@pytest.mark.any_jax
 def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"format": "tracegrad recompute plan", "version": 1}))
@@ -365,6 +368,7 @@ def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
         load_plan(path, mlp)
 
 
+@pytest.mark.any_jax
 def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
     def summed(axis: int) -> Any:
         return lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, axis)) ** 2)
@@ -377,12 +381,14 @@ def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
         load_plan(path, summed(1))(x)
 
 
+@pytest.mark.any_jax
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(ValueError, match="is not a recompute plan"):
         load_plan(tmp_path / "plan.json", mlp)
 
 
+@pytest.mark.any_jax
 def test_a_plan_prints_as_a_table_and_draws_itself():
     plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
     text = str(plan)
@@ -397,6 +403,7 @@ def test_a_plan_prints_as_a_table_and_draws_itself():
     assert len(trade.lines[0].get_xdata()) > 5
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("fun", "shapes"), [(mlp, mlp_shapes(8, 64, 16)), (loop, stacked_shapes(12, 32, 16))]
 )
@@ -410,6 +417,7 @@ def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
         assert plan_recompute(fun, peak, measure=False)(*shapes).flops == needed
 
 
+@pytest.mark.any_jax
 def test_a_program_of_scans_can_be_planned_for_many_budgets():
     # One that keeps some of what its body computes lies between everything and nothing.
     curve = plan_recompute(loop, "40%", measure=False)(*stacked_shapes(12, 32, 16)).curve(8)
