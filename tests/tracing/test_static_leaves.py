@@ -153,17 +153,82 @@ def test_objects_without_equality_are_told_apart_and_not_kept():
     assert program(Scale(5.0), 1.0) == 5.0
 
 
-def test_what_has_no_hash_goes_by_identity_and_what_cannot_be_compared_is_refused():
+def test_what_has_no_hash_goes_by_identity():
     names = {"a", "b"}  # a set is a leaf
     program = tg.trace(lambda names, x: x * len(names))
     assert program(names, 2.0) == program(set(names), 2.0) == 4.0
 
-    class Odd:
-        def __eq__(self, other):
-            raise ZeroDivisionError
 
-    with pytest.raises(TypeError, match=r"of type Odd cannot be compared even with itself"):
-        tg.trace(lambda odd, x: x)(Odd(), 1.0)
+class Raises:
+    def __eq__(self, other):
+        raise ZeroDivisionError
+
+    __hash__ = None
+
+
+class GivesAnArray:
+    def __eq__(self, other):
+        return np.array([True, True])
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [Raises, GivesAnArray])
+@pytest.mark.parametrize("before", [False, True])
+def test_what_cannot_be_compared_is_refused_by_its_path(kind, before):
+    words = rf"args\[1\]\['layers'\]\[0\]: it is .* of type {kind.__name__}, which cannot be"
+    call = tg.trace(lambda x, model: x)
+    if before:
+        call(1.0, {"layers": ["a"]})
+    for way in (call, tg.graph(call)):
+        with pytest.raises(TypeError, match=words):
+            way(1.0, {"layers": [kind()]})
+    with pytest.raises(TypeError, match=r"result\['y'\]: it is .*cannot be compared"):
+        tg.trace(lambda x: {"y": kind()})(1.0)
+
+
+def test_what_cannot_be_compared_with_another_is_another():
+    class Version:
+        def __init__(self, number):
+            self.number = number
+
+        def __eq__(self, other):
+            if other is self:
+                return True
+            raise NotImplementedError
+
+        def __hash__(self):
+            return 0
+
+    call = tg.trace(lambda version, x: x * version.number)
+    assert [call(Version(n), 2.0) for n in (1, 2, 3)] == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("values", [[object(), 1.0], ["a", "b"]])
+@pytest.mark.parametrize("beside", ["a string", 2.0])
+def test_an_array_of_objects_is_refused_by_its_path(values, beside):
+    call = tg.trace(lambda model: model["x"])
+    call({"w": jnp.ones(2), "x": 1.0, "beside": beside})
+    model = {"w": np.array(values, dtype=object), "x": 1.0, "beside": beside}
+    for way in (call, tg.graph(call)):
+        with pytest.raises(TypeError, match=r"at path model\['w'\]") as found:
+            way(model)
+        assert any("Give it a dtype of numbers" in note for note in found.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [(str, "static value of .model.*leaf.* changed"), (lambda i: lambda: i, "make it once")],
+)
+def test_warnings_of_retraces_name_the_leaf_and_tell_objects_from_values(leaf, words):
+    call = tg.trace(lambda model: model["x"])
+
+    def calls():
+        for i in range(9):
+            call({"x": 1.0, "leaf": leaf(i)})
+
+    with pytest.warns(tg.RetraceWarning, match=words):
+        calls()
 
 
 def test_methods_of_plain_objects_see_the_variables_of_their_own():
@@ -178,6 +243,63 @@ def test_methods_of_plain_objects_see_the_variables_of_their_own():
     one, two = Counter(1.0), Counter(10.0)
     assert [one.add(1.0), one.add(1.0), two.add(1.0)] == [2.0, 3.0, 11.0]
     assert (one.count.numpy(), two.count.numpy()) == (3.0, 11.0)
+
+
+class Model:
+    def __init__(self):
+        self.weight = tg.Variable(jnp.ones(3))
+        self.layers = [tg.Variable(2.0)]
+
+    def __call__(self, x):
+        return jnp.sum(self.weight * x) * self.layers[0]
+
+
+class Descent:
+    def __init__(self, rate):
+        self.rate = rate
+        self.steps = tg.Variable(0)
+
+    def apply(self, variables, gradients):
+        self.steps.assign_add(1)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(self.rate * gradient)
+
+
+def test_a_model_and_an_optimiser_of_ones_own_are_arguments_and_their_variables_live():
+    def step(model, optimiser, x):
+        variables = [model.weight, *model.layers]
+        with tg.GradientTape() as tape:
+            loss = model(x)
+        optimiser.apply(variables, tape.gradient(loss, variables))
+        return loss
+
+    traced, x = tg.trace(step), jnp.ones(3)
+    (one, own), (two, other) = ((Model(), Descent(0.1)) for _ in range(2))
+    for _ in range(3):
+        np.testing.assert_allclose(traced(one, own, x), step(two, other, x), rtol=1e-6)
+    assert own.steps.numpy() == 3
+    np.testing.assert_allclose(one.weight.numpy(), two.weight.numpy(), rtol=1e-6)
+    assert traced.cache_info().count == 1
+    np.testing.assert_allclose(traced(two, own, x), step(one, own, x), rtol=1e-6)
+    gone = [weakref.ref(held) for held in (one, own, one.weight)]
+    del one, own
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_variables_among_arguments_stay_variables_beside_what_is_static():
+    @tg.trace
+    def step(variable, tree, x):
+        assert isinstance(variable, tg.Variable)
+        tree["total"][0].assign_add(jnp.sum(variable.value))
+        variable.assign_add(x)
+        return tree["name"]
+
+    weight, total = tg.Variable(jnp.ones(3)), tg.Variable(0.0)
+    for _ in range(2):
+        assert step(weight, {"total": [total], "name": "sum"}, 1.0) == "sum"
+    assert (total.numpy(), weight.numpy().tolist()) == (9.0, [3.0, 3.0, 3.0])
+    assert step.cache_info().count == 1
 
 
 def test_what_is_no_array_comes_back_in_results_as_it_was():

@@ -109,11 +109,11 @@ class Pipeline:
         packed, named = args, kwargs
         variables: tuple[Fixed, ...] = ()
         modules = None
-        if self.takes_apart:
-            packed, named, variables, modules = self._packed(args, kwargs)
         found = None
-        variant = self._only.get(variables)
         try:
+            if self.takes_apart:
+                packed, named, variables, modules = self._packed(args, kwargs)
+            variant = self._only.get(variables)
             if variant is not None and not variant.use.is_over:
                 try:
                     return variant(packed, named, modules)

@@ -29,6 +29,7 @@ _CURES = {
     "dtype": "convert it before the call",
     "weak type": "pass an array of a fixed dtype, not a Python number at some calls",
     "static value": "pass it as an array, if the program need not be compiled for its value",
+    "static object": "make it once and pass the same, or give its class an __eq__ and a __hash__",
     "Variable": "pass its `.value`, unless the function is to watch or to assign it",
     "tree": "pass the same structure every time",
     "structure": "make it once, before the calls, and pass the same every time",
@@ -209,8 +210,8 @@ def _is_due(count: int) -> bool:
 def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
     """What changed: (argument, what of it, before, after), e.g. ``("x", "shape", "[8]", "[9]")``.
 
-    What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"Variable"`` or
-    ``"tree"``; of what a module consists of besides arrays, ``"structure"``.
+    What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
+    ``"Variable"`` or ``"tree"``; of what a module consists of besides arrays, ``"structure"``.
     """
     changes = []
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
@@ -219,7 +220,9 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
             old_text = _short(before) if was is None else _array_text(*was)
             new_text = _short(after) if is_now is None else _array_text(*is_now)
-            changes.append((f"`{name}`", "static value", old_text, new_text))
+            is_object = isinstance(after, Static) and after.is_known_by_identity
+            kind = "static object" if is_object else "static value"
+            changes.append((f"`{name}`", kind, old_text, new_text))
     if old.tree != new.tree:
         if changed := _in_modules(old, new):
             return [*changes, *changed]

@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracegrad.variables.trees import Fixed, given
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
 Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...]]
+
+
+class _Call(NamedTuple):
+    """The arguments of a call, of which messages say where what is."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +55,15 @@ class StaticArguments:
         """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
         values as they are: the same objects if there is nothing to replace."""
         if not self.positions and not self.names:
-            arguments, variables = take((args, kwargs))
+            arguments, variables = take(_Call(args, kwargs))
             return arguments, variables
         dynamic, positions, named = self.apart(args, kwargs)
         static = [args[i] for i in positions], named
-        left, variables = take(dynamic)
+        left, variables = take(_Call(*dynamic))
         fixed, others = take(static, statics=False)
-        if left is dynamic and fixed is static:
-            return (args, kwargs), ()
         args_left, kwargs_left = left
+        if args_left is dynamic[0] and kwargs_left is dynamic[1] and fixed is static:
+            return (args, kwargs), ()
         own, rest = iter(fixed[0]), iter(args_left)
         args = tuple(next(own if i in positions else rest) for i in range(len(args)))
         return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)
@@ -70,16 +77,21 @@ class StaticArguments:
           take: replaces an argument that is not static, and adds its Variables to a list.
         """
 
-        def of_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        def of_dynamic(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Taken:
             found: list[Fixed] = []
-            args = tuple([take(arg, found) for arg in args])
-            if kwargs:  # sorted as in a tree
-                kwargs = {name: take(arg, found) for name, arg in sorted(kwargs.items())}
-            return args, kwargs, tuple(found)
+            try:
+                taken = tuple([take(arg, found) for arg in args])
+                if not kwargs:
+                    return taken, {}, tuple(found)
+                named = {name: take(arg, found) for name, arg in sorted(kwargs.items())}
+            except TypeError:
+                given(_Call(args, kwargs))  # says where it is
+                raise
+            return taken, named, tuple(found)  # in the order of a tree
 
         def of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
             (dynamic, named), positions, static = self.apart(args, kwargs)
-            dynamic, named, found = of_dynamic(dynamic, dict(named))
+            dynamic, named, found = of_dynamic(dynamic, named)
             (own, static), others = given(([args[i] for i in positions], static), statics=False)
             left, fixed = iter(dynamic), iter(own)
             args = tuple(next(fixed if i in positions else left) for i in range(len(args)))

@@ -57,6 +57,13 @@ _NO_VARIABLE = (
 )
 
 
+_NO_ARRAY = (
+    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
+    "`np.asarray(x, dtype=float)`; or pass what it holds in a list or an object of its own: leaves "
+    "of arguments that are no arrays are static."
+)
+
+
 def explain(error: Exception) -> Exception:
     """The same error with the user's line and the way out added, and without our frames.
 
@@ -66,6 +73,8 @@ def explain(error: Exception) -> Exception:
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
     if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
+    if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
+        advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
     notes = getattr(error, "__notes__", ())
     if advice is None and not any(foreign_modules.CURE in note for note in notes):
         advice = foreign_modules.advice(error)

@@ -77,12 +77,13 @@ class Static:
     equal and of one type, or the same object, where it has no equality or hash of its own.
     """
 
-    __slots__ = ("_hash", "_leaf", "_ref")
+    __slots__ = ("_hash", "_leaf", "_ref", "_text")
 
     def __init__(self, leaf: Any, *, is_result: bool = False):
         kind: Any = type(leaf)
         self._leaf, self._hash = leaf, object.__hash__(leaf)
         self._ref: Any = None
+        self._text = f"<{kind.__name__} that is gone>"
         if kind.__eq__ is object.__eq__:
             # JAX's caches keep this, and may not keep an argument that they can tell by identity.
             if not is_result:
@@ -107,13 +108,21 @@ class Static:
             return False
         if isinstance(mine, (float, complex)):  # 0.0 == -0.0, nan != nan
             return repr(mine) == repr(others)
-        return bool(mine == others)
+        try:
+            return bool(mine == others)
+        except Exception:  # each is comparable with itself, and that is how it is known
+            return False
 
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def is_known_by_identity(self) -> bool:
+        return self._ref is not None or type(self._leaf).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+
     def __repr__(self) -> str:
-        return repr(self.leaf)
+        leaf = self.leaf
+        return self._text if leaf is None else repr(leaf)
 
 
 jax.tree_util.register_pytree_node(
@@ -131,10 +140,21 @@ def _check_comparable(leaf: Any) -> None:
         if equal:
             return
     raise TypeError(
-        "what is no array among the arguments is part of what a program is made for, and is "
-        f"compared with that of other calls; {leaf!r} of type {type(leaf).__name__} cannot be "
-        "compared even with itself. Give its class an __eq__ that returns a bool, or none at all"
+        f"it is {leaf!r} of type {type(leaf).__name__}, which cannot be compared even with itself: "
+        "what is no array is part of what a program is made for, and is compared with that of "
+        "other calls. Give its class an __eq__ that returns a bool, or none at all"
     ) from problem
+
+
+def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static:
+    try:
+        return Static(leaf, is_result=is_result)
+    except TypeError as error:
+        places = jax.tree.unflatten(structure, range(structure.num_leaves))
+        keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
+        where = jax.tree_util.keystr(keys)
+        place = f"result{where}" if is_result else f"the argument {where.removeprefix('.')}"
+        raise TypeError(f"{place}: {error}") from error.__cause__
 
 
 _ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
@@ -226,7 +246,7 @@ def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
         leaf = leaves[i]
         if is_traced or isinstance(leaf, (Variable, Given, Held)) or is_state(leaf):
             continue
-        leaves[i], fixed = Static(leaf, is_result=is_result), True
+        leaves[i], fixed = _static(leaf, i, structure, is_result=is_result), True
     return fixed
 
 
