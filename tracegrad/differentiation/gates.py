@@ -18,7 +18,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import Graph, Literal, Node, Recompute, StopGradient, Value
-from tracegrad.ir.dependence import enter, mask_of, spread
+from tracegrad.ir.dependence import back_around, enter, mask_of, spread
 from tracegrad.ir.operations import ADDITIVE, LINEAR
 from tracegrad.lowering.regions import has_jit_settings
 
@@ -226,29 +226,29 @@ class Planner:
             entered = enter(node, ins, self.walk.region)
         if entered is None:
             return None
-        outs, carried = results, range(0)
+        carried = range(0)
         if node.primitive is _jax.COND:
             told = told[1:]
         if node.primitive is _jax.SCAN:
             constants, count = _jax.scan_split(node.params)
             told = [*told[:constants], *[None] * (len(told) - constants)]
             carried = range(constants, constants + count)
-        while True:
-            plans = {
+
+        def plans_of(outs: Sequence[Edge]) -> dict[str, Plan]:
+            return {
                 name: self.plan(node.regions[name], reached, outs, told)
                 for name, reached in entered[1].items()
             }
-            by_input = list(zip(*(plan.inputs for plan in plans.values()), strict=True))
-            operands = [Edge(any_of([e.when for e in edges]), False) for edges in by_input]
-            # What a loop carries goes on to its next step.
-            carry = [
-                Edge(either(out.when, operands[i].when), False)
-                for out, i in zip(outs, carried, strict=False)
-            ]
-            more = [*carry, *outs[len(carry) :]]
-            if more == outs:
-                break
-            outs = more
+
+        def back(outs: Sequence[Edge]) -> list[Edge]:
+            by_input = zip(*(plan.inputs for plan in plans_of(outs).values()), strict=True)
+            return [Edge(any_of([e.when for e in edges]), False) for edges in by_input]
+
+        # What a loop carries goes on to its next step.
+        outs = back_around(
+            node, results, back, lambda out, next_in: Edge(either(out.when, next_in.when), False)
+        )
+        plans, operands = plans_of(outs), back(outs)
         for edge, i in zip(outs, carried, strict=False):
             operands[i] = edge if ins[i] else Edge(NEVER, True)
         if is_call:

@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk, is_connectable
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
 from tracegrad.ir.authors import whose
-from tracegrad.ir.dependence import Masks, enter, mask_of, node_dependence, spread
+from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
 from tracegrad.ir.occurrence import Path, users_line
 from tracegrad.rewriting.forward_mode import place_of
 
@@ -265,66 +265,50 @@ class _Search:
     def _through_regions(
         self, node: Node, masks: dict[str, Masks], k: int
     ) -> Iterator[tuple[int, _Ways]]:
-        if node.primitive is _jax.SCAN:
-            first, carried = _jax.scan_split(node.params)
-            start = self._inside(node, "jaxpr", masks["jaxpr"], k)
-            length = node.params["length"]
-            if k < carried and (length == 0 or not isinstance(length, int)):
-                start[first + k] = _FREE  # with no iteration at all, what went in comes out
-            around = self._around(node, "jaxpr", masks["jaxpr"], first, carried, start)
-            yield from around.items()
-        elif node.primitive is _jax.WHILE:
-            yield from self._through_while(node, masks, k)
-        else:
-            shift = 1 if node.primitive is _jax.COND else 0
-            if shift:  # which branch is taken
-                yield 0, _FREE
-            for name, reached in masks.items():
-                for i, found in self._inside(node, name, reached, k).items():
-                    yield i + shift, found
+        if node.primitive is _jax.SCAN or node.primitive is _jax.WHILE:
+            yield from self._through_loop(node, masks, k)
+            return
+        shift = 1 if node.primitive is _jax.COND else 0
+        if shift:  # which branch is taken
+            yield 0, _FREE
+        for name, reached in masks.items():
+            for i, found in self._inside(node, name, reached, k).items():
+                yield i + shift, found
 
-    def _through_while(
+    def _through_loop(
         self, node: Node, masks: dict[str, Masks], k: int
     ) -> Iterator[tuple[int, _Ways]]:
-        split = int(node.params["cond_nconsts"])
-        first = int(node.params["body_nconsts"])
-        carried = len(node.outputs)
-        # Of which numbers it depends when the loop ends, on that depend all results.
-        ends = self._inside(node, "cond_jaxpr", masks["cond_jaxpr"], 0)
-        start = {first + i - split: found for i, found in ends.items() if i >= split}
-        start[first + k] = _FREE
-        for i, found in ends.items():
-            if i < split:
-                yield i, found
-        around = self._around(node, "body_jaxpr", masks["body_jaxpr"], first, carried, start)
-        for i, found in around.items():
-            yield split + i, found
+        name = "jaxpr" if node.primitive is _jax.SCAN else "body_jaxpr"
 
-    def _around(
-        self,
-        node: Node,
-        name: str,
-        reached: Masks,
-        first: int,
-        carried: int,
-        start: dict[int, _Ways],
-    ) -> dict[int, _Ways]:
-        """The ways from the inputs of a loop's body through any number of iterations.
+        def back(onward: Sequence[_Ways | None]) -> list[_Ways | None]:
+            ways: list[_Ways | None] = [None] * len(masks[name])
+            for j, further in enumerate(onward):
+                if further is not None:
+                    for i, found in self._inside(node, name, masks[name], j).items():
+                        ways[i] = _lighter(ways[i], found.then(further))
+            return ways
 
-        `start`: those through the last one.
-        """
-        ways = dict(start)
-        pending = [j for j in range(carried) if first + j in ways]
-        while pending:
-            j = pending.pop()
-            onward = ways[first + j]
-            for i, found in self._inside(node, name, reached, j).items():
-                lighter = _lighter(ways.get(i), found.then(onward))
-                if lighter != ways.get(i):
-                    ways[i] = lighter
-                    if first <= i < first + carried:
-                        pending.append(i - first)
-        return ways
+        def join(one: _Ways | None, other: _Ways | None) -> _Ways | None:
+            return one if other is None else _lighter(one, other)
+
+        onward: list[_Ways | None] = [None] * len(node.outputs)
+        if node.primitive is _jax.SCAN:
+            shift, (first, carried) = 0, _jax.scan_split(node.params)
+            onward[k] = _FREE
+            ways = back(back_around(node, onward, back, join))
+            length = node.params["length"]
+            if k < carried and (length == 0 or not isinstance(length, int)):
+                ways[first + k] = _FREE  # with no iteration at all, what went in comes out
+        else:
+            shift = int(node.params["cond_nconsts"])
+            # Of which numbers it depends when the loop ends, on that depend all results.
+            ends = self._inside(node, "cond_jaxpr", masks["cond_jaxpr"], 0)
+            yield from ((i, found) for i, found in ends.items() if i < shift)
+            onward = [ends.get(shift + j) for j in range(len(onward))]
+            onward[k] = _FREE
+            onward = back_around(node, onward, back, join)
+            ways = [*back(onward)[: node.params["body_nconsts"]], *onward]
+        yield from ((shift + i, found) for i, found in enumerate(ways) if found is not None)
 
     def _inside(self, node: Node, name: str, reached: Masks, k: int) -> dict[int, _Ways]:
         """The ways from the inputs of a region of a node to one of its outputs."""

@@ -8,14 +8,15 @@ the float outputs arrives. It passes a node where the two meet.
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
 from tracegrad.ir.dependence import (
     Masks,
+    back_around,
     enter,
     joined,
     leading_to,
@@ -230,21 +231,11 @@ class _Flows:
         recomputed: bool,
     ) -> list[bool]:
         """At which outputs of a region a gradient arrives: in a loop also from later iterations."""
-        arriving = list(got)
-        first = 0
-        if node.primitive is _jax.SCAN:
-            first, carried = _jax.scan_split(node.params)
-        elif node.primitive is _jax.WHILE:
-            first, carried = node.params["body_nconsts"], len(region.outputs)
-        else:
-            return arriving
-        while True:
-            flow = self.of(region, carrying, arriving, wanted, recomputed=recomputed)
-            before = flow.reached[first : first + carried]
-            more = [a or b for a, b in zip(arriving, before, strict=False)] + arriving[carried:]
-            if more == arriving:
-                return arriving
-            arriving = more
+
+        def back(arriving: Bools) -> list[bool]:
+            return self.of(region, carrying, arriving, wanted, recomputed=recomputed).reached
+
+        return back_around(node, got, back, operator.or_)
 
     def _uniform(self, graph: Graph, kind: Flow, recomputed: bool, reached: Bools) -> RegionFlow:
         """A region with the same kind throughout. `reached`: the operands of the call around it."""

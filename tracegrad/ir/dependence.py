@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import CustomGradient, Literal, Node, Recompute, Value
 
+T = TypeVar("T")
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
@@ -181,14 +183,38 @@ def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) ->
     region = node.regions[name]
     if node.primitive is _jax.WHILE:
         return [True] * len(region.outputs)  # each may decide when the loop ends
-    wanted = list(outputs)
-    if node.primitive is not _jax.SCAN:
-        return wanted
-    constants, carried = _jax.scan_split(node.params)
-    while True:
+
+    def back(wanted: list[bool]) -> list[bool]:
         live = leading_to(region, wanted)
-        carry = region.inputs[constants : constants + carried]
-        more = [w or v in live for w, v in zip(wanted, carry, strict=False)] + wanted[carried:]
-        if more == wanted:
-            return wanted
-        wanted = more
+        return [value in live for value in region.inputs]
+
+    return back_around(node, outputs, back, operator.or_)
+
+
+def back_around(
+    node: Node,
+    outputs: Sequence[T],
+    back: Callable[[list[T]], Sequence[T]],
+    join: Callable[[T, T], T],
+) -> list[T]:
+    """What comes back to the outputs of a loop's body: from behind the loop, and from the
+    iterations that follow, to the fixed point.
+
+    Args:
+      node: a node with regions; in one that is no loop nothing goes round.
+      outputs: for each output of the body what comes from behind the loop.
+      back: carries that through the body, from its outputs to its inputs.
+      join: of what comes from both.
+    """
+    first, carried = 0, 0
+    if node.primitive is _jax.SCAN:
+        first, carried = _jax.scan_split(node.params)
+    elif node.primitive is _jax.WHILE:
+        first, carried = node.params["body_nconsts"], len(outputs)
+    found = list(outputs)
+    while carried:
+        more = [*map(join, found, back(found)[first : first + carried]), *found[carried:]]
+        if more == found:
+            break
+        found = more
+    return found
