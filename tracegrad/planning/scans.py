@@ -23,8 +23,9 @@ from tracegrad.ir import Graph, Node
 from tracegrad.planning.activity import active_in_body
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten, replace_values
+from tracegrad.planning.fusion import handed_bytes
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.modelling import handed_bytes, model
+from tracegrad.planning.modelling import model
 from tracegrad.planning.paths import frontier
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
