@@ -25,6 +25,7 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSli
 from tracegrad.differentiation.indexed_slices import apply_rows as apply_rows
 from tracegrad.insight import check_grads as check_grads
 from tracegrad.insight import explain as explain
+from tracegrad.insight import memory as memory
 from tracegrad.insight import show as show
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError

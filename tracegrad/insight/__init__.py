@@ -9,5 +9,7 @@ from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport
 from tracegrad.insight.grad_check import Checked as Checked
 from tracegrad.insight.grad_check import GradCheck as GradCheck
+from tracegrad.insight.memory import MemoryReport as MemoryReport
+from tracegrad.insight.memory import memory as memory
 from tracegrad.insight.show import GraphView as GraphView
 from tracegrad.insight.show import show as show

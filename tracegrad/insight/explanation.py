@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.ir import Occurrence, Origin
+from tracegrad.ir.wording import table
 
 # The worst first.
 _ORDER = (
@@ -175,11 +176,8 @@ class Explanation:
     def _table(self, colour: bool) -> list[str]:
         ordered = sorted(self.sources, key=lambda r: r.rank)
         rows = [_COLUMNS, *map(_cells, ordered[:_ROWS])]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = []
-        for number, row in enumerate(rows):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            line = "  ".join([*cells, row[4]]).rstrip()
+        for number, line in enumerate(table(rows)):
             bad = number and not (ordered[number - 1].is_finite and ordered[number - 1].connected)
             lines.append(_paint(line, "red", colour) if bad else line)
         if len(ordered) > _ROWS:

@@ -59,3 +59,12 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
         "the state, so that what it assigns would be lost when the call is over. Have it return "
         "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of text, the first row of which has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -16,6 +16,7 @@ from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
+from tracegrad.ir.wording import table
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fingerprint import fingerprint
@@ -175,11 +176,7 @@ class RecomputePlan:
                     nodes[0].name if nodes else "",
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines += [
-            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines += [f"  {line}" for line in table(rows)]
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -1,0 +1,214 @@
+"""What `memory` says of programs: the line that makes the peak, XLA's bytes, what frees some."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tracegrad as tg
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# ------------------------------------------- programs of which one line, marked, makes the peak
+
+
+def outer_product(x: jax.Array) -> jax.Array:
+    wide = jnp.outer(x, x)  # the peak
+    return jnp.linalg.norm(wide @ x)
+
+
+def distances(x: jax.Array) -> jax.Array:
+    pairs = jnp.sort(x[:, None] - x[None], axis=-1)  # the peak
+    return pairs.sum()
+
+
+def one_hot(table: jax.Array, ids: jax.Array) -> jax.Array:
+    rows = jax.nn.one_hot(ids, table.shape[0])  # the peak
+    return jnp.tanh(rows @ table)
+
+
+def hidden(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    for _ in range(3):
+        h = jnp.tanh(x @ w["up"])  # the peak
+        x = jnp.sin(h @ w["down"])
+    return jnp.sum(x**2)
+
+
+def scores(w: jax.Array, x: jax.Array) -> jax.Array:
+    keys = x @ w
+    shares = jax.nn.softmax(keys @ jnp.swapaxes(x, 1, 2))  # the peak
+    return jnp.sum((shares @ x) ** 2)
+
+
+def logits(w: jax.Array, x: jax.Array) -> jax.Array:
+    x = jnp.sin(x)
+    log = jax.nn.log_softmax(x @ w)  # the peak
+    return -jnp.mean(log[:, 0])
+
+
+def loop(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        h = jnp.sin(x @ w["up"])  # the peak
+        return jnp.tanh(h @ w["down"]), None
+
+    return jnp.sum(jax.lax.scan(body, x, None, length=8)[0])
+
+
+def convolved(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    y = jax.nn.softplus(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME"))  # the peak
+    return jnp.sum(y.mean((2, 3)) ** 2)
+
+
+def trained(w: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+    def loss(w: dict[str, jax.Array]) -> jax.Array:
+        h = jnp.sin(x @ w["up"])  # the peak
+        return jnp.mean((h @ w["down"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+
+def mapped(w: jax.Array, x: jax.Array) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.linalg.inv(jnp.outer(x, x) + w))  # the peak
+
+    return jax.vmap(one)(x)
+
+
+WIDE = {"up": f32(8, 64), "down": f32(64, 8)}
+SEEDED: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+    "outer": (outer_product, outer_product, (f32(256),)),
+    "distances": (distances, distances, (f32(64, 8),)),
+    "one-hot": (one_hot, one_hot, (f32(256, 4), jax.ShapeDtypeStruct((128,), jnp.int32))),
+    "hidden": (hidden, jax.grad(hidden), (WIDE, f32(256, 8))),
+    "scores": (scores, tg.grad(scores), (f32(8, 8), f32(2, 64, 8))),
+    "logits": (logits, jax.value_and_grad(logits), (f32(8, 128), f32(64, 8))),
+    "loop": (loop, jax.grad(loop), (WIDE, f32(64, 8))),
+    "convolved": (convolved, jax.grad(convolved), (f32(16, 2, 3, 3), f32(2, 2, 16, 16))),
+    "trained": (trained, trained, (WIDE, f32(256, 8))),
+    "mapped": (mapped, mapped, (f32(8, 8), f32(64, 8))),
+}
+
+
+def the_peak(fun: Callable[..., Any]) -> str:
+    lines, first = inspect.getsourcelines(fun)
+    (found,) = [first + k for k, line in enumerate(lines) if "# the peak" in line]
+    return f"test_memory.py:{found} "
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_the_line_that_makes_the_peak_is_named_first(name: str):
+    written, fun, shapes = SEEDED[name]
+    report = tg.memory(fun)(*shapes)
+    assert report.lines[0].line.startswith(the_peak(written))
+    sizes = [line.size for line in report.lines if line.line]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(line.size for line in report.lines) == report.modelled == max(report.timeline)
+
+
+@pytest.mark.parametrize("name", ["hidden", "loop", "trained", "mapped"])
+def test_the_total_is_what_xla_says(name: str):
+    _, fun, shapes = SEEDED[name]
+    report = tg.memory(fun)(*shapes)
+    stats = jax.jit(fun).lower(*shapes).compile().memory_analysis()
+    inputs, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    assert report.temporary == pytest.approx(stats.temp_size_in_bytes, rel=0.02)
+    assert report.total == pytest.approx(inputs + outputs + stats.temp_size_in_bytes, rel=0.02)
+    assert report.measured_on == f"cpu, JAX {jax.__version__}"
+
+
+def test_without_xla_the_total_is_the_models_and_says_so():
+    (rows,) = jax.export.symbolic_shape("rows")
+    report = tg.memory(lambda x: jnp.tanh(x) @ x.T)(f32(rows, 4))
+    assert report.measured_on == ""
+    assert report.total == report.modelled
+    assert "by the model, not by XLA" in str(report)
+
+
+def test_values_are_told_by_what_they_are_kept_for():
+    _, fun, shapes = SEEDED["trained"]
+    lines = tg.memory(fun)(*shapes).lines
+    residual = next(line for line in lines if line.kind == "residual")
+    assert residual.values.endswith("f32[256,64]")
+    assert residual.kept_for.startswith("the backward pass of ")
+    assert [line.kind for line in lines if not line.line] == ["argument"]
+    first, last = residual.alive
+    assert 0 <= first < last < 1
+
+
+def blocks(ws: Any, x: jax.Array) -> jax.Array:
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"block_{i}"):
+            x = x + jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"]
+    return jnp.mean(x**2)
+
+
+def temporary(fun: Any, shapes: Any) -> int:
+    return int(fun.lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
+
+
+def test_what_is_advised_frees_about_what_it_says():
+    shapes = ([WIDE] * 4, f32(512, 8))
+    report = tg.memory(tg.grad(blocks))(*shapes)
+    assert set(report.scopes) >= {f"block_{i}" for i in range(3)}
+    (advice,) = [each for each in report.advice if "recompute" in each.what]
+    assert advice.what == 'rules.recompute(match.scope("block_*"))'
+    rule = tg.rules.recompute(tg.match.scope("block_*"))
+    before = temporary(tg.trace(tg.grad(blocks)), shapes)
+    freed = before - temporary(tg.trace(tg.grad(blocks), rules=[rule]), shapes)
+    assert freed == pytest.approx(advice.frees, rel=0.35)
+
+
+def test_inside_of_a_loop_the_line_of_its_body_is_advised():
+    written, fun, shapes = SEEDED["loop"]
+    whats = [each.what for each in tg.memory(fun)(*shapes).advice]
+    assert f'rules.recompute(match.source("{the_peak(written).strip()}"))' in whats
+
+
+def test_arguments_that_results_replace_are_advised_to_be_donated():
+    shapes = (WIDE, f32(16, 8))
+    report = tg.memory(trained)(*shapes)
+    assert report.advice[0].what.startswith("trace(..., donate_argnums=(0,))")
+    assert report.advice[0].frees == 2 * 4 * 8 * 64
+    donated = tg.memory(tg.trace(trained, donate_argnums=0))(*shapes)
+    assert not any("donate" in each.what for each in donated.advice)
+    assert donated.total < report.total
+
+
+def test_rules_of_a_traced_function_are_seen():
+    shapes = ([WIDE] * 4, f32(512, 8))
+    rule = tg.rules.recompute(tg.match.scope("block_*"))
+    plain = tg.memory(tg.trace(tg.grad(blocks)))(*shapes)
+    ruled = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]))(*shapes)
+    assert ruled.modelled < 0.7 * plain.modelled
+    assert ruled.temporary < 0.7 * plain.temporary
+
+
+def test_a_report_prints_as_a_table_and_folds_in_a_notebook():
+    report = tg.memory(tg.grad(blocks))([WIDE] * 4, f32(512, 8))
+    text = str(report)
+    assert text.startswith("memory of blocks: ")
+    assert "block_0" in text
+    assert "█" in text.splitlines()[1]
+    assert text.splitlines()[-3].startswith("  1. ")
+    page = report._repr_html_()
+    assert page.count("<details>") == len(report.scopes)
+    assert "<script" not in page
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="expected a function"):
+        tg.memory(3)  # type: ignore[arg-type]
+
+
+def test_a_program_that_computes_nothing_holds_its_arguments():
+    report = tg.memory(lambda x: x)(f32(8))
+    assert report.modelled == 32
+    assert [line.kind for line in report.lines] == ["argument"]

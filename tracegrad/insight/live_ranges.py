@@ -1,0 +1,204 @@
+"""What a program holds while it runs: for each value the moments at which it is alive.
+
+The program is run as it is written, from its first operation to its last; what is computed inside
+of its only reader is not written, nor is a view (see `planning.modelling`). Arguments are there all
+the time. A loop, a branch and a recomputed part hold what is inside of them as well, at its peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracegrad.ir import Graph, Node, Occurrence, Value, operations, scopes
+from tracegrad.ir.occurrence import Path
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.modelling import unwritten
+from tracegrad.planning.residuals import nbytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is alive at the peak.
+
+    Attributes:
+      value: of the program, or of a region that is inside it.
+      size: bytes.
+      kind: ``argument``, ``constant``, ``result``, ``residual`` (of the forward pass, for the
+        backward pass), ``gradient`` (of the backward pass) or ``activation``.
+      made: the operation that computes it; None for arguments and constants.
+      source: the operation inside of that one, if it is a loop, of which it has the results.
+      part: bytes of one of these.
+      reader: the operation at the peak or after it that reads it next; None for what is returned.
+      first, last: from when to when it is alive, as shares of the program.
+    """
+
+    value: Value
+    size: int
+    kind: str
+    made: Occurrence | None
+    source: Occurrence | None
+    part: int
+    reader: Occurrence | None
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest point of a program: what is alive there, and bytes at each operation."""
+
+    program: Graph
+    at: Occurrence | None
+    held: tuple[Held, ...]
+    timeline: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return max(self.timeline, default=0)
+
+
+def is_backward(node: Node) -> bool:
+    """Whether an operation is one of a backward pass."""
+    return "transpose" in scopes.transformations(scopes.around(node))
+
+
+def find_peak(graph: Graph, path: Path = ()) -> Peak:
+    """The peak of a program; `path`: the calls that lead to it."""
+    program = flatten(graph)
+    alive = _Ranges(program)
+    inside: dict[Node, Peak] = {}
+    for node in program.nodes:
+        peaks = [
+            find_peak(region, Occurrence(path, node).into(name))
+            for name, region in node.regions.items()
+            if node not in alive.absorbed
+        ]
+        if peaks:
+            inside[node] = max(peaks, key=lambda peak: peak.size)
+    timeline = [
+        (0 if path else alive.given) + alive.at(i) + (inside[n].size if n in inside else 0)
+        for i, n in enumerate(program.nodes)
+    ]
+    if not timeline:
+        return Peak(program, None, alive.held(0, path), (0 if path else alive.given,))
+    moment = max(range(len(timeline)), key=timeline.__getitem__)
+    node = program.nodes[moment]
+    held = alive.held(moment, path)
+    if node in inside:
+        held += inside[node].held
+    here = inside[node].at if node in inside and inside[node].at else Occurrence(path, node)
+    return Peak(program, here, held, tuple(timeline))
+
+
+class _Ranges:
+    """From which operation to which each buffer of a program is alive."""
+
+    def __init__(self, program: Graph):
+        self.program = program
+        self.absorbed = unwritten(program)
+        self.first: dict[Value, int] = {}
+        self.last: dict[Value, int] = {}
+        self.readers: dict[Value, list[tuple[int, Node]]] = {}
+        self.results: set[Value] = set()
+        given = (*program.inputs, *program.constants)
+        self.given = sum(nbytes(v.aval) for v in given)
+        roots: dict[Value, tuple[Value, ...]] = {v: (v,) for v in given}
+        for i, node in enumerate(program.nodes):
+            operands = [v for v in node.inputs if isinstance(v, Value)]
+            read = tuple(dict.fromkeys(root for v in operands for root in roots[v]))
+            for root in read if node not in self.absorbed else ():
+                self.last[root] = i
+                self.readers.setdefault(root, []).append((i, node))
+            for value in node.outputs:
+                roots[value] = read if node in self.absorbed else (value,)
+                self.first[value] = self.last[value] = i
+        end = len(program.nodes)
+        for output in program.outputs:
+            for root in roots[output] if isinstance(output, Value) else ():
+                self.results.add(root)
+                self.last[root] = end
+        self._dying: dict[int, list[Value]] = {}  # by the operation that reads them last
+        for value, first in self.first.items():
+            if value.producer not in self.absorbed and first < self.last[value]:
+                self._dying.setdefault(self.last[value], []).append(value)
+        self._alive = self._sizes(end)
+
+    def _sizes(self, end: int) -> list[int]:
+        """Bytes of buffers at each operation."""
+        changes = [0] * (end + 2)
+        for node in self.program.nodes:
+            for value in node.outputs if node not in self.absorbed else ():
+                changes[self.first[value]] += nbytes(value.aval)
+                changes[self.last[value] + 1] -= nbytes(value.aval)
+        for i, node in enumerate(self.program.nodes):
+            for value in self._overwritten(i, node):
+                changes[i] -= nbytes(value.aval)
+                changes[i + 1] += nbytes(value.aval)
+        sizes, live = [], 0
+        for change in changes[:end]:
+            live += change
+            sizes.append(live)
+        return sizes
+
+    def _overwritten(self, moment: int, node: Node) -> list[Value]:
+        """What an element-wise operation writes its result over: a buffer that it reads last."""
+        if node in self.absorbed or node.op not in operations.CHEAP | operations.COSTLY:
+            return []
+        size = nbytes(node.outputs[0].aval)
+        return [v for v in self._dying.get(moment, ()) if nbytes(v.aval) == size][:1]
+
+    def at(self, moment: int) -> int:
+        """Bytes of buffers."""
+        return self._alive[moment]
+
+    def held(self, moment: int, path: Path) -> tuple[Held, ...]:
+        found = []
+        end = max(1, len(self.program.nodes))
+        nodes = self.program.nodes
+        over = self._overwritten(moment, nodes[moment]) if nodes else []
+        given = () if path else (*self.program.inputs, *self.program.constants)
+        for value in given:
+            kind = "constant" if value in self.program.constants else "argument"
+            found.append(self._of(value, kind, moment, path, 0.0, 1.0))
+        for value, first in self.first.items():
+            made = value.producer
+            assert made is not None
+            if made in self.absorbed or value in over or not first <= moment <= self.last[value]:
+                continue
+            later = [node for i, node in self.readers.get(value, ()) if i >= moment]
+            kind = "activation"
+            if value in self.results:
+                kind = "result"
+            elif is_backward(made):
+                kind = "gradient"
+            elif any(map(is_backward, later)):
+                kind = "residual"
+            found.append(
+                self._of(value, kind, moment, path, first / end, (self.last[value] + 1) / end)
+            )
+        return tuple(found)
+
+    def _of(
+        self, value: Value, kind: str, moment: int, path: Path, first: float, last: float
+    ) -> Held:
+        later = [node for i, node in self.readers.get(value, ()) if i >= moment]
+        made = None if value.producer is None else Occurrence(path, value.producer)
+        reader = Occurrence(path, later[0]) if later and kind != "result" else None
+        source, inner = (None, value) if made is None else _source(made, value)
+        size = nbytes(value.aval)
+        return Held(
+            value, size, kind, made, source, nbytes(inner.aval), reader, first, min(1.0, last)
+        )
+
+
+def _source(made: Occurrence, value: Value) -> tuple[Occurrence, Value]:
+    """The operation that computes a value, inside of loops and recomputed parts; and its result."""
+    while made.node.regions:
+        name, region = next(iter(made.node.regions.items()))
+        if len(region.outputs) != len(made.node.outputs):
+            break
+        inner = region.outputs[made.node.outputs.index(value)]
+        if not isinstance(inner, Value) or inner.producer is None:
+            break
+        made, value = Occurrence(made.into(name), inner.producer), inner
+    return made, value

@@ -1,0 +1,408 @@
+"""`memory`: what a program holds at its peak, by line and by scope, and what would free some."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.insight.live_ranges import Held, Peak, find_peak, is_backward
+from tracegrad.ir import Graph, Node, Occurrence, Value, match, scopes
+from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import name_of, table
+from tracegrad.planning.budget import in_units
+from tracegrad.planning.flops import node_flops
+from tracegrad.planning.residuals import nbytes
+from tracegrad.tracing import TracedFunction, trace
+from tracegrad.tracing.graphs import graph as trace_graph
+
+_ROWS = 12  # of the table in a terminal
+_MOST_ADVICE = 3
+_BUDGET = 0.3  # the share that a plan is asked to free
+_COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
+_BARS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line of the user's, in one scope, holds at the peak.
+
+    Attributes:
+      size: bytes.
+      line: ``model.py:12 (Block.__call__)``; "" for arguments and constants.
+      scope: the named scopes around it, ``encoder/block_0``.
+      kind: ``argument``, ``constant``, ``result``, ``residual``, ``gradient`` or ``activation``.
+      values: their types, ``6 × f32[512,64]``.
+      kept_for: what reads the largest next.
+      alive: from when to when, as shares of the program.
+    """
+
+    size: int
+    line: str
+    scope: str
+    kind: str
+    values: str
+    kept_for: str
+    alive: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that frees memory.
+
+    Attributes:
+      what: how it is written.
+      frees: bytes, about.
+      flops: what it computes again; None if only a plan can tell (`plan_recompute`).
+    """
+
+    what: str
+    frees: int
+    flops: int | None
+
+    def __str__(self) -> str:
+        cost = "at the least FLOPs that a plan needs"
+        if self.flops is not None:
+            cost = f"for {self.flops:.3g} FLOPs more" if self.flops else "for nothing"
+        return f"{self.what} frees about {in_units(self.frees)} {cost}"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
+
+    Bytes of lines are those of the values as the program computes them, in the order in which it
+    does; XLA may compute some of them in another order, or inside of others.
+
+    Attributes:
+      function: the name of the function.
+      total: bytes that the program needs at once: temporary ones, arguments and results.
+      temporary: of these the ones beside arguments and results.
+      measured_on: the backend and the JAX whose XLA says so; "" where the two are the model's.
+      modelled: bytes at the peak in the model, which `lines` add up to.
+      at: the operation at which the model's peak is.
+      lines: what is alive there, what holds most first; arguments and constants last.
+      advice: the cheapest things to do, by FLOPs for each byte that they free.
+      timeline: bytes alive at each operation, in the model.
+    """
+
+    function: str
+    total: int
+    temporary: int
+    measured_on: str
+    modelled: int
+    at: str
+    lines: tuple[Line, ...]
+    advice: tuple[Advice, ...]
+    timeline: tuple[int, ...] = field(repr=False)
+
+    @property
+    def scopes(self) -> dict[str, int]:
+        """Bytes by scope, what holds most first."""
+        found: Counter[str] = Counter()
+        for line in self.lines:
+            found[line.scope] += line.size
+        return dict(found.most_common())
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *map(self._cells, self.lines[:_ROWS])]
+        more = len(self.lines) - _ROWS
+        return "\n".join(
+            [
+                self._headline(),
+                f"over the program: {_sparkline(self.timeline)}",
+                f"at the peak, {self.at}:",
+                *(f"  {line}" for line in table(rows)),
+                *([f"  ... and {more} more"] if more > 0 else []),
+                *([f"  {self._difference()}"] if self.measured_on else []),
+                *(["the cheapest things to do:"] if self.advice else []),
+                *(f"  {k}. {advice}" for k, advice in enumerate(self.advice, 1)),
+            ]
+        )
+
+    __repr__ = __str__
+
+    def _headline(self) -> str:
+        by = f"XLA: {self.measured_on}" if self.measured_on else "by the model, not by XLA"
+        return (
+            f"memory of {self.function}: {in_units(self.total)} at once, "
+            f"{in_units(self.temporary)} beside arguments and results ({by})"
+        )
+
+    def _difference(self) -> str:
+        less, more = self.modelled - self.total, self.total - self.modelled
+        if less > 0:
+            return f"XLA holds {in_units(less)} less than these: it computes some inside of others"
+        return f"XLA holds {in_units(more)} beside these"
+
+    def _cells(self, line: Line) -> tuple[str, ...]:
+        share = f"{line.size / max(1, self.modelled):.0%}"
+        alive = _range(line.alive)
+        size = in_units(line.size)
+        return size, share, line.line, line.scope, line.kind, line.values, line.kept_for, alive
+
+    def _repr_html_(self) -> str:
+        """A bar for each scope, which folds its lines."""
+        sections = []
+        for scope, size in self.scopes.items():
+            rows = [_COLUMNS, *(self._cells(line) for line in self.lines if line.scope == scope)]
+            share = size / max(1, self.modelled)
+            title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
+            bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
+            sections.append(
+                f'<details><summary style="cursor:pointer">{bar} {title}</summary>'
+                f'<div style="overflow-x:auto;margin-left:1.5em">{_html_table(rows)}</div>'
+                "</details>"
+            )
+        below = [self._difference()] if self.measured_on else []
+        below += map(str, self.advice)
+        return (
+            f'<div style="line-height:1.5"><b>{html.escape(self._headline())}</b>'
+            f"<pre>{_sparkline(self.timeline)}</pre>"
+            f"at the peak, {html.escape(self.at)}:{''.join(sections)}"
+            f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in below)}</ul></div>"
+        )
+
+
+_BAR = "display:inline-block;height:.7em"
+
+
+def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
+    """Tells what holds memory: what is alive at the peak of a program, by line and by scope.
+
+    Args:
+      fun: any function of arrays and pytrees of arrays, with a gradient inside or without. One of
+        `tracegrad.trace` is seen with its rules.
+
+    Returns:
+      A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and returns
+      a `MemoryReport`. The program is compiled, for XLA's own account of its bytes, and not run. A
+      program that cannot be compiled by itself has that of the planner's model.
+
+    Raises:
+      TypeError: `fun` is not callable, or an argument is neither an array nor static.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def loss(w, x):
+    ...     for _ in range(3):
+    ...         x = jnp.sin(x @ w)
+    ...     return jnp.sum(x**2)
+    >>> w, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
+    >>> report = tg.memory(jax.grad(loss))(w, x)
+    >>> report.lines[0].kind, report.lines[0].kept_for.startswith("the backward pass of")
+    ('residual', True)
+    >>> stats = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+    >>> report.temporary == stats.temp_size_in_bytes
+    True
+    """
+    if not callable(fun):
+        raise TypeError(f"expected a function, got {fun!r} of type {type(fun).__name__}")
+
+    def report(*args: Any, **kwargs: Any) -> MemoryReport:
+        traced = fun if isinstance(fun, TracedFunction) else None
+        program = (traced.graph if traced else trace_graph(fun))(*args, **kwargs)
+        peak = find_peak(program)
+        lines = _lines(peak)
+        total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""
+        try:
+            lowering = fun if hasattr(fun, "lower") else trace(fun)
+            stats = lowering.lower(*args, **kwargs).compile().memory_analysis()
+        except (
+            Exception
+        ):  # whatever JAX or XLA cannot compile by itself: the model's, and it says so
+            stats = None
+        if stats is not None:
+            temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
+            total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
+            measured_on = _jax.compiled_by()
+        advice = [*_recomputes(peak), *([] if aliased else _donations(program))]
+        advice.sort(key=_price)
+        return MemoryReport(
+            function=name_of(fun),
+            total=total,
+            temporary=temporary,
+            measured_on=measured_on,
+            modelled=sum(line.size for line in lines),
+            at="" if peak.at is None else _place(peak.at),
+            lines=tuple(lines),
+            advice=tuple(advice[:_MOST_ADVICE]),
+            timeline=peak.timeline,
+        )
+
+    return report
+
+
+# ------------------------------------------------------------------------------------------ lines
+
+
+def _lines(peak: Peak) -> list[Line]:
+    groups: dict[tuple[str, str, str], list[Held]] = {}
+    for each in peak.held:
+        if each.size:
+            groups.setdefault((_line(each.source), _scope(each.source), each.kind), []).append(each)
+    lines = [
+        Line(
+            size=sum(each.size for each in held),
+            line=line,
+            scope=scope,
+            kind=kind,
+            values=_types(held),
+            kept_for=_kept_for(max(held, key=lambda each: each.size)),
+            alive=(min(each.first for each in held), max(each.last for each in held)),
+        )
+        for (line, scope, kind), held in groups.items()
+    ]
+    return sorted(lines, key=lambda line: (not line.line, -line.size))
+
+
+def _temporary(lines: Sequence[Line]) -> int:
+    return sum(line.size for line in lines if line.kind not in ("argument", "constant", "result"))
+
+
+def _line(made: Occurrence | None) -> str:
+    origin = None if made is None else made.origin
+    return ("" if made is None else made.node.op) if origin is None else str(origin)
+
+
+def _scope(made: Occurrence | None) -> str:
+    return "" if made is None else "/".join(made.scopes)
+
+
+def _types(held: Sequence[Held]) -> str:
+    counts = Counter(_jax.type_text(each.value.aval) for each in held)
+    texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _kept_for(held: Held) -> str:
+    if held.kind == "result":
+        return "what is returned"
+    return "" if held.reader is None else _place(held.reader)
+
+
+def _place(occurrence: Occurrence) -> str:
+    origin = occurrence.origin
+    backward = "the backward pass of " if is_backward(occurrence.node) else ""
+    return f"{backward}{occurrence.node.op}" + (f" at {origin.place}" if origin else "")
+
+
+# ----------------------------------------------------------------------------------------- advice
+
+
+def _recomputes(peak: Peak) -> Iterator[Advice]:
+    """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
+    residuals = [each for each in peak.held if each.kind == "residual"]
+    groups: dict[str, Selector] = {}
+    for each in residuals:
+        if each.source is not None:
+            groups.update(_selector(each.source))
+    for text, selector in groups.items():
+        instances = [
+            [node for node in found.nodes if not is_backward(node)]
+            for found in peak.program.find(selector)
+        ]
+        frees, flops = _freed(residuals, instances)
+        if frees > 0:
+            yield Advice(f"rules.recompute({text})", frees, flops)
+    if residuals:
+        most = int(_BUDGET * sum(each.size for each in residuals))
+        yield Advice(f'trace(..., memory_budget="{1 - _BUDGET:.0%}")', most, None)
+
+
+def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tuple[int, int]:
+    """Bytes, about, if each of these parts is recomputed by itself, and the FLOPs of that."""
+    alive = {each.value for each in residuals} | {
+        value for each in residuals if each.source is not None for value in each.source.node.outputs
+    }
+    known: dict[Graph, int] = {}
+    frees = flops = most = 0
+    for nodes in instances:
+        members = set(nodes)
+        held = [each for each in residuals if each.source and each.source.node in members]
+        times = max((each.size // max(1, each.part) for each in held), default=0)
+        # What comes in is kept, and so is what goes out to where others read it.
+        read = {v for node in nodes for v in node.inputs if isinstance(v, Value)}
+        come = [v for v in read - alive if v.producer is not None and v.producer not in members]
+        gone = [each for each in held if _is_read_elsewhere(each, members)]
+        kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
+        frees += max(0, sum(each.size for each in held) - kept)
+        most = max(most, sum(each.part for each in held))
+        flops += times * sum(node_flops(node, known) for node in nodes)
+    return frees - most, flops  # one of them is there when it is run again
+
+
+def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
+    value = held.value
+    return any(user not in members and not is_backward(user) for user in value.users)
+
+
+def _selector(made: Occurrence) -> dict[str, Selector]:
+    """The selector of what is like an operation, as it is written."""
+    names = scopes.scopes(scopes.around(made.node))
+    if names:
+        like = re.sub(r"[0-9]+", "*", names[0])
+        return {f'match.scope("{like}")': match.scope(like)}
+    origin = made.origin
+    if origin is None:
+        return {}
+    return {f'match.source("{origin.place}")': match.source(origin.place)}
+
+
+def _price(advice: Advice) -> tuple[float, int]:
+    flops = math.inf if advice.flops is None else advice.flops
+    return flops / max(1, advice.frees), -advice.frees
+
+
+def _donations(program: Graph) -> list[Advice]:
+    """Arguments in the place of which results can be written."""
+    if program.in_tree is None:
+        return []
+    free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
+    numbered = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
+    found, size = [], 0
+    for position, argument in enumerate(numbered[0]):
+        values = [program.inputs[i] for i in jax.tree.leaves(argument)]
+        types = Counter(_jax.type_text(v.aval) for v in values)
+        if values and types <= free:
+            free -= types
+            found.append(position)
+            size += sum(nbytes(v.aval) for v in values)
+    if not found:
+        return []
+    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
+    return [Advice(what, size, 0)]
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+def _sparkline(sizes: Sequence[int]) -> str:
+    highest = max(sizes, default=0)
+    count = min(_WIDTH, len(sizes))
+    edges = [k * len(sizes) // max(1, count) for k in range(count + 1)]
+    peaks = [max(sizes[a:b]) for a, b in itertools.pairwise(edges)]
+    return "".join(_BARS[-(-8 * peak // max(1, highest))] for peak in peaks)
+
+
+def _range(alive: tuple[float, float]) -> str:
+    first, last = (round(20 * share) for share in alive)
+    return "·" * first + "━" * max(1, last - first) + "·" * (20 - max(first + 1, last))
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
+    lines = [
+        "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(itertools.chain(["th"], itertools.repeat("td")), rows, strict=False)
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table style="border-collapse:collapse;margin:0">{body}</table>'
