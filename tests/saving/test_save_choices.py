@@ -122,6 +122,20 @@ def test_derivatives_of_gradients_leave_out_what_the_gradient_left_out(tmp_path)
     assert jax.grad(by_x, argnums=(0, 1))(X, X) == (0, 1)
 
 
+def test_derivatives_of_gradients_go_through_a_loop_that_began_with_a_constant(tmp_path):
+    def function(x):  # its backward pass is a loop that carries cotangents from zeros on
+        last, rows = lax.scan(lambda c, _: (jnp.sin(c) * x, c), x, length=3)
+        return jnp.sum(last * x), rows
+
+    x = np.array([0.3, -1.2, 0.8], np.float32)
+    loaded = saved(function, [x], tmp_path, order=2)
+
+    def second(fun):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(first(fun))(x))))(x)
+
+    np.testing.assert_allclose(second(loaded), second(function), rtol=1e-5)
+
+
 def test_every_choice_is_that_of_jax_on_the_original(tmp_path):
     @jax.custom_vjp
     def two(x):

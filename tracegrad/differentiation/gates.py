@@ -250,13 +250,16 @@ class Planner:
         )
         plans, operands = plans_of(outs), back(outs)
         for edge, i in zip(outs, carried, strict=False):
-            operands[i] = edge if ins[i] else Edge(NEVER, True)
+            operands[i] = edge
         if is_call:
             operands = next(iter(plans.values())).inputs
         inner = {
             name: Inner(plan, list(map(entry, plan.inputs, operands)))
             for name, plan in plans.items()
         }
+        for i in carried:
+            if not ins[i]:  # the first is constant, those of further steps are not
+                operands[i] = Edge(NEVER, True)
         if node.primitive is _jax.COND:
             operands = [Edge(NEVER, True), *operands]
         return operands, [e.when for e in outs], inner
