@@ -578,6 +578,15 @@ def test_a_value_given_by_keyword_that_is_differentiated_raises_and_names_it():
         jax.grad(lambda w: f(1.0, params={"w": w}))(2.0)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, tg.trace])
+def test_what_the_gradient_of_a_function_inside_closes_over_may_be_differentiated(around):
+    def f(x, w):
+        inner = tg.custom_gradient(lambda x: (x * x, lambda dy: 5 * dy * w))
+        return tg.custom_gradient(lambda x: (inner(x), lambda dy: 7 * dy))(x)
+
+    assert around(jax.grad(f, (0, 1)))(3.0, 2.0) == (7.0, 0.0)
+
+
 def test_values_closed_over_through_another_function_or_an_object_are_named():
     class Model:
         pass

@@ -140,6 +140,35 @@ def test_a_variable_given_as_an_argument_is_an_input_like_any_other():
     assert float(tape.gradient(y, v)) == 11.0
 
 
+def test_a_variable_may_be_read_by_the_gradient_function_of_a_custom_gradient_in_another_one():
+    v = Variable(2.0, name="v")
+
+    @tg.custom_gradient
+    def inner(x):
+        return x * x, lambda dy: 5 * dy * v
+
+    @tg.custom_gradient
+    def outer(x):
+        return inner(x), lambda dy: 7 * dy * inner(x)
+
+    def gradient(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = outer(x)
+        return tape.gradient(y, [x, v])
+
+    def second(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            slope, _ = gradient(x)
+        return tape.gradient(slope, x)
+
+    x = jnp.float32(3.0)
+    for gradients, slopes in ((gradient, second), (tg.trace(gradient), tg.trace(second))):
+        assert floats(gradients(x)) == [63.0, None]
+        assert slopes(x) == 70.0  # of 7 inner(x): 7 · 5 v
+
+
 def test_a_variable_given_as_an_argument_and_closed_over_is_the_argument():
     v, w = Variable(3.0, name="v"), Variable(5.0, name="w")
     seen = []

@@ -16,6 +16,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.lowering.closed_over import depends_on
+from tracegrad.tracing.importer import import_program
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.trees import is_variable
 
@@ -50,8 +51,10 @@ def unwrapped(
     values = tuple(each.value for each in inputs)
     avals = tuple(map(jax.typeof, values))
     for each in captured:
-        if inputs[each.position].perturbed and depends_on(each.primal, avals, each.position):
-            return values, each.message(values)
+        if inputs[each.position].perturbed:
+            primal = import_program(jax.make_jaxpr(each.primal)(*avals))
+            if depends_on(primal, each.position):
+                return values, each.message(values)
     return values, None
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+from tracegrad.ir.dependence import dependence
 from tracegrad.lowering.partial import vjp_of_some
 
 
@@ -53,7 +54,7 @@ def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
 
 
 def _matters(node: CustomGradient, position: int) -> bool:
-    return depends_on(node.primal.to_callable(), [v.aval for v in node.inputs], position)
+    return depends_on(node.primal, position)
 
 
 def not_differentiated(
@@ -81,18 +82,21 @@ def not_differentiated(
     return closed_over(value)
 
 
-def depends_on(primal: Callable[..., Any], avals: Sequence[Any], position: int) -> bool:
+def depends_on(primal: Graph, position: int) -> bool:
     """Whether a derivative of a function with respect to one input is not zero by structure.
 
-    What goes through ``stop_gradient`` does not count: zero is right there.
+    What goes through ``stop_gradient`` does not count: zero is right there. Nor does what is only
+    closed over by the rules of functions that it calls: no result depends on it.
 
     Args:
-      primal: a function of arrays that returns a tree of arrays; it is traced.
-      avals: the types of its inputs.
-      position: which of them.
+      primal: the graph of the function.
+      position: which of its inputs.
     """
-    if not _jax.has_gradient(avals[position]):
+    avals = primal.in_avals
+    flows = any(mask >> position & 1 for mask in dependence(primal))
+    if not flows or not _jax.has_gradient(avals[position]):
         return False
+    run = primal.to_callable()
     met: list[None] = []
 
     @jax.custom_jvp
@@ -105,11 +109,11 @@ def depends_on(primal: Callable[..., Any], avals: Sequence[Any], position: int) 
         return primals[0], tangents[0]
 
     def derivative(*values: Any) -> Any:
-        def run(operands: list[Any]) -> Any:
-            leaves = jax.tree.leaves(primal(*operands))
+        def along(operands: list[Any]) -> Any:
+            leaves = jax.tree.leaves(run(*operands))
             return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
 
-        return vjp_of_some(run, values, [position])[0]
+        return vjp_of_some(along, values, [position])[0]
 
     jax.make_jaxpr(derivative)(*avals)
     return bool(met)
