@@ -1,7 +1,7 @@
 """What a program holds while it runs: for each value the moments at which it is alive.
 
 The program is run as it is written, from its first operation to its last; what is computed inside
-of its only reader is not written, nor is a view (see `planning.modelling`). Arguments are there all
+of its only reader is not written, nor is a view (see `planning.fusion`). Arguments are there all
 the time. A loop, a branch and a recomputed part hold what is inside of them as well, at its peak.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tracegrad.ir import Graph, Node, Occurrence, Value, operations, scopes
 from tracegrad.ir.occurrence import Path
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.modelling import unwritten
-from tracegrad.planning.residuals import nbytes
+from tracegrad.planning.fusion import Fusion
+from tracegrad.planning.residuals import NodeResiduals, nbytes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Ranges:
 
     def __init__(self, program: Graph):
         self.program = program
-        self.absorbed = unwritten(program)
+        self.absorbed = Fusion(program, (), True, NodeResiduals()).absorbed
         self.first: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
         self.readers: dict[Value, list[tuple[int, Node]]] = {}

@@ -62,14 +62,6 @@ def node_reads(
     return found.read, found.absorbed | cheap
 
 
-def unwritten(graph: Graph) -> set[Node]:
-    """The nodes of a program that write no buffer when it is run as it is."""
-    modelling = _Modelling(graph, True, NodeResiduals(), ())
-    modelling.find_residuals()
-    modelling.find_buffers()
-    return modelling.absorbed
-
-
 class _Modelling:
     """One graph, one step after the other; each fills in a few of the attributes."""
 
