@@ -27,6 +27,7 @@ from tracegrad.differentiation.checks import (
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
 from tracegrad.differentiation.lookups import call_with_slices
+from tracegrad.differentiation.module_state import module_state
 from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
@@ -172,16 +173,28 @@ def value_and_grad(
         differentiable = differentiable_leaves(selection, unconnected, allow_int)
         chosen = selection.refined(differentiable)
 
+        state = module_state(chosen)
+        carries = has_aux or state is not None  # something beside the scalar
+
         def result(leaves: list[Any]) -> Any:
-            return scalar_result(fun, chosen.call(leaves), has_aux)
+            if state is None:
+                return scalar_result(fun, chosen.call(leaves), has_aux)
+            outcome, assigned = state.call(leaves)
+            outcome = scalar_result(fun, outcome, has_aux)
+            scalar, aux = outcome if has_aux else (outcome, None)
+            return scalar, (aux, assigned)
 
         scalar = refusing(under_rules(result, function_name(fun)))
         run = _jax.value_and_grad(
-            scalar, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+            scalar, has_aux=carries, holomorphic=holomorphic, allow_int=allow_int
         )
         value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
-            (results,) = _marked(chosen, _main(scalar, has_aux), unconnected, [results])
+            (results,) = _marked(chosen, _main(scalar, carries), unconnected, [results])
+        if state is not None:
+            scalar_value, (aux, assigned) = value
+            state.assign(assigned)
+            value = (scalar_value, aux) if has_aux else scalar_value
         return value, selection.answer(spread_out(results, differentiable))
 
     return value_and_gradient
@@ -235,24 +248,28 @@ def jacobian(
         differentiable = differentiable_leaves(selection, unconnected, allow_int)
         chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
+        state = module_state(chosen)
 
         def result(leaves: list[Any]) -> Any:
-            outputs, aux = chosen.call(leaves), None
+            outputs, assigned = (chosen.call(leaves), []) if state is None else state.call(leaves)
+            aux = None
             if has_aux:
                 outputs, aux = pair(fun, outputs)
             flat_outputs, structure = jax.tree.flatten(outputs)
             shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
-            return flat_outputs, aux
+            return flat_outputs, (aux, assigned)
 
         flat = refusing(under_rules(result, function_name(fun)))
         if chosen.leaves:
             run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
-            rows, aux = run(chosen.leaves)
+            rows, (aux, assigned) = run(chosen.leaves)
         else:  # which `jax.jacrev` does not take
-            outputs, aux = flat([])
+            outputs, (aux, assigned) = flat([])
             rows = [[] for _ in outputs]
         if unconnected != "zero":
             rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
+        if state is not None:
+            state.assign(assigned)
         structure, shapes = shape_of_result
         blocks = [
             selection.answer(spread_out(row, differentiable), functools.partial(zero_block, shape))

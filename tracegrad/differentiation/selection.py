@@ -181,15 +181,23 @@ class Selection:
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """The function with these in place of its selected leaves."""
+        args, kwargs, _ = self.filled(leaves)
+        return self.fun(*args, **kwargs)
+
+    def filled(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """The arguments of the call with these in place of its selected leaves, and those of them
+        that `wrt` names by themselves."""
         args, kwargs = list(self.args), dict(self.kwargs)
+        values = []
         rest = iter(leaves)
         for argument in self.arguments:
             value = argument.filled([next(rest) for m in argument.mask if m])
+            values.append(value)
             if isinstance(argument.key, int):
                 args[argument.key] = value
             else:
                 kwargs[argument.key] = value
-        return self.fun(*args, **kwargs)
+        return args, kwargs, values
 
     def answer(self, results: Sequence[Any], absent: Callable[[Any], Any] | None = None) -> Any:
         """One result per selected leaf, in the structure that the caller gave to `wrt`."""

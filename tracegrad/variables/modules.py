@@ -174,6 +174,12 @@ def is_module(node: object) -> bool:
     return _is_of_nnx(type(node))
 
 
+def is_variable_of_nnx(node: object) -> bool:
+    """For ``is_leaf=``: whether a node is an nnx.Variable."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
 def find(wanted: object, module: Any) -> str | None:
     """The path in a module to an object in it: ``.linear.kernel``; None if it is not there."""
     for path, node in _nnx().iter_graph(module, graph=True):

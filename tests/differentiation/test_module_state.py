@@ -1,0 +1,87 @@
+"""What a function assigns in modules of flax.nnx is kept where it is differentiated, too."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+
+X = jnp.linspace(-1.0, 1.0, 24).reshape(8, 3)
+
+
+class Noisy(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.seen = nnx.Variable({"calls": jnp.zeros(())})
+
+    def __call__(self, x):
+        self.seen.set_value({"calls": self.seen["calls"] + 1.0})
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def state_of(model):
+    leaves = jax.tree.leaves(nnx.state(model, (nnx.BatchStat, nnx.RngCount, nnx.Variable)))
+    return [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+def by_aux(model, x):
+    gradient, aux = tg.grad(lambda m, x: (loss(m, x), x), has_aux=True)(model, x)
+    np.testing.assert_allclose(aux, x)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        tg.grad(loss),
+        lambda *args: tg.value_and_grad(loss)(*args)[1],
+        by_aux,
+        tg.jacobian(loss),
+        tg.grad(loss, unconnected="none"),
+        tg.grad(tg.trace(loss)),
+        tg.grad(nnx.jit(loss)),
+        tg.grad(tg.rewrite(loss)),
+        tg.trace(tg.grad(loss)),
+        nnx.jit(lambda model, x: jax.tree.map(jnp.asarray, nnx.state(tg.grad(loss)(model, x)))),
+    ],
+    ids=[
+        "grad",
+        "value_and_grad",
+        "with aux",
+        "jacobian",
+        "unconnected",
+        "of a traced function",
+        "of nnx.jit",
+        "of a rewritten function",
+        "in a trace",
+        "in nnx.jit",
+    ],
+)
+def test_statistics_and_counts_are_kept_as_by_nnx_grad(differentiate):
+    model, expected = Noisy(), Noisy()
+    for _ in range(2):
+        differentiate(model, X)
+        nnx.grad(loss)(expected, X)
+    for a, b in zip(state_of(model), state_of(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert float(model.seen["calls"]) == 2.0
+
+
+def test_a_change_of_structure_raises():
+    def in_evaluation(model, x):
+        model.eval()
+        return loss(model, x)
+
+    with pytest.raises(TypeError, match=r"changes the structure .* before \(model.eval"):
+        tg.grad(in_evaluation)(Noisy(), X)

@@ -1,0 +1,73 @@
+"""What a function assigns in modules of flax.nnx with respect to which it is differentiated.
+
+It gets copies of them, made of the values that are differentiated. What it has assigned in those
+(statistics, counts of random numbers) goes into the modules themselves, as by `nnx.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tracegrad.differentiation.selection import Selection
+from tracegrad.ir.wording import with_article
+from tracegrad.variables.modules import is_module, is_variable_of_nnx, is_whole
+
+
+class ModuleState:
+    """The state of the modules of a selection, through one call of its function."""
+
+    def __init__(self, selection: Selection):
+        self._selection = selection
+        self._changed: list[int] = []
+
+    def call(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Calls the function with these for its selected leaves; returns its result, and what it
+        has assigned, for `assign`."""
+        args, kwargs, filled = self._selection.filled(leaves)
+        structure: Any
+        changed_structure: Any
+        before, structure = jax.tree.flatten(filled)
+        result = self._selection.fun(*args, **kwargs)
+        after, changed_structure = jax.tree.flatten(filled)
+        if structure != changed_structure:
+            raise TypeError(
+                "a function changes the structure of a module of flax.nnx with respect to which it "
+                "is differentiated: its attributes, or what there is of variables. Change it "
+                "before (model.eval(), a Variable with an initial value)"
+            )
+        pairs = enumerate(zip(before, after, strict=True))
+        self._changed = [i for i, (old, new) in pairs if old is not new]
+        return result, [after[i] for i in self._changed]
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """Puts what the last call has assigned into the modules themselves."""
+        places = self._places() if values else []
+        for i, value in zip(self._changed, values, strict=True):
+            variable, leaf = places[i]
+            if not is_variable_of_nnx(variable):
+                raise TypeError(
+                    f"a function assigns {with_article(type(variable).__name__)} in a module of "
+                    "flax.nnx with respect to which it is differentiated, which would be lost. "
+                    "Make it an nnx.Variable"
+                )
+            leaves, structure = jax.tree.flatten(variable.get_raw_value())
+            leaves[leaf] = value
+            variable.set_raw_value(jax.tree.unflatten(structure, leaves))
+
+    def _places(self) -> list[tuple[Any, int]]:
+        """For each leaf the nnx.Variable that it is in, and which of its leaves it is."""
+        trees = [argument.tree for argument in self._selection.arguments]
+        nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
+        return [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
+
+
+def module_state(selection: Selection) -> ModuleState | None:
+    """That of the modules with respect to which it is differentiated; None if there are none."""
+    if (is_leaf := is_whole()) is None:
+        return None
+    trees = [argument.tree for argument in selection.arguments]
+    found = any(map(is_module, jax.tree.leaves(trees, is_leaf=is_leaf)))
+    return ModuleState(selection) if found else None
