@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from zoo import LIMIT, STEPS, Program, check, clipped, reversed_
+from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 from tracegrad import match, rules
 
@@ -101,18 +101,21 @@ def transformer(compiled, edit):
     return losses, params, opt_state
 
 
-PROGRAMS = [
+@each(
     Program(
         mlp_with_batch_norm,
         jax.jit,
         rules.clip_gradient(match.call("relu"), max_value=LIMIT),
         clipped,
-        "70%",
+        "98%",
     ),
-    Program(transformer, jax.jit, rules.scale_gradient(match.scope("head"), -1.0), reversed_),
-]
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+    Program(
+        transformer,
+        jax.jit,
+        rules.scale_gradient(match.scope("head"), -1.0),
+        reversed_,
+        is_long=True,
+    ),
+)
 def test_a_program_of_haiku(program):
     check(program)

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state
-from zoo import LIMIT, STEPS, Program, check, clipped
+from zoo import LIMIT, STEPS, Program, check, clipped, each
 
 from tracegrad import match, rules
 
@@ -144,7 +143,7 @@ def lstm(compiled, edit):
     return losses, jax.tree.leaves(state)
 
 
-PROGRAMS = [
+@each(
     Program(
         cnn_with_batch_stats,
         jax.jit,
@@ -152,10 +151,13 @@ PROGRAMS = [
         clipped,
         "70%",
     ),
-    Program(lstm, jax.jit, rules.clip_gradient(match.scope("norm"), max_value=LIMIT), clipped),
-]
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+    Program(
+        lstm,
+        jax.jit,
+        rules.clip_gradient(match.scope("norm"), max_value=LIMIT),
+        clipped,
+        is_long=True,
+    ),
+)
 def test_a_program_of_linen(program):
     check(program)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tracegrad as tg
 
@@ -55,9 +56,15 @@ class Program:
     rule: Any
     by_hand: Edit
     budget: str = "60%"
+    is_long: bool = False
 
-    def __str__(self) -> str:
-        return self.run.__name__
+
+def each(*programs: Program) -> pytest.MarkDecorator:
+    """For the test of a framework."""
+    marked = [
+        pytest.param(p, marks=[pytest.mark.long] * p.is_long, id=p.run.__name__) for p in programs
+    ]
+    return pytest.mark.parametrize("program", marked)
 
 
 def arrays(result: Any) -> list[np.ndarray]:

@@ -1,0 +1,346 @@
+"""Programs of equinox, unmodified but for ``tg.trace`` in the place of ``eqx.filter_jit``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
+
+from tracegrad import match, rules
+
+
+def arrays_of(*trees):
+    return [jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in trees]
+
+
+class MixerBlock(eqx.Module):
+    patch_mixer: eqx.nn.MLP
+    hidden_mixer: eqx.nn.MLP
+    norms: list[eqx.nn.LayerNorm]
+
+    def __init__(self, patches, hidden, activation, *, key):
+        pkey, hkey = jr.split(key)
+        self.patch_mixer = eqx.nn.MLP(patches, patches, 8, 1, activation, key=pkey)
+        self.hidden_mixer = eqx.nn.MLP(hidden, hidden, 8, 1, activation, key=hkey)
+        self.norms = [eqx.nn.LayerNorm((hidden, patches)), eqx.nn.LayerNorm((patches, hidden))]
+
+    def __call__(self, y):
+        y = y + jax.vmap(self.patch_mixer)(self.norms[0](y))
+        y = y.T
+        y = y + jax.vmap(self.hidden_mixer)(self.norms[1](y))
+        return y.T
+
+
+class Mixer2d(eqx.Module):
+    conv_in: eqx.nn.Conv2d
+    conv_out: eqx.nn.ConvTranspose2d
+    blocks: list[MixerBlock]
+    norm: eqx.nn.LayerNorm
+    end: float
+
+    def __init__(self, image, patch, hidden, depth, end, activation, *, key):
+        channels, height, width = image
+        patches = (height // patch) * (width // patch)
+        inkey, outkey, *bkeys = jr.split(key, 2 + depth)
+        self.conv_in = eqx.nn.Conv2d(channels + 1, hidden, patch, stride=patch, key=inkey)
+        self.conv_out = eqx.nn.ConvTranspose2d(hidden, channels, patch, stride=patch, key=outkey)
+        self.blocks = [MixerBlock(patches, hidden, activation, key=bkey) for bkey in bkeys]
+        self.norm = eqx.nn.LayerNorm((hidden, patches))
+        self.end = end
+
+    def __call__(self, t, y):
+        _, height, width = y.shape
+        t = jnp.broadcast_to(t / self.end, (1, height, width))
+        y = self.conv_in(jnp.concatenate([y, t]))
+        hidden, rows, columns = y.shape
+        y = y.reshape(hidden, rows * columns)
+        for block in self.blocks:
+            y = block(y)
+        y = self.norm(y).reshape(hidden, rows, columns)
+        return self.conv_out(y)
+
+
+def mlp_mixer(compiled, edit):
+    """A score-based diffusion model."""
+    end = 4.0
+
+    def single_loss_fn(model, data, t, key):
+        std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
+        noise = jr.normal(key, data.shape)
+        y = data * jnp.exp(-0.5 * t) + std * noise
+        return (1 - jnp.exp(-t)) * jnp.mean((model(t, y) + noise / std) ** 2)
+
+    def batch_loss_fn(model, data, key):
+        tkey, losskey = jr.split(key)
+        losskey = jr.split(losskey, len(data))
+        t = jr.uniform(tkey, (len(data),), maxval=end)
+        return jnp.mean(jax.vmap(single_loss_fn, in_axes=(None, 0, 0, 0))(model, data, t, losskey))
+
+    @compiled
+    def make_step(model, data, key, opt_state, opt_update):
+        loss, grads = eqx.filter_value_and_grad(batch_loss_fn)(model, data, key)
+        updates, opt_state = opt_update(grads, opt_state)
+        model = eqx.apply_updates(model, updates)
+        key = jr.split(key, 1)[0]
+        return loss, model, key, opt_state
+
+    model = Mixer2d((1, 4, 4), 2, 8, 2, end, lambda x: edit(jax.nn.gelu(x)), key=jr.key(0))
+    optim = optax.adabelief(1e-3)
+    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    data, key, losses = jr.normal(jr.key(1), (4, 1, 4, 4)), jr.key(2), []
+    for _ in range(STEPS):
+        loss, model, key, opt_state = make_step(model, data, key, opt_state, optim.update)
+        losses.append(loss)
+    return losses, key, arrays_of(model, opt_state)
+
+
+class RNN(eqx.Module):
+    hidden_size: int
+    cell: eqx.nn.GRUCell
+    linear: eqx.nn.Linear
+    bias: jax.Array
+    edit: callable = eqx.field(static=True)
+
+    def __init__(self, in_size, out_size, hidden_size, edit, *, key):
+        ckey, lkey = jr.split(key)
+        self.hidden_size = hidden_size
+        self.cell = eqx.nn.GRUCell(in_size, hidden_size, key=ckey)
+        self.linear = eqx.nn.Linear(hidden_size, out_size, use_bias=False, key=lkey)
+        self.bias = jnp.zeros(out_size)
+        self.edit = edit
+
+    def __call__(self, input):
+        hidden = jnp.zeros((self.hidden_size,))
+
+        def f(carry, inp):
+            return self.edit(self.cell(inp, carry)), None
+
+        out, _ = jax.lax.scan(f, hidden, input)
+        return jax.nn.sigmoid(self.linear(out) + self.bias)
+
+
+def rnn(compiled, edit):
+    """Spirals that turn to the left or to the right."""
+
+    @eqx.filter_value_and_grad
+    def compute_loss(model, x, y):
+        pred_y = jax.vmap(model)(x)
+        return -jnp.mean(y * jnp.log(pred_y) + (1 - y) * jnp.log(1 - pred_y))
+
+    optim = optax.adam(1e-2)
+
+    @compiled
+    def make_step(model, x, y, opt_state):
+        loss, grads = compute_loss(model, x, y)
+        updates, opt_state = optim.update(grads, opt_state)
+        model = eqx.apply_updates(model, updates)
+        return loss, model, opt_state
+
+    model = RNN(2, 1, 8, edit, key=jr.key(0))
+    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    x, losses = jr.normal(jr.key(1), (4, 6, 2)), []
+    y = jnp.array([0, 1, 0, 1])[:, None]
+    for _ in range(STEPS):
+        loss, model, opt_state = make_step(model, x, y, opt_state)
+        losses.append(loss.item())
+    return jnp.array(losses), arrays_of(model, opt_state)
+
+
+class ResidualBlock(eqx.Module):
+    norm: eqx.nn.GroupNorm
+    conv: eqx.nn.Conv2d
+    time: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    scaling: float
+
+    def __init__(self, channels, *, key):
+        ckey, tkey = jr.split(key)
+        self.norm = eqx.nn.GroupNorm(2, channels)
+        self.conv = eqx.nn.Conv2d(channels, channels, 3, padding=1, key=ckey)
+        self.time = eqx.nn.Linear(4, channels, key=tkey)
+        self.dropout = eqx.nn.Dropout(0.1)
+        self.scaling = 0.7
+
+    def __call__(self, x, t, *, key):
+        h = jax.nn.silu(self.norm(x))
+        h = self.conv(h) + self.time(t)[:, None, None]
+        return (x + self.dropout(h, key=key)) * self.scaling
+
+
+class UNet(eqx.Module):
+    first_conv: eqx.nn.Conv2d
+    down_blocks: list[ResidualBlock]
+    shrink: list[eqx.nn.Conv2d]
+    up_blocks: list[ResidualBlock]
+    grow: list[eqx.nn.ConvTranspose2d]
+    last: eqx.nn.Conv2d
+    edit: callable = eqx.field(static=True)
+
+    def __init__(self, channels, hidden, depth, edit, *, key):
+        keys = iter(jr.split(key, 2 + 4 * depth))
+        self.first_conv = eqx.nn.Conv2d(channels, hidden, 3, padding=1, key=next(keys))
+        self.down_blocks = [ResidualBlock(hidden, key=next(keys)) for _ in range(depth)]
+        self.shrink = [
+            eqx.nn.Conv2d(hidden, hidden, 2, stride=2, key=next(keys)) for _ in range(depth)
+        ]
+        self.up_blocks = [ResidualBlock(hidden, key=next(keys)) for _ in range(depth)]
+        self.grow = [
+            eqx.nn.ConvTranspose2d(hidden, hidden, 2, stride=2, key=next(keys))
+            for _ in range(depth)
+        ]
+        self.last = eqx.nn.Conv2d(hidden, channels, 1, key=next(keys))
+        self.edit = edit
+
+    def __call__(self, x, t, key):
+        t = jnp.concatenate([jnp.sin(t * jnp.arange(1, 3)), jnp.cos(t * jnp.arange(1, 3))])
+        keys = iter(jr.split(key, len(self.down_blocks) + len(self.up_blocks)))
+        x = self.first_conv(x)
+        skips = []
+        for block, shrink in zip(self.down_blocks, self.shrink):
+            x = block(x, t, key=next(keys))
+            skips.append(x)
+            x = shrink(x)
+        for block, grow in zip(self.up_blocks, self.grow):
+            x = block(grow(x) + skips.pop(), t, key=next(keys))
+        return self.edit(self.last(x))
+
+
+def unet(compiled, edit):
+    """Takes the noise from pictures; dropout, group norm, skips."""
+
+    def loss_fn(model, x, t, key):
+        noise_key, model_key = jr.split(key)
+        noise = jr.normal(noise_key, x.shape)
+        keys = jr.split(model_key, len(x))
+        pred = jax.vmap(model)(x + t[:, None, None, None] * noise, t, keys)
+        return jnp.mean((pred - noise) ** 2)
+
+    optim = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    @compiled
+    def make_step(model, opt_state, x, key):
+        key, tkey, losskey = jr.split(key, 3)
+        t = jr.uniform(tkey, (len(x),))
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x, t, losskey)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optim.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, key, loss
+
+    model = UNet(1, 4, 1, edit, key=jr.key(0))
+    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    x, key, losses = jr.normal(jr.key(1), (2, 1, 4, 4)), jr.key(2), []
+    for _ in range(STEPS):
+        model, opt_state, key, loss = make_step(model, opt_state, x, key)
+        losses.append(loss)
+    assert model.down_blocks[0].dropout.p == 0.1
+    return losses, key, arrays_of(model, opt_state)
+
+
+class CNN(eqx.Module):
+    norm1: eqx.nn.BatchNorm
+    spectral_linear: eqx.nn.SpectralNorm[eqx.nn.Linear]
+    norm2: eqx.nn.BatchNorm
+    linear: eqx.nn.Linear
+    edit: callable = eqx.field(static=True)
+
+    def __init__(self, edit, key):
+        key1, key2, key3 = jr.split(key, 3)
+        self.norm1 = eqx.nn.BatchNorm(3, axis_name="batch", mode="batch")
+        self.spectral_linear = eqx.nn.SpectralNorm(
+            eqx.nn.Linear(3, 8, key=key1), weight_name="weight", key=key2
+        )
+        self.norm2 = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
+        self.linear = eqx.nn.Linear(8, 2, key=key3)
+        self.edit = edit
+
+    def __call__(self, x, state):
+        x, state = self.norm1(x, state)
+        x, state = self.spectral_linear(x, state)
+        x = self.edit(jax.nn.relu(x))
+        x, state = self.norm2(x, state)
+        return self.linear(x), state
+
+
+def batch_norm(compiled, edit):
+    """Layers with `eqx.nn.State`."""
+
+    def compute_loss(model, state, xs, ys):
+        batch_model = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, state = batch_model(xs, state)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ys)
+        return jnp.mean(losses), state
+
+    optim = optax.adam(1e-2)
+
+    @compiled
+    def make_step(model, state, opt_state, xs, ys):
+        grads, state = eqx.filter_grad(compute_loss, has_aux=True)(model, state, xs, ys)
+        updates, opt_state = optim.update(grads, opt_state)
+        model = eqx.apply_updates(model, updates)
+        return model, state, opt_state
+
+    @compiled
+    def evaluate(model, state, xs):
+        model = eqx.nn.inference_mode(model)
+        return jax.vmap(model, in_axes=(0, None), out_axes=(0, None))(xs, state)[0]
+
+    model, state = eqx.nn.make_with_state(CNN)(edit, key=jr.key(0))
+    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    xs, ys = jr.normal(jr.key(1), (8, 3)), jnp.arange(8) % 2
+    for _ in range(STEPS):
+        model, state, opt_state = make_step(model, state, opt_state, xs, ys)
+    return evaluate(model, state, xs), arrays_of(model, state, opt_state)
+
+
+def ensemble(compiled, edit):
+    """Several models at once, by `eqx.filter_vmap`."""
+
+    @eqx.filter_vmap
+    def make_ensemble(key):
+        return eqx.nn.MLP(3, 1, 8, 2, activation=lambda x: edit(jax.nn.softplus(x)), key=key)
+
+    @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
+    def evaluate_ensemble(model, x):
+        return jax.vmap(model)(x)
+
+    def loss_fn(models, x, y):
+        return jnp.mean((evaluate_ensemble(models, x) - y) ** 2)
+
+    optim = optax.sgd(1e-1, momentum=0.9)
+
+    @compiled
+    def make_step(models, opt_state, x, y):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(models, x, y)
+        updates, opt_state = optim.update(grads, opt_state)
+        return eqx.apply_updates(models, updates), opt_state, loss
+
+    models = make_ensemble(jr.split(jr.key(0), 4))
+    opt_state = optim.init(eqx.filter(models, eqx.is_inexact_array))
+    x, losses = jr.normal(jr.key(1), (32, 3)), []
+    y = jnp.sum(x, axis=1, keepdims=True)
+    for _ in range(STEPS):
+        models, opt_state, loss = make_step(models, opt_state, x, y)
+        losses.append(loss)
+    return losses, arrays_of(models, opt_state)
+
+
+CLIP = partial(rules.clip_gradient, max_value=LIMIT)
+REVERSE = partial(rules.scale_gradient, factor=-1.0)
+
+
+@each(
+    Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, is_long=True),
+    Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped),
+    Program(
+        unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", is_long=True
+    ),
+    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "98%"),
+    Program(ensemble, eqx.filter_jit, CLIP(match.call("softplus")), clipped, "98%"),
+)
+def test_a_program_of_equinox(program):
+    check(program)
