@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -535,3 +540,73 @@ def test_the_same_program_is_written_once(path):
     value, pullback = jax.vjp(load(path), jnp.asarray(X))
     np.testing.assert_array_equal(value, 3 * X)  # as JAX has it of the original
     np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 5 * np.ones((2, 3)))
+
+
+# ------------------------------------------------------------------------------ what is no array
+
+
+def scaled(options, x):
+    y = options["w"] * x if options["how"] == "scaled" else x
+    return {"y": jnp.sum(y), "how": options["how"], "pair": ("a", y)}
+
+
+def test_strings_are_what_it_was_saved_for_and_come_back(path):
+    options = {"w": X, "how": "scaled"}
+    loaded = saved(path, scaled, [options, 2.0 * X])
+    assert "'how': 'scaled'" in repr(loaded)
+    for function in (loaded, saved(path, loaded, None), tg.trace(loaded)):
+        got = function(options, 2.0 * X)
+        np.testing.assert_allclose(got["y"], np.sum(2.0 * X * X), rtol=1e-6)
+        assert (got["how"], got["pair"][0]) == ("scaled", "a")
+    gradient = jax.grad(lambda w: loaded({"w": w, "how": "scaled"}, X)["y"])(X)
+    np.testing.assert_array_equal(gradient, X)
+
+
+@pytest.mark.parametrize("other", ["another", 1.0, None])
+def test_another_string_is_refused_by_its_place(path, other):
+    loaded = saved(path, scaled, [{"w": X, "how": "scaled"}, X])
+    with pytest.raises(TypeError, match=r"options\['how'\] should be 'scaled', for which it was"):
+        loaded({"w": X, "how": other}, X)
+
+
+def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
+    with pytest.raises(TypeError, match=r"m\['f'\] is .*, which no file can hold.*close over it"):
+        save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
+    with pytest.raises(TypeError, match=r"the result of <lambda>\[1\] is .* no file can hold"):
+        save(lambda x: (x, jnp.sin), path, [X])
+    with pytest.raises(TypeError, match=r"argument m is of type Linear, .* closes over the rest"):
+        save(lambda m, x: m(x), path, [eqx.nn.Linear(3, 2, key=jax.random.key(0)), X[0]])
+    assert not path.exists()
+
+
+def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_classes(path):
+    model = eqx.nn.MLP(3, 2, 4, 1, activation=jax.nn.gelu, key=jax.random.key(0))
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+
+    def of_arrays(leaves, x):
+        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(x)
+
+    functions = {"given": (of_arrays, [leaves, X[0]]), "closed": (lambda x: model(x), [X[0]])}
+    loaded = saved(path, functions, None)
+    np.testing.assert_allclose(loaded.given(leaves, X[0]), model(X[0]), rtol=1e-6)
+    script = (
+        "import sys, numpy as np, tracegrad.saving as s\n"
+        "f = s.load(sys.argv[1])\n"
+        "leaves = [np.full(l.shape, 0.5, 'float32') for l in f.given.signature.args[0]]\n"
+        "x = np.ones(3, 'float32')\n"
+        "print(*f.closed(x), *f.given(leaves, x), 'equinox' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *numbers, has_equinox = done.stdout.split()
+    halves = [np.full(leaf.shape, 0.5, "float32") for leaf in leaves]
+    x = np.ones(3, "float32")
+    expected = [*model(x), *of_arrays(halves, x)]
+    np.testing.assert_allclose([float(n) for n in numbers], expected, rtol=1e-5)
+    assert has_equinox == "False"

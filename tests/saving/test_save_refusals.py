@@ -134,7 +134,7 @@ class Spec:
         (lambda x, y: x @ y, [X, X], "contracting dimensions"),
         (lambda x: x, X, r"of type ndarray: write \[spec\] for one argument"),
         (lambda x: x, None, "specs are missing"),
-        (lambda x: x, [{"a": "text"}], "the spec 0 should be an array"),
+        (lambda x: x, ["text"], "the spec 0 should be an array"),
         (lambda x: x, [Spec(None)], "the spec 0 has no fixed rank: a program of XLA is made for"),
         (lambda x: x, [Spec((None, 3))], r"the spec 0 has the shape \(None, 3\): name the sizes"),
         (lambda m: m.w, [Model(X)], "the argument m is of type Model, which is rebuilt by"),

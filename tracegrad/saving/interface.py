@@ -19,6 +19,7 @@ from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.tracing.user_errors import innermost_user_line
 from tracegrad.variables.modules import held_paths
+from tracegrad.variables.trees import is_array, with_statics
 
 Function = Callable[..., Any]
 
@@ -99,6 +100,8 @@ def _spec(spec: Any, where: str) -> Any:
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
             return leaf
+        if leaf is not spec and not is_array(leaf):
+            return leaf  # static, as where the function is called
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"{where} should be an array, a jax.ShapeDtypeStruct or a tree of those, and has "
@@ -164,7 +167,7 @@ def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tu
 
 def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
     try:
-        return jax.tree.unflatten(tree, map(structure.leaf_of, avals))
+        return with_statics(jax.tree.unflatten(tree, map(structure.leaf_of, avals)))
     except Exception as error:
         raise TypeError(
             f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "

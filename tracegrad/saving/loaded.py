@@ -17,6 +17,7 @@ from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
 from tracegrad.saving.program_tree import ProgramTree
 from tracegrad.saving.structure import Leaf, flatten_as
+from tracegrad.variables.trees import has_statics, with_statics
 from tracegrad.variables.variable import Variable
 
 
@@ -95,6 +96,7 @@ class LoadedFunction:
         self.signature = _signature(record, tree.program)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._places = [name for name, _ in record.parameters]
+        self._has_statics = has_statics(jax.tree.structure(record.arguments))
         self._result = jax.tree.structure(record.result)
         self._flat = differentiable(tree, len(record.assigns), self._beyond)
         self._compiled: Any = jax.jit(_named(self._checked, record.name))
@@ -114,9 +116,10 @@ class LoadedFunction:
     def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
         """The result, and the new values of the Variables that it assigns."""
         results: tuple[Any, list[Any]]
-        with contextlib.suppress(TypeError, ValueError):
-            results = self._compiled(args, values)
-            return results
+        if not self._has_statics:
+            with contextlib.suppress(TypeError, ValueError):
+                results = self._compiled(args, values)
+                return results
         # JAX takes some container for something else; or what is wrong is said here.
         try:
             results = self._compiled(self._rebuilt(args), values)
@@ -163,7 +166,7 @@ class LoadedFunction:
         rebuilt: tuple[Any, ...] = jax.tree.unflatten(
             jax.tree.structure(self._record.arguments), [leaf for *_, leaf in placed]
         )
-        return rebuilt
+        return with_statics(rebuilt)
 
     def _type_of(self, place: str, leaf: Any) -> Any:
         try:
@@ -182,7 +185,8 @@ class LoadedFunction:
         dimensions.bind(shapes, record.constraints, record.name)
         results = self._flat(*operands, *values)
         count = len(results) - len(self.assigns)
-        return jax.tree.unflatten(self._result, results[:count]), results[count:]
+        result = with_statics(jax.tree.unflatten(self._result, results[:count]))
+        return result, results[count:]
 
     def _of_dtype(self, place: str, wanted: str, value: Any) -> Any:
         """A value of the dtype that was saved; Python's numbers are converted, as in arithmetic."""

@@ -58,8 +58,10 @@ def save(
 
     Arguments:
       fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
-        pytrees are of dictionaries, lists, tuples, named tuples and None. Several functions, which
-        share their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
+        pytrees are of dictionaries, lists, tuples, named tuples and None; a string in them is what
+        the function is saved for. Of a model of classes the arrays are passed, or it is closed
+        over. Several functions, which share their Variables, are given as ``{name: (fun, specs)}``,
+        without `specs` behind.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array or a `jax.ShapeDtypeStruct`, or a
         pytree of those; the value of an argument that is static. For keyword arguments a

@@ -2,7 +2,8 @@
 
 Written are the containers whose meaning is plain without any code: dictionaries, lists, tuples,
 named tuples and None. A type of the user's own, registered with JAX, is rebuilt by its own Python
-code, which is not there when the file is read. In memory such a tree is one, of `Leaf`s.
+code, which is not there when the file is read. In memory such a tree is one, of `Leaf`s. A string
+in it is what the function was saved for, and no leaf (`variables.trees.Static`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from tracegrad import _jax
 from tracegrad.ir.wording import with_article
 from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
+from tracegrad.variables.trees import Static
 
 Structure = Any
-"""A tree as JSON. None: nothing. ``{"dtype": ..., "shape": ...}``: an array. Otherwise one of
+"""A tree as JSON. None: nothing. ``{"dtype": ..., "shape": ...}``: an array. ``{"static": text}``:
+a string. Otherwise one of
 ``{"tuple": [tree, ...]}``, ``{"list": [tree, ...]}``, ``{"dict": [[key, tree], ...]}``,
 ``{"namedtuple": name, "fields": [[name, tree], ...]}``; keys are strings or integers, in the order
 in which JAX flattens them."""
@@ -99,6 +102,13 @@ def describe(tree: Any, where: str, depth: int = 0) -> Structure:
             if isinstance(size, str) and (why := dimensions.why_no_size(size)) is not None:
                 raise TypeError(f"{where} has the size {size}: {why}")
         return {"dtype": tree.dtype, "shape": list(tree.shape)}
+    if isinstance(tree, Static):
+        if documents.text(tree.leaf) is not None:
+            raise TypeError(
+                f"{where} is {tree!r} of type {type(tree.leaf).__name__}, which no file can hold "
+                "(of what is no array, strings are saved): let the function close over it"
+            )
+        return {"static": tree.leaf}
     kind = type(tree)
     if kind is dict:
         for key in tree:
@@ -119,7 +129,9 @@ def describe(tree: Any, where: str, depth: int = 0) -> Structure:
     elif kind not in _SEQUENCES.values():
         raise TypeError(
             f"{where} is of type {kind.__name__}, which is rebuilt by its Python code, and no code "
-            "is saved: make a dictionary, list or tuple of it, or pass its arrays"
+            "is saved: make a dictionary, list or tuple of it, or pass its arrays, as "
+            "`jax.tree.leaves` has them, to a function that closes over the rest of it; or let the "
+            "function close over all of it, which makes constants of the arrays"
         )
     items = [describe(item, f"{where}{place}", depth + 1) for place, item in _parts(tree)]
     if kind is dict:
@@ -150,6 +162,8 @@ def read(structure: Any, member: str, where: str, depth: int = 0) -> Any:
     def below(items: Iterable[tuple[str, Any]]) -> list[Any]:
         return [read(item, member, f"{where}{place}", depth + 1) for place, item in items]
 
+    if set(structure) == {"static"}:
+        return Static(documents.parse(_Text, structure["static"], member, f"{where}.static"))
     if "dtype" in structure:
         return documents.parse(Leaf, structure, member, where)
     if len(structure) == 1 and ("tuple" in structure or "list" in structure):
@@ -180,6 +194,7 @@ def _key(value: Any) -> str | None:
 
 _Keyed = tuple[tuple[Annotated[Any, _key], Any], ...]
 _Named = tuple[tuple[str, Any], ...]
+_Text = Annotated[Any, documents.text]
 
 
 # No cache, but the classes in use: trees of equal results match only where their classes are one.
@@ -211,6 +226,10 @@ def flatten_as(wanted: Any, tree: Any, where: str) -> list[tuple[str, Leaf, Any]
         if tree is None or isinstance(tree, (dict, list, tuple)):
             raise TypeError(f"{where} should be an array and is {_named(tree)}")
         return [(where, wanted, tree)]
+    if kind is Static:
+        if type(tree) is str and tree == wanted.leaf:
+            return []
+        raise TypeError(f"{where} should be {wanted!r}, for which it was saved, and is {tree!r}")
     if wanted is None:
         fits = tree is None
     elif kind is dict:
