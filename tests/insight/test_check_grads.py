@@ -51,7 +51,7 @@ def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
         "fwd of rev",
         "rev of rev",
     }
-    assert {c.what for c in report.leaves} == {"all leaves", "params/w", "x"}
+    assert {c.what for c in report.leaves} == {"all leaves", "params.w", "x"}
     assert {c.status for c in report.leaves} == {"right"}
 
 

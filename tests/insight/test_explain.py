@@ -81,7 +81,7 @@ def test_norms_and_zeros_are_those_of_jax():
     explanation = explain(program_of_everything, params, healthy.X)
     want = jax.grad(program_of_everything)(params, healthy.X)
     for path, gradient in want.items():
-        report = explanation[f"params/{path}"]
+        report = explanation[f"params.{path}"]
         np.testing.assert_allclose(report.norm, jnp.linalg.norm(gradient), rtol=1e-5)
         assert report.zeros == jnp.mean(gradient == 0)
         assert report.is_finite
@@ -123,7 +123,7 @@ def test_a_nan_in_an_argument_that_is_no_source_is_named():
 
     nan = {"scale": jnp.array([1.0, float("nan"), 1.0])}
     (finding,) = explain(f, X, batch=nan).findings
-    assert finding.what == "the argument batch/scale has 1 NaN already"
+    assert finding.what == "the argument batch.scale has 1 NaN already"
 
 
 def test_a_nan_in_a_source_is_one_finding_that_names_it():
@@ -427,7 +427,7 @@ def test_text_has_the_worst_first(broken):
     assert text.index("Inf in the reverse pass") < text.index("rounding")
     assert re.search(r"rounding at test_explain.py:\d+", text)
     rows = text.splitlines()[-2:]
-    assert rows[0].startswith("params/w")
+    assert rows[0].startswith("params.w")
     assert "None" in rows[1]
     assert "\033" not in text
     assert "\033[31m" in broken.text(colour=True)
@@ -437,7 +437,7 @@ def test_text_has_the_worst_first(broken):
 def test_html_is_escaped_and_folds(broken):
     page = broken._repr_html_()
     assert page.count("<details") == 3
-    assert "params/&lt;b&gt;" in page
+    assert "params.&lt;b&gt;" in page
     assert "<b>rounding" not in page
     assert "<code>tracegrad.grad_pass_through(jnp.round)(x)</code>" in page
 
@@ -451,7 +451,7 @@ def test_rich_prints_it(broken):
 def test_it_plots(broken):
     axes = broken.plot()
     assert axes.get_xlabel() == "norm of the gradient"
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["params/w"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["params.w"]
 
 
 def test_an_unknown_source_is_named(broken):
@@ -518,3 +518,73 @@ def test_branching_on_a_value_says_what_to_write():
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         explain(lambda x: x if x > 0 else -x, jnp.float32(1.0))
     assert any("jnp.where" in note for note in caught.value.__notes__)
+
+
+# --------------------------------------------------------------------------- models of frameworks
+
+
+class Normalised(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(3, 4, rngs=rngs)])
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.blocks[0](x)))
+
+
+def test_leaves_of_a_module_have_their_paths_and_its_state_is_no_problem():
+    model = Normalised(nnx.Rngs(0))
+    x = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    found = explain(lambda model: jnp.mean(model(x) ** 2), model)
+    connected = {report.path: report.connected for report in found.sources}
+    state = ["norm.mean", "norm.var", "dropout.rngs.count", "dropout.rngs.key"]
+    trained = ["blocks.0.bias", "blocks.0.kernel", "norm.bias", "norm.scale"]
+    assert connected == {
+        **{f"model.{name}": True for name in trained},
+        **{f"model.{name}": False for name in state},
+    }
+    (finding,) = found.findings
+    assert (finding.cause, finding.problem) == ("state", False)
+    assert sorted(finding.sources) == sorted(f"model.{name}" for name in state)
+    with tg.GradientTape() as tape:
+        tape.watch(model)
+        value = nnx.jit(lambda model: jnp.mean(model(x) ** 2))(model)
+    by_tape = tape.explain(value, model)
+    assert {f"model.{r.path}": r.connected for r in by_tape.sources} == connected
+    assert [(f.cause, f.problem) for f in by_tape.findings] == [("state", False)]
+
+
+def test_functions_of_a_model_are_no_sources_unless_they_are_asked_about():
+    model = eqx.nn.MLP(3, 1, 4, 1, activation=jax.nn.tanh, key=jax.random.key(0))
+
+    def loss(model):
+        return jnp.sum(model(jnp.ones(3)))
+
+    found = explain(loss, model)
+    names = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")]
+    assert [report.path for report in found.sources] == names
+    assert not found.findings
+    (asked,) = explain(loss, model, wrt=lambda path, _: path == "activation").findings
+    assert asked.sources == ("model.activation",)
+
+
+def test_what_is_updated_beside_the_result_is_no_problem_and_what_is_forgotten_is():
+    def with_statistics(params, statistics, x):
+        statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * jnp.mean(x)}
+        return jnp.sum(params["w"] * x), (statistics, params["unused"] * x)
+
+    args = {"w": jnp.ones(3), "unused": jnp.ones(())}, {"mean": jnp.zeros(3)}, jnp.arange(3.0)
+    found = explain(with_statistics, *args, wrt=(0, 1), has_aux=True)
+    assert {f.sources: f.cause for f in found.findings} == {
+        ("params.unused",): "unused",
+        ("statistics.mean",): "state",
+    }
+    assert [f.problem for f in found.findings] == [True, False]
+
+    def with_collections(variables, x):
+        return jnp.sum(variables["params"]["w"] * x)
+
+    collections = {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
+    (finding,) = explain(with_collections, collections, jnp.arange(3.0)).findings
+    assert (finding.cause, finding.sources) == ("state", ("variables.batch_stats.mean",))

@@ -34,7 +34,7 @@ def test_a_healthy_tape_has_the_norms_of_its_gradients(tape):
         y = jnp.sum(jax.jit(lambda m: m**2)(middle) * v)
     explanation = explain_tape(tape, y, {"x": X, "middle": middle, "v": v})
     assert explanation.findings == ()
-    gradients = tape.gradient(y, {"x": X, "middle": middle, "v/scale": v})
+    gradients = tape.gradient(y, {"x": X, "middle": middle, "v.scale": v})
     for path, gradient in gradients.items():
         np.testing.assert_allclose(
             explanation[path].norm, jnp.linalg.norm(jnp.ravel(gradient)), rtol=1e-5

@@ -69,7 +69,7 @@ def differentiable_leaves(
     what cannot be differentiated, unless the caller takes None for an answer.
     """
     flags = []
-    paths = iter(selection.paths)
+    paths = iter(selection.names)
     for argument in selection.arguments:
         chosen = [leaf for leaf, m in zip(argument.leaves, argument.mask, strict=True) if m]
         is_model = argument.is_whole and any(argument.differentiable)

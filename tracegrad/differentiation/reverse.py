@@ -314,7 +314,7 @@ def _traced(chosen: Selection, outputs: Callable[[list[Any]], Any]) -> Graph:
 
 
 def _require_connected(chosen: Selection, program: Graph, linked: Sequence[frozenset[int]]) -> None:
-    paths = chosen.paths
+    paths = chosen.names
     lines = []
     for output, inputs in enumerate(linked):
         if inputs.issuperset(range(len(paths))):

@@ -166,7 +166,7 @@ def hvp(
     leaves = selection.leaves
     vector = [
         _direction(leaf, entry, path)
-        for leaf, entry, path in zip(leaves, given, selection.paths, strict=True)
+        for leaf, entry, path in zip(leaves, given, selection.names, strict=True)
     ]
 
     def gradient(leaves: list[Any]) -> list[Any]:

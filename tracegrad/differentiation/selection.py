@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.tracing.graphs import function_name
+from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.trees import settings
 
 Predicate = Callable[[str, Any], Any]
@@ -99,6 +100,11 @@ class Argument:
         return [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.tree)[0]]
 
     @functools.cached_property
+    def named_leaves(self) -> list[Leaf]:
+        """Each leaf as messages name it, and what it is to a model."""
+        return leaves_of(self.tree)
+
+    @functools.cached_property
     def settings(self) -> frozenset[int]:
         """The indices of the leaves that are numbers, and part of what a model computes."""
         return settings([type(leaf) for leaf in self.leaves], self.structure)
@@ -168,16 +174,20 @@ class Selection:
         ]
 
     @property
-    def paths(self) -> list[str]:
-        """For each selected leaf the argument's name and the path in it: ``params/0/kernel``."""
-        paths = []
+    def named_leaves(self) -> list[Leaf]:
+        """Each selected leaf by the argument's name and its path in that: ``params.0.kernel``."""
+        named = []
         for argument in self.arguments:
             key = argument.key
             name = key if isinstance(key, str) else _positional_name(self.fun, key)
-            for path, m in zip(argument.paths, argument.mask, strict=True):
-                if m:
-                    paths.append(f"{name}/{path}" if path else name)
-        return paths
+            leaves = zip(argument.named_leaves, argument.mask, strict=True)
+            named += [leaf.within(name) for leaf, m in leaves if m]
+        return named
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the selected leaves: ``params.0.kernel``."""
+        return [leaf.name for leaf in self.named_leaves]
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """The function with these in place of its selected leaves."""

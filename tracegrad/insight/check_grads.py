@@ -151,7 +151,7 @@ def _flat(
         jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
         for leaf in chosen.leaves
     ]
-    return flat, leaves, chosen.paths
+    return flat, leaves, chosen.names
 
 
 # ------------------------------------------------------------------------------ the whole function

@@ -17,11 +17,13 @@ from tracegrad.differentiation.selection import (
     Selection,
     Wrt,
     check_wrt,
+    is_numeric,
     resolve,
+    type_of,
 )
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
-from tracegrad.ir import Graph, Occurrence
+from tracegrad.ir import Graph, Literal, Occurrence, Value
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.variables.trees import Static
 
@@ -84,20 +86,61 @@ def explain(
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
     leaves = {
-        path: Static(leaf) if is_setting else leaf
-        for path, leaf, is_setting in zip(
-            selection.paths, selection.leaves, selection.settings, strict=True
+        name: Static(leaf) if is_setting else leaf
+        for name, leaf, is_setting in zip(
+            selection.names, selection.leaves, selection.settings, strict=True
         )
     }
+    # A model's functions and strings are no sources, unless it is one of them that is asked about.
+    sources = {
+        name: i
+        for name, i in call.sources.items()
+        if i is not None or type_of(leaves[name]) is not None
+    } or call.sources
     return explain_graph(
         call.program,
         call.inputs,
-        call.sources,
-        _seeds(fun, call.program, cotangent),
+        sources,
+        _seeds(fun, call.program, call.count, cotangent),
         name=function_name(fun),
-        unselectable={path: leaves[path] for path, i in call.sources.items() if i is None},
+        unselectable={name: leaves[name] for name, i in sources.items() if i is None},
         others=call.others,
+        untrained=_untrained(selection),
+        updated=_updated(call),
     )
+
+
+def _untrained(selection: Selection) -> frozenset[str]:
+    """The sources that are no parameters to the model."""
+    return frozenset(leaf.name for leaf in selection.named_leaves if not leaf.is_trained)
+
+
+def _updated(call: _Call) -> frozenset[str]:
+    """The sources of which something of their type is computed that the function returns beside
+    its value, or assigns: statistics, averages of weights."""
+    program = call.program
+    inputs = {name: program.inputs[i] for name, i in call.sources.items() if i is not None}
+    types = {_jax.type_text(value.aval) for value in inputs.values()}
+    found = set[str]()
+    for out in program.outputs[call.count :]:
+        text = _jax.type_text(out.aval)
+        if text in types:
+            before = _computed_of(program, out)
+            found |= {
+                name
+                for name, value in inputs.items()
+                if value in before and _jax.type_text(value.aval) == text
+            }
+    return frozenset(found)
+
+
+def _computed_of(program: Graph, output: Value | Literal) -> set[Value | Literal]:
+    """The values that an output is computed of."""
+    found = {output}
+    for node in reversed(program.nodes):
+        if not found.isdisjoint(node.outputs):
+            found.update(node.inputs)
+    return found
 
 
 # ------------------------------------------------------------------------------------ the inputs
@@ -131,13 +174,15 @@ def _require_alive(args: Any, kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A traced call: the program and its inputs; by path which of them a selected leaf is, None
-    for what is of no differentiable type; and the names of the other inputs."""
+    """A traced call: the program and its inputs; by name which of them a selected leaf is, None
+    for what is of no differentiable type; the names of the other inputs; and how many outputs are
+    of the value that is differentiated, before all others."""
 
     program: Graph
     inputs: list[Any]
     sources: dict[str, int | None]
     others: dict[int, str]
+    count: int
 
 
 def _trace(selection: Selection, has_aux: bool) -> _Call:
@@ -154,8 +199,14 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     rest = [i for i, leaf in enumerate(others) if isinstance(leaf, jax.Array | np.ndarray)]
     name = function_name(selection.fun)
 
-    def outputs(result: Any) -> Any:
-        return pair(selection.fun, result)[0] if has_aux else result
+    count = 0
+
+    def outputs(result: Any) -> list[Any]:
+        nonlocal count
+        value, aux = pair(selection.fun, result) if has_aux else (result, None)
+        leaves = jax.tree.leaves(value)
+        count = len(leaves)
+        return [*leaves, *(leaf for leaf in jax.tree.leaves(aux) if is_numeric(leaf))]
 
     def of_all(chosen: list[Any], more: list[Any]) -> Any:
         leaves = list(others)
@@ -182,15 +233,15 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     numbers = itertools.count()
     sources = {
         path: next(numbers) if fits else None
-        for path, fits in zip(selection.paths, is_input, strict=True)
+        for path, fits in zip(selection.names, is_input, strict=True)
     }
-    return _Call(program, inputs, sources, names)
+    return _Call(program, inputs, sources, names, count)
 
 
 def _argument_paths(selection: Selection) -> list[str]:
     """The path of every leaf of the arguments, in the order in which JAX flattens them."""
     args, kwargs = selection.args, selection.kwargs
-    return resolve(selection.fun, (*range(len(args)), *sorted(kwargs)), args, kwargs).paths
+    return resolve(selection.fun, (*range(len(args)), *sorted(kwargs)), args, kwargs).names
 
 
 def _refuse_references(program: Graph) -> None:
@@ -204,8 +255,7 @@ def _refuse_references(program: Graph) -> None:
             )
 
 
-def _seeds(fun: Callable[..., Any], program: Graph, cotangent: Any) -> list[Any]:
-    count = program.result_count
+def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) -> list[Any]:
     assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.selection import path_text
+from tracegrad.differentiation.selection import type_of
 from tracegrad.differentiation.smallest_cuts import smallest_cuts
-from tracegrad.insight.explaining.cut_off import findings_of_cuts
-from tracegrad.insight.explaining.explain_graph import explain_graph
+from tracegrad.insight.explaining.cut_off import findings_of_cuts, state_of_model
+from tracegrad.insight.explaining.explain_graph import explain_graph, merged
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import Operation, graph_of
+from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import as_traced
+from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -72,8 +74,13 @@ def explain_tape(
     single: list[dict[str, Any]] = []
     findings: list[Finding] = []
     reports: dict[str, SourceReport] = {}
-    for path, leaf in _named(sources):
+    before, untrained = before_calls(record, sources), set[str]()
+    for named, leaf in _named(sources):
+        path, leaf = named.name, before.get(id(leaf), leaf)
         reason = _not_followed(record, path, leaf)
+        if not named.is_trained:
+            untrained.add(path)
+            reason = reason and state_of_model(path)
         if reason is not None:
             findings.append(reason)
             reports[path] = _none(path, leaf, reason)
@@ -88,23 +95,32 @@ def explain_tape(
     value = ""
     for group in [together, *single]:
         if group:
-            found = _explain(record, group, targets, seeds)
+            found = _explain(record, group, targets, seeds, untrained)
             findings += found.findings
             reports.update((report.path, report) for report in found.sources)
             scopes, value = scopes or found.scopes, value or found.value
-    ordered = tuple(sorted(dict.fromkeys(findings), key=lambda f: f.rank))
+    ordered = tuple(sorted(merged(findings), key=lambda f: f.rank))
     return Explanation("the tape", tuple(reports.values()), ordered, scopes, value)
 
 
-def _named(sources: Any) -> list[tuple[str, Any]]:
-    entries, _ = jax.tree_util.tree_flatten_with_path(sources, is_leaf=is_variable)
+def _named(sources: Any) -> list[tuple[Leaf, Any]]:
+    """The sources by name; what else a model has is none."""
     named = []
-    for path, leaf in entries:
-        name = path_text(path)
-        if isinstance(leaf, Variable):
-            name = f"{name}/{leaf.name}" if name else str(leaf.name)
-        named.append((name or "source", leaf))
+    arrays = jax.tree.leaves(sources, is_leaf=is_variable)
+    for leaf, array in zip(leaves_of(sources), arrays, strict=True):
+        if is_variable(array):
+            named.append((replace(leaf, name=_name_of(array, leaf.name)), array))
+        elif not leaf.name or type_of(array) is not None:
+            named.append((replace(leaf, name=leaf.name or "source"), array))
     return named
+
+
+def _name_of(variable: Variable, path: str) -> str:
+    """The path of a Variable, and its name, where that says more."""
+    name = str(variable.name)
+    if not path or name == path or name.endswith(f".{path}"):
+        return name
+    return path if name == "Variable" else f"{path}.{name}"
 
 
 def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
@@ -177,7 +193,11 @@ def _has_twin(record: Record, leaf: jax.Array) -> bool:
 
 
 def _explain(
-    record: Record, sources: dict[str, Any], targets: Sequence[Any], seeds: Sequence[Any]
+    record: Record,
+    sources: dict[str, Any],
+    targets: Sequence[Any],
+    seeds: Sequence[Any],
+    untrained: Collection[str],
 ) -> Explanation:
     slots = {path: record.slots[id(array)] for path, array in sources.items()}
     types, arrays = record.types(), list(record.arrays)
@@ -214,6 +234,7 @@ def _explain(
         name="the tape",
         unselectable={},
         why_unused=lambda path: _UNSEEN if not inside else None,
+        untrained=untrained,
     )
     return _with_ends(explanation, graph, positions, len(inside)) if ends else explanation
 

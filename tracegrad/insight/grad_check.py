@@ -11,7 +11,7 @@ from tracegrad.ir import Origin
 class Checked:
     """One comparison: a derivative along a direction, and what finite differences give for it.
 
-    `what` names the leaf (``params/w``) or the rule and its input (``clip, input 0``), `order` and
+    `what` names the leaf (``params.w``) or the rule and its input (``clip, input 0``), `order` and
     `mode` the derivative (``"rev"``, ``"fwd"``, ``"fwd of rev"``), `expected` is the number by
     finite differences and `got` the derivative's; both are of the results, weighed by random
     numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near

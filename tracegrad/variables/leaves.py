@@ -8,7 +8,7 @@ variables, and of flax.linen, by the collections.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,10 +23,17 @@ class Leaf:
     Attributes:
       name: its path, ``"blocks.0.kernel"``; ``""`` for a tree that is one leaf.
       holder: what holds it for the tree: a variable of flax.nnx, or one of ours; else None.
+      is_beside_params: whether it stands beside what is called ``params``: in another collection
+        of flax.linen (``batch_stats``), in the optimiser's part of a train state.
     """
 
     name: str
     holder: Any
+    is_beside_params: bool = False
+
+    def within(self, name: str) -> Leaf:
+        """The same leaf of what has a name: ``params.dense.kernel``."""
+        return replace(self, name=f"{name}.{self.name}" if name and self.name else name + self.name)
 
     @property
     def is_module_state(self) -> bool:
@@ -35,35 +42,47 @@ class Leaf:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it may be meant to get a gradient: no statistics of a module, no counts."""
-        return not self.is_module_state or isinstance(self.holder, sys.modules["flax.nnx"].Param)
+        """Whether it may be meant to get a gradient: no statistics of a model, no counts."""
+        if self.is_module_state:
+            return isinstance(self.holder, sys.modules["flax.nnx"].Param)
+        return not self.is_beside_params
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
     holders = (Variable, sys.modules["flax.nnx"].Variable) if has_modules() else (Variable,)
-    found = []
-    for path, node in jax.tree_util.tree_flatten_with_path(
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, holders)
-    )[0]:
+    )
+    with_params = {
+        path[:depth]
+        for path, _ in nodes
+        for depth, key in enumerate(path)
+        if _key_name(key) == "params"
+    }
+    found = []
+    for path, node in nodes:
+        is_beside = any(
+            path[:depth] in with_params and _key_name(key) != "params"
+            for depth, key in enumerate(path)
+        )
         if not isinstance(node, holders):
-            found.append(Leaf(path_name(path), None))
+            found.append(Leaf(path_name(path), None, is_beside))
         elif isinstance(node, Variable):
-            found.append(Leaf(path_name(path), node))
+            found.append(Leaf(path_name(path), node, is_beside))
         else:
             for inside, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
                 found.append(Leaf(path_name((*path, *inside[1:])), node))  # without its "value"
     return found
 
 
+def _key_name(key: Any) -> str:
+    return path_name((key,))
+
+
 def path_name(path: Any) -> str:
     """A path of JAX as text: ``blocks.0.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def within(name: str, leaf: Leaf) -> str:
-    """A leaf of what has a name: ``params.dense.kernel``."""
-    return f"{name}.{leaf.name}" if name and leaf.name else name or leaf.name
 
 
 def has_modules() -> bool:

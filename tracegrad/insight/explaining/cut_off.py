@@ -206,3 +206,14 @@ def no_gradient(path: str, leaf: Any) -> Finding:
         problem=is_numeric(leaf),
         cure="make it a float array, or leave it out of wrt" if is_numeric(leaf) else "",
     )
+
+
+def state_of_model(path: str) -> Finding:
+    """Of a source that is updated, and not by its gradient."""
+    return Finding(
+        "state",
+        "it is no parameter to the model, or is updated beside the result: statistics, counts and "
+        "the like need no gradient",
+        (path,),
+        problem=False,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.authors import is_jaxs_rule
 from tracegrad.insight.explaining.compiled import compile_pass
 from tracegrad.insight.explaining.custom_rules import changed_rules
-from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals
+from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
@@ -37,6 +37,8 @@ def explain_graph(
     unselectable: dict[str, Any],
     why_unused: Callable[[str], str | None] = lambda path: None,
     others: Mapping[int, str] = MappingProxyType({}),
+    untrained: Collection[str] = (),
+    updated: Collection[str] = (),
 ) -> Explanation:
     """Explains the gradients of a graph.
 
@@ -50,6 +52,8 @@ def explain_graph(
       why_unused: words for a source that nothing leads from to the result, if there are better
         ones than that.
       others: the names of inputs that are no sources.
+      untrained: the sources of which nobody expects that they get a gradient.
+      updated: those of which the function computes new values beside its result.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
     known = _Known(program)
@@ -58,13 +62,18 @@ def explain_graph(
     flowing = [False] * len(program.inputs)
     cuts: list[tuple[CutsOnWay, ...]] = []
     for path, i in sources.items():
-        if i is None:
-            findings.append(no_gradient(path, unselectable[path]))
-        elif i in reached:
+        if i is not None and i in reached:
             flowing[i] = True
+        elif path in untrained:
+            findings.append(state_of_model(path))
+        elif i is None:
+            findings.append(no_gradient(path, unselectable[path]))
         else:
             cuts = cuts or smallest_cuts(program, targets)
-            findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
+            if path in updated and not cuts[i]:
+                findings.append(state_of_model(path))
+            else:
+                findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
     observed = _measure(program, flowing, inputs, seeds, known, close=False)
     findings += refusals(observed)
     if _looks_bad(observed):
@@ -80,7 +89,7 @@ def explain_graph(
     return Explanation(
         name,
         tuple(reports),
-        tuple(sorted(_merged(findings), key=lambda f: f.rank)),
+        tuple(sorted(merged(findings), key=lambda f: f.rank)),
         tuple(scope_norms(observed)),
         "" if value is None else _output_text(value),
     )
@@ -141,7 +150,7 @@ def _reports(
     return reports
 
 
-def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
     """One finding for all sources that one place concerns."""
     groups: dict[Any, list[Finding]] = {}
     for finding in findings:
