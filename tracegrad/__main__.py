@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tracegrad.ir.wording import table
 from tracegrad.saving.errors import ArtefactError, printable
 from tracegrad.saving.inspection import inspect
 from tracegrad.saving.structure import Leaf
@@ -166,14 +167,8 @@ def _graphs(found: Found) -> list[tuple[str, str]]:
 def _plain(found: Found) -> list[str]:
     lines = [printable(_heading(found))]
     for rows in _tables(found):
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines.append("")
-        for row in rows:
-            cells = (
-                cell.rjust(width) if rows[0][i] == "bytes" else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            lines.append("  ".join(cells).rstrip())
+        numbers = [i for i, title in enumerate(rows[0]) if title == "bytes"]
+        lines += ["", *table(rows, right=numbers)]
     for title, text in _graphs(found):
         lines += ["", title, text]
     return lines

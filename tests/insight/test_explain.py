@@ -434,6 +434,14 @@ def test_text_has_the_worst_first(broken):
     assert str(broken) == text == repr(broken)
 
 
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_a_terminal_gets_colours_unless_its_user_wants_plain_text(monkeypatch, plain):
+    monkeypatch.setenv("NO_COLOR", plain)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert ("\033" in str(explain(jnp.sin, 1.0))) == (not plain)
+
+
 def test_html_is_escaped_and_folds(broken):
     page = broken._repr_html_()
     assert page.count("<details") == 3

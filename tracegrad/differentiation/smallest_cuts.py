@@ -20,7 +20,7 @@ from tracegrad.differentiation.connectivity import Walk, is_connectable
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
 from tracegrad.ir.authors import whose
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
-from tracegrad.ir.occurrence import Path, users_line
+from tracegrad.ir.occurrence import Path, at, users_line
 from tracegrad.rewriting.forward_mode import place_of
 
 # So many equally light ways are told apart, by the lines of their cuts.
@@ -36,7 +36,7 @@ class Cut:
 
     def __str__(self) -> str:
         node, origin = self.occurrence.node, self.occurrence.origin
-        place = "" if origin is None else f" at {origin}"
+        place = at(origin)
         if isinstance(node, StopGradient):
             return f"stop_gradient{place}"
         if isinstance(node, CustomGradient):

@@ -24,6 +24,7 @@ from tracegrad.differentiation.selection import (
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Literal, Occurrence, Value
+from tracegrad.ir.occurrence import at
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.variables.trees import Static
 
@@ -249,7 +250,7 @@ def _refuse_references(program: Graph) -> None:
         if any(value.is_reference for value in node.outputs):
             line = Occurrence((), node).origin
             raise NotImplementedError(
-                f"the function makes a jax.Ref{f' at {line}' if line else ''}, and what is written "
+                f"the function makes a jax.Ref{at(line)}, and what is written "
                 "to it can be differentiated only as a whole. Put the part that uses it in a "
                 "function of its own under jax.jit, which is then one operation to explain"
             )

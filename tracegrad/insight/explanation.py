@@ -11,7 +11,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Occurrence, Origin
+from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import table
 
 # The worst first.
@@ -61,16 +63,15 @@ class Finding:
     @property
     def short(self) -> str:
         """The cause and the place: ``rounding at model.py:12``."""
-        return self.cause + (f" at {self.origin.place}" if self.origin else "")
+        return self.cause + at(self.origin and self.origin.place)
 
     def for_sources(self, sources: tuple[str, ...]) -> Finding:
         return dataclasses.replace(self, sources=sources)
 
     def __str__(self) -> str:
-        where = f" at {self.origin}" if self.origin else ""
         step = f", in step {self.step} of the scan" if self.step is not None else ""
         whom = f" [{_some(self.sources)}]" if self.sources else ""
-        return f"{self.cause}{where}{step}{whom}: {self.what}"
+        return f"{self.cause}{at(self.origin)}{step}{whom}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Explanation:
     # ----------------------------------------------------------------------------------- text
 
     def __str__(self) -> str:
-        return self.text(colour=sys.stdout.isatty())
+        return self.text(colour=has_colours(sys.stdout))
 
     def __repr__(self) -> str:
         return self.text(colour=False)
@@ -175,11 +176,12 @@ class Explanation:
 
     def _table(self, colour: bool) -> list[str]:
         ordered = sorted(self.sources, key=lambda r: r.rank)
-        rows = [_COLUMNS, *map(_cells, ordered[:_ROWS])]
-        lines = []
-        for number, line in enumerate(table(rows)):
-            bad = number and not (ordered[number - 1].is_finite and ordered[number - 1].connected)
-            lines.append(_paint(line, "red", colour) if bad else line)
+        shown = ordered[:_ROWS]
+        head, *rows = table([_COLUMNS, *map(_cells, shown)])
+        lines = [head]
+        for report, line in zip(shown, rows, strict=True):
+            is_good = report.is_finite and report.connected
+            lines.append(line if is_good else _paint(line, "red", colour))
         if len(ordered) > _ROWS:
             lines.append(f"... and {len(ordered) - _ROWS} more")
         return lines
@@ -232,7 +234,7 @@ _COLOURS = {"bold": "1", "red": "31", "yellow": "33", "green": "32"}
 
 
 def _paint(text: str, hue: str, colour: bool) -> str:
-    return f"\033[{_COLOURS[hue]}m{text}\033[0m" if colour else text
+    return painted(_COLOURS[hue] if colour else "", text)
 
 
 def _cells(report: SourceReport) -> tuple[str, ...]:

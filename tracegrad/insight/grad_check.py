@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tracegrad.ir import Origin
+from tracegrad.ir.occurrence import at
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,9 @@ class Checked:
     note: str = ""
 
     def __str__(self) -> str:
-        where = f" at {self.origin}" if self.origin else ""
         defined = f" (defined at {self.defined})" if self.defined else ""
         said = self.note or f"expected {self.expected:.6g}, got {self.got:.6g}"
-        return f"{self.what}{where}{defined}, order {self.order}, {self.mode}: {said}"
+        return f"{self.what}{at(self.origin)}{defined}, order {self.order}, {self.mode}: {said}"
 
 
 @dataclass(frozen=True)

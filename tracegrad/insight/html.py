@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import linecache
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -176,13 +175,9 @@ class _Writer:
             if shared and Occurrence(path[:-1], call).origin == origin:
                 return -1
         if origin not in self.lines:
-            place = (origin.place, origin.function, linecache.getline(*_line(origin)).strip())
+            place = (origin.place, origin.function, origin.code)
             self.lines[origin] = self.places.setdefault(place, len(self.places))
         return self.lines[origin]
-
-
-def _line(origin: Origin) -> tuple[str, int]:
-    return origin.file, origin.line
 
 
 def _reached(value: Value, reached: bool) -> int:

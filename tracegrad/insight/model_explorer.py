@@ -5,7 +5,6 @@ The format is that of its ``graph_builder`` classes. Frames are namespaces, ``bl
 
 from __future__ import annotations
 
-import linecache
 from collections import defaultdict
 from typing import Any
 
@@ -55,7 +54,7 @@ def _node(box: Box, arrows: list[Arrow]) -> dict[str, Any]:
             told["parameters"] = parameters(box.occurrence.node).strip()
             if (origin := box.occurrence.origin) is not None:
                 told["source"] = str(origin)
-                told["code"] = linecache.getline(origin.file, origin.line).strip()
+                told["code"] = origin.code
         node["attrs"] = _attributes({key: text for key, text in told.items() if text})
     return node
 

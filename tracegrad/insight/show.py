@@ -11,6 +11,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from tracegrad.insight import dot, html, model_explorer
+from tracegrad.insight.colours import has_colours, painted
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
 from tracegrad.ir.occurrence import Path
@@ -90,7 +91,7 @@ class GraphView:
         return gradient_flow(self.graph)
 
     def __str__(self) -> str:
-        if not _has_colours(sys.stdout):
+        if not has_colours(sys.stdout):
             return str(self.graph)
         return f"{format_graph(self.graph, self._paint)}\n{_LEGEND}"
 
@@ -135,19 +136,16 @@ class GraphView:
         style = _STYLES[flow.flows[node]]
         if flow.recomputed and flow.flows[node] is Flow.FLOWS:
             style = _RECOMPUTED
+        line = painted(style, left)
         if isinstance(node, (CustomGradient, StopGradient, Recompute)):
             before, what, after = left.partition(label(node))
-            painted = (
-                f"{_in(style, before)}{_in(_ANNOTATIONS[type(node)], what)}{_in(style, after)}"
-            )
-        else:
-            painted = _in(style, left)
-        return f"{painted}  {_in('36', types)}  {_in('2', place)}"
+            what = painted(_ANNOTATIONS[type(node)], what)
+            line = f"{painted(style, before)}{what}{painted(style, after)}"
+        return f"{line}  {painted('36', types)}  {painted('2', place)}"
 
 
 # ----------------------------------------------------------------------------------------- colours
 
-# SGR codes, the numbers between "\033[" and "m"; "" leaves a text as it is.
 _RECOMPUTED = "34"
 _STYLES = {
     Flow.FLOWS: "32",
@@ -165,12 +163,8 @@ _ANNOTATIONS: dict[type[Node], str] = {
 }
 
 
-def _in(style: str, text: str) -> str:
-    return f"\033[{style}m{text}\033[0m" if style and text else text
-
-
 _LEGEND = "  gradient: " + " · ".join(
-    _in(style, words)
+    painted(style, words)
     for style, words in (
         (_STYLES[Flow.FLOWS], "flows"),
         (_STYLES[Flow.CHANGED], "changed by a custom rule"),
@@ -180,10 +174,3 @@ _LEGEND = "  gradient: " + " · ".join(
         (_STYLES[Flow.NONE], "nothing to differentiate"),
     )
 )
-
-
-def _has_colours(stream: Any) -> bool:
-    """Whether a stream is a terminal whose user has not asked for plain text."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return bool(getattr(stream, "isatty", lambda: False)())

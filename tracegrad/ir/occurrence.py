@@ -9,6 +9,7 @@ the call.
 
 from __future__ import annotations
 
+import linecache
 import os.path
 import re
 import sys
@@ -54,8 +55,18 @@ class Origin:
         """``model.py:42``; in a notebook ``In[3]:42``."""
         return f"{_short_name(self.file)}:{self.line}"
 
+    @property
+    def code(self) -> str:
+        """What stands there; "" if that cannot be read any more."""
+        return linecache.getline(self.file, self.line).strip()
+
     def __str__(self) -> str:
         return f"{self.place} ({self.function})"
+
+
+def at(place: object) -> str:
+    """A place as a message goes on with it: `` at model.py:42``; nothing for None or ""."""
+    return f" at {place}" if place else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any
 
@@ -41,6 +41,22 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
 
 
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of cells in columns, two spaces apart; those at the positions `right` end alike.
+
+    >>> table([("x", "bytes"), ("kernel", "64")], right=[1])
+    ['x       bytes', 'kernel     64']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def brief(value: object) -> str:
     """A value for a message: its type, and its shape if it is an array."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -59,12 +75,3 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
         "the state, so that what it assigns would be lost when the call is over. Have it return "
         "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table of text, the first row of which has the titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tracegrad.ir import Graph, Literal, Node, Occurrence, Value, operations
-from tracegrad.ir.occurrence import Path
+from tracegrad.ir.occurrence import Path, at
 
 
 class Part(Enum):
@@ -73,7 +73,7 @@ def _through(node: Node, ins: list[Part], found: list[str], path: Path) -> list[
         return [Part.ZERO if is_zero else whole] * len(node.outputs)
     if Part.LINEAR in summands and Part.CONSTANT in summands:
         origin = Occurrence(path, node).origin
-        found.append(f"{node.op}{'' if origin is None else f' at {origin}'} adds a constant to it")
+        found.append(f"{node.op}{at(origin)} adds a constant to it")
     zero = all(part is Part.ZERO for part in summands)
     return [Part.ZERO if zero else whole] * len(node.outputs)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import brief, described
 
 
@@ -76,8 +77,7 @@ def checked_cotangents(
       TypeError: one of a wrong dtype, or something that is no array.
     """
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
-    place = "" if where is None else f" at {where}"
-    function = f"{'' if grad is None else ' ' + described(grad)} of {op.name}{place}"
+    function = f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
     if len(given) != len(op.inputs):
         types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
         raise ValueError(

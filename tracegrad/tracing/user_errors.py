@@ -6,7 +6,6 @@ is added as a note.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -91,8 +90,7 @@ def innermost_user_line(traceback: TracebackType | None) -> str:
     found = line_of_error(traceback)
     if found is None:
         return ""
-    text = linecache.getline(found.file, found.line).strip()
-    return f"{found.file}:{found.line} in {found.function}: {text}"
+    return f"{found.file}:{found.line} in {found.function}: {found.code}"
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -14,7 +14,7 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
-from tracegrad.ir.occurrence import Path, is_own_file
+from tracegrad.ir.occurrence import Path, at, is_own_file
 from tracegrad.variables.trees import Static
 
 _CUT_CURES = {
@@ -58,7 +58,7 @@ def _words(cut: Cut) -> str:
 
 def _place(cut: Cut) -> str:
     origin = cut.occurrence.origin
-    return _words(cut).split(",")[0] + (f" at {origin.place}" if origin else "")
+    return _words(cut).split(",")[0] + at(origin and origin.place)
 
 
 def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:

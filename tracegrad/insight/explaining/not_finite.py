@@ -21,6 +21,7 @@ from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Occurrence, Value
+from tracegrad.ir.occurrence import at
 
 
 def not_finite(
@@ -105,7 +106,7 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
         origin = found.origin or first.origin
         words = (
             f"{first.node.name} makes Inf of {_operand_ranges(observed, made_inf.place)}, and "
-            f"{found.node.name}{f' at {origin.place}' if origin else ''} makes NaN of that"
+            f"{found.node.name}{at(origin and origin.place)} makes NaN of that"
         )
         culprit, found = made_inf, first
     place = culprit.place
@@ -150,11 +151,11 @@ def _backward_finding(
             words, through = f"in the rule of {rule.name} {node.name}", ""
             origin = observed.lines.get(Occurrence(found.path[:depth], rule), origin)
             break
-    at = f" at {', '.join(known)}" if known else ""
+    places = at(", ".join(known))
     made_by, used_by = makers(observed, place), users(place)
     return Finding(
         f"{culprit.kind} in the reverse pass",
-        f"{words}{at} is not finite{through}{_made_before(observed, culprit)}",
+        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}",
         touched,
         origin=origin,
         cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
@@ -173,7 +174,7 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
             made = forward_culprit(observed, place.path, place.steps, value, INF)
             if isinstance(made, Culprit):
                 origin = made.place.occurrence.origin
-                line = f" at {origin.place}" if origin else ""
+                line = at(origin and origin.place)
                 return f"; {made.place.node.name}{line} made the Inf"
     return ""
 
