@@ -378,6 +378,10 @@ def test_shown_programs_have_new_values_among_their_results():
     assert "model_norm_mean: f32[4]" in str(graph)
     for text in (tg.show(loss, model, X), tg.plan_recompute(loss, "1MiB")(model, X)):
         assert "loss" in str(text)
+    plan = tg.plan_recompute(loss, "1MiB")(model, X)
+    twin = nnx.clone(model)
+    np.testing.assert_allclose(plan.apply()(twin, X), loss(nnx.clone(model), X), rtol=1e-5)
+    assert int(twin.dropout.rngs.count[...]) == 1
     values = tg.intermediates(loss, match.op("tanh"))(model, X)[1]
     np.testing.assert_allclose(values["Noisy/tanh"], jnp.tanh(model.linear(X)), rtol=1e-5)
     assert int(model.dropout.rngs.count[...]) == 1
@@ -389,6 +393,22 @@ def test_modules_are_themselves_where_nothing_is_compiled():
         for options in ({}, {"rules": [DOUBLE]}):
             tg.trace(lambda model, x: loss(model, x), **options)(model, X)
     assert int(model.dropout.rngs.count[...]) == 2
+
+
+def test_modules_go_with_variables_and_static_arguments():
+    @tg.trace(static_argnums=0)
+    def step(number, variable, model, x):
+        model(x)
+        variable.assign_add(1.0)
+        total.assign_add(variable)
+        return number * x
+
+    model, variable = Noisy(nnx.Rngs(0)), tg.Variable(0.0)
+    total = tg.Variable(0.0)
+    for number in (2, 2, 3, 3):
+        np.testing.assert_allclose(step(number, variable, model, X), number * X)
+    assert int(model.dropout.rngs.count[...]) == 4
+    assert (float(variable), float(total)) == (4.0, 10.0)
 
 
 def test_methods_of_modules_are_traced():

@@ -14,6 +14,7 @@ import jax
 from tracegrad.differentiation.selection import Selection
 from tracegrad.ir.wording import with_article
 from tracegrad.variables.modules import is_module, is_variable_of_nnx, is_whole
+from tracegrad.variables.trees import is_variable
 
 
 class ModuleState:
@@ -69,5 +70,6 @@ def module_state(selection: Selection) -> ModuleState | None:
     if (is_leaf := is_whole()) is None:
         return None
     trees = [argument.tree for argument in selection.arguments]
-    found = any(map(is_module, jax.tree.leaves(trees, is_leaf=is_leaf)))
+    nodes = jax.tree.leaves(trees, is_leaf=lambda node: is_leaf(node) or is_variable(node))
+    found = any(map(is_module, nodes))
     return ModuleState(selection) if found else None

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.variables.modules import Structure, differences, is_held
+from tracegrad.variables.modules import Structure, differences, is_held, is_held_or_variable
 from tracegrad.variables.trees import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -66,7 +66,7 @@ class Signature:
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
-        held, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_held)
+        held, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_held_or_variable)
         modules = tuple(
             (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf.structure)
             for path, leaf in held

@@ -63,7 +63,7 @@ class StaticArguments:
         fixed, others = take(static, statics=False)
         args_left, kwargs_left = left
         if args_left is dynamic[0] and kwargs_left is dynamic[1] and fixed is static:
-            return (args, kwargs), ()
+            return (args, kwargs), (*variables, *others)
         own, rest = iter(fixed[0]), iter(args_left)
         args = tuple(next(own if i in positions else rest) for i in range(len(args)))
         return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)

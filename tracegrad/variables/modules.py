@@ -133,8 +133,13 @@ jax.tree_util.register_pytree_with_keys(Held, _flatten_with_keys, _unflatten, _f
 
 
 def is_held(node: object) -> bool:
-    """For ``is_leaf=``."""
+    """Whether it stands for a module."""
     return type(node) is Held
+
+
+def is_held_or_variable(node: object) -> bool:
+    """For ``is_leaf=``: whether it stands for a module, or is a Variable, which is not read."""
+    return type(node) is Held or isinstance(node, Variable)
 
 
 # ------------------------------------------------------------------------------ what modules are
@@ -364,7 +369,7 @@ def array_places(arguments: Any) -> list[int]:
     """Which of the leaves of arguments are arrays of modules."""
     found: list[int] = []
     start = 0
-    for leaf in jax.tree.leaves(arguments, is_leaf=is_held):
+    for leaf in jax.tree.leaves(arguments, is_leaf=is_held_or_variable):
         if type(leaf) is Held:
             found += range(start, start + len(leaf.arrays))
             start += len(leaf.arrays)
@@ -404,14 +409,16 @@ def _is_handed_out(node: object) -> bool:
 
 def held_arrays(arguments: Any) -> list[Any]:
     """The arrays of modules."""
-    leaves = jax.tree.leaves(arguments, is_leaf=is_held)
+    leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
     return [array for leaf in leaves if is_held(leaf) for array in leaf.arrays]
 
 
 def held_paths(argument: Any) -> list[str]:
     """Where each of them is in an argument: ``['student'].linear.kernel``."""
     paths = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(argument, is_leaf=is_held)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(argument, is_leaf=is_held_or_variable)[
+        0
+    ]:
         if is_held(leaf):
             inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
             paths += [jax.tree_util.keystr((*path, *keys)) for keys, _ in inner]
@@ -420,7 +427,7 @@ def held_paths(argument: Any) -> list[str]:
 
 def modules_in(arguments: Any) -> Modules | None:
     """The modules of a call, by its arguments; None if there are none, or they are not known."""
-    leaves = jax.tree.leaves(arguments, is_leaf=is_held)
+    leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
     return next((leaf.of for leaf in leaves if type(leaf) is Held), None)
 
 
@@ -435,7 +442,7 @@ class Inside:
     """
 
     def __init__(self, arguments: Any):
-        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_held)
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_held_or_variable)
         self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
         self.arguments = self._held = arguments
         if not self._places:
@@ -496,7 +503,7 @@ class Inside:
         """Those of the modules: ``models['student']``."""
         args, kwargs = self._held
         arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_held)
+        paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_held_or_variable)
         return [
             names[path[0].idx] + jax.tree_util.keystr(path[1:])
             for path, leaf in paths
