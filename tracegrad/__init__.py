@@ -56,6 +56,7 @@ from tracegrad.tracing import TracedFunction as TracedFunction
 from tracegrad.tracing import graph as graph
 from tracegrad.tracing import trace as trace
 from tracegrad.variables import Variable as Variable
+from tracegrad.variables import as_variables as as_variables
 from tracegrad.variables import assign_values as assign_values
 from tracegrad.variables import values_of as values_of
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tracegrad as tg
 from tracegrad.tracing import trace
 from tracegrad.variables.listening import listening, start_listening, stop_listening
 from tracegrad.variables.trees import assign_values, values_of
@@ -431,3 +432,60 @@ def test_listeners_leave_in_any_order_and_belong_to_their_thread():
     assert log == ["second reads"]
     with pytest.raises(RuntimeError):
         stop_listening(second)
+
+
+# ------------------------------------------------------------------------------ trees of Variables
+
+
+def test_variables_of_a_tree_are_named_by_their_paths_wherever_they_are_told_of():
+    params = tg.as_variables(
+        {"dense": {"kernel": jnp.ones((2, 3)), "steps": jnp.arange(2)}, "act": jnp.tanh}, "params"
+    )
+    kernel, steps = params["dense"]["kernel"], params["dense"]["steps"]
+    assert (kernel.name, steps.name) == ("params.dense.kernel", "params.dense.steps")
+    assert (kernel.trainable, steps.trainable) == (True, False)
+    assert params["act"] is jnp.tanh
+    assert tg.as_variables(params, "other")["dense"]["kernel"] is kernel
+    assert tg.as_variables([jnp.ones(2)])[0].name == "0"
+    assert tg.as_variables(jnp.ones(2)).name == "Variable"
+
+    def loss(x):
+        return jnp.sum(params["act"](x @ kernel.value))
+
+    assert "params_dense_kernel: f32[2,3]" in str(tg.graph(loss)(jnp.ones(2)))
+    with pytest.raises(ValueError, match=r"params\.dense\.kernel"):
+        kernel.assign(jnp.ones(4))
+    with tg.GradientTape() as tape:
+        value = loss(jnp.ones(2))
+    explained = tape.explain(value, params)
+    assert {r.path for r in explained.sources} == {"params.dense.kernel", "params.dense.steps"}
+
+
+def test_variables_of_another_librarys_layer_train_with_optax():
+    plain = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    optimiser, x = optax.adamw(0.1), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] + p["b"] - 1.0) ** 2)
+
+    params = tg.as_variables(plain)
+    memory = tg.as_variables(optimiser.init(plain), "memory")
+
+    @tg.trace
+    def step(x):
+        with tg.GradientTape() as tape:
+            value = loss(params, x)
+        gradients = tape.gradient(value, params)
+        updates, new = optimiser.update(gradients, tg.values_of(memory), tg.values_of(params))
+        tg.assign_values(memory, new)
+        tg.assign_values(params, optax.apply_updates(tg.values_of(params), updates))
+        return value
+
+    state = optimiser.init(plain)
+    for _ in range(3):
+        value, gradients = jax.value_and_grad(loss)(plain, x)
+        np.testing.assert_allclose(step(x), value, rtol=1e-5)
+        updates, state = optimiser.update(gradients, state, plain)
+        plain = optax.apply_updates(plain, updates)
+    for name, expected in plain.items():
+        np.testing.assert_allclose(params[name].value, expected, rtol=1e-5, atol=1e-6)

@@ -26,9 +26,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.variables.leaves import Leaf, path_name
 from tracegrad.variables.modules import Held, Structure, hold, is_state, is_whole, structures_in
 from tracegrad.variables.variable import Variable
 
@@ -455,10 +457,56 @@ def without_variables(tree: T) -> T:
     return tree
 
 
+def as_variables(tree: T, name: str = "") -> T:
+    """The same tree with a `Variable` in the place of each array, named by its path.
+
+    So the parameters of a layer, those of another library's too, become Variables that tapes watch
+    by themselves, traced functions assign, and messages name: ``params.dense.kernel``. Arrays of
+    integers are not trainable, and what is no array stays as it is.
+
+    To JAX's own functions of several trees a tree with Variables is another structure than that of
+    its gradients, so that `optax.apply_updates` and the like want its values: `values_of` before,
+    `assign_values` after.
+
+    Args:
+      tree: a tree of arrays.
+      name: what the names of the Variables begin with.
+
+    >>> import jax.numpy as jnp, optax, tracegrad as tg
+    >>> dense = {"kernel": jnp.ones((2, 1)), "bias": jnp.zeros(1)}
+    >>> params = tg.as_variables({"dense": dense}, "params")
+    >>> print([variable.name for variable in params["dense"].values()])
+    ['params.dense.bias', 'params.dense.kernel']
+    >>> optimiser = optax.sgd(0.5)
+    >>> memory = optimiser.init(tg.values_of(params))
+    >>> with tg.GradientTape() as tape:
+    ...     out = jnp.ones((4, 2)) @ params["dense"]["kernel"] + params["dense"]["bias"]
+    ...     loss = jnp.mean(out**2)
+    >>> gradients = tape.gradient(loss, params)
+    >>> updates, memory = optimiser.update(gradients, memory, tg.values_of(params))
+    >>> tg.assign_values(params, optax.apply_updates(tg.values_of(params), updates))
+    >>> print(params["dense"]["kernel"].value.ravel(), params["dense"]["bias"].value)
+    [-1. -1.] [-2.]
+    """
+    nodes, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
+    leaves = [
+        Variable(leaf, bool(_jax.has_gradient(jnp.asarray(leaf))), _variable_name(name, path))
+        if isinstance(leaf, jax.Array | np.ndarray)
+        else leaf
+        for path, leaf in nodes
+    ]
+    new: T = jax.tree.unflatten(structure, leaves)
+    return new
+
+
+def _variable_name(name: str, path: Any) -> str | None:
+    return Leaf(path_name(path), None).within(name).name or None
+
+
 def values_of(tree: Any) -> Any:
     """The same tree with the value of each Variable in its place.
 
-    See `assign_values` for an example.
+    See `as_variables` for an example.
     """
     return jax.tree.map(
         lambda x: x.value if isinstance(x, Variable) else x, tree, is_leaf=is_variable
