@@ -116,8 +116,10 @@ Truth = Callable[[When], Any]
 
 def _conditions(inner: Inner) -> set[When]:
     """Of all gates, at all depths."""
-    gates = [*inner.entries, *inner.plan.outputs, *itertools.chain(*inner.plan.operands.values())]
-    below = [each for regions in inner.plan.inner.values() for each in regions.values()]
+    plan = inner.plan
+    gates = [*inner.entries, *plan.outputs, *itertools.chain(*plan.operands.values())]
+    gates += [gate for groups in plan.apart.values() for _, each in groups for gate in each]
+    below = [each for regions in plan.inner.values() for each in regions.values()]
     return set(filter(None, gates)).union(*map(_conditions, below))
 
 
@@ -136,7 +138,13 @@ def _run(graph: Graph, inner: Inner, args: Sequence[Any], truth: Truth) -> list[
     lowering = Lowering()
     for node in graph.nodes:
         operands = read(node.inputs, plan.operands.get(node))
-        if node in plan.inner:
+        if node in plan.apart:
+            results = [None] * len(node.outputs)
+            for places, gates in plan.apart[node]:
+                found = evaluate_node(node, _through_gates(operands, gates, truth), lowering)
+                for place in places:
+                    results[place] = found[place]
+        elif node in plan.inner:
             results = _run_inside(node, plan.inner[node], operands, truth)
         else:
             results = evaluate_node(node, operands, lowering)

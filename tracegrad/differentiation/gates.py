@@ -17,7 +17,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import Graph, Literal, Node, Recompute, StopGradient, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, StopGradient, Value
 from tracegrad.ir.dependence import back_around, enter, mask_of, spread
 from tracegrad.ir.operations import ADDITIVE, LINEAR
 from tracegrad.lowering.regions import has_jit_settings
@@ -63,17 +63,42 @@ def names_condition(node: Node) -> bool:
     return node.op == "name" and str(node.params["name"]).startswith(_NAME)
 
 
+# The truth of a condition may be handed on by these, to fit what it is put beside.
+_MOVING = frozenset({"broadcast_in_dim", "squeeze", "reshape", "pvary"})
+
+
 def _condition(value: Value | Literal, known: dict[Value, When | None]) -> When | None:
     """The condition that a value is the truth of, if it is that of a gate."""
-    if isinstance(value, Literal):
+    if isinstance(value, Literal) or getattr(value.aval, "dtype", None) != np.dtype(bool):
         return None
     producer = value.producer
     if producer is None:
         return known.get(value)
-    if not names_condition(producer):
+    if names_condition(producer):
+        flags = json.loads(str(producer.params["name"]).removeprefix(_NAME))
+        return frozenset(map(frozenset, flags))
+    if producer.op in _MOVING:
+        return _condition(producer.inputs[0], known)
+    return _condition_within(producer, producer.outputs.index(value), known)
+
+
+def _condition_within(node: Node, result: int, known: dict[Value, When | None]) -> When | None:
+    """That of a result of a call or a branch. JAX has the forward pass of one hand on what the
+    backward pass needs, and the branches that hand on nothing leave the place empty."""
+    if node.primitive not in (_jax.JIT, _jax.COND) and node.op != "shard_map":
         return None
-    flags = json.loads(str(producer.params["name"]).removeprefix(_NAME))
-    return frozenset(map(frozenset, flags))
+    given = [_condition(v, known) for v in node.inputs[node.primitive is _jax.COND :]]
+    found = {
+        _condition(region.outputs[result], dict(zip(region.inputs, given, strict=True)))
+        for region in node.regions.values()
+        if not _is_empty(region.outputs[result])
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_empty(value: Value | Literal) -> bool:
+    producer = None if isinstance(value, Literal) else value.producer
+    return producer is not None and producer.op in ("empty", "empty2")
 
 
 # ------------------------------------------------------------------------------------------ plans
@@ -105,12 +130,14 @@ class Plan:
 
     inputs: list[Edge] = field(default_factory=list)  # how each is read
     operands: dict[Node, list[When | None]] = field(default_factory=dict)
+    # Nodes that run once for each group of results (by position), with gates of its own.
+    apart: dict[Node, list[tuple[list[int], list[When | None]]]] = field(default_factory=dict)
     outputs: list[When | None] = field(default_factory=list)
     inner: dict[Node, dict[str, Inner]] = field(default_factory=dict)  # by the name of the region
 
     @property
     def is_gated(self) -> bool:
-        return bool(self.operands or self.inner or any(self.outputs))
+        return bool(self.operands or self.apart or self.inner or any(self.outputs))
 
 
 @dataclass
@@ -165,11 +192,21 @@ class Planner:
             return Edge(when, all(edge.is_clean for edge in edges if edge.when == when))
 
         read(graph.outputs, outs)
-        plan, operands_of = Plan(), {}
+        plan, operands_of = Plan(), dict[Node, list[Edge]]()
+        groups_of: dict[Node, list[tuple[list[int], list[Edge]]]] = {}
         for node in reversed(graph.nodes):
             ins = [mask_of(v, perturbed) for v in node.inputs]
             results = [made(v) for v in node.outputs]
             if not any(ins) or not any(edge.when for edge in results):
+                continue
+            groups = _groups(node, results)
+            if groups:
+                rows = self.walk.vjp_rows(node, tuple(i != 0 for i in ins))
+                groups_of[node] = [
+                    (places, _read_by_some(results, rows, places, len(ins))) for places in groups
+                ]
+                for _, edges in groups_of[node]:
+                    read(node.inputs, edges)
                 continue
             given = [_condition(v, conditions) for v in node.inputs]
             operands, whens, inner = self._through(node, ins, results, given)
@@ -183,11 +220,15 @@ class Planner:
             is_open = edge.is_clean or value not in read_by or edge.when == made_when[value]
             return None if is_open else edge.when or None
 
+        def gates(values: Sequence[Value | Literal], edges: Sequence[Edge]) -> list[When | None]:
+            return [gate(v, edge) for v, edge in zip(values, edges, strict=True)]
+
         for node, operands in operands_of.items():
-            gates = [gate(v, edge) for v, edge in zip(node.inputs, operands, strict=True)]
-            if any(gates):
-                plan.operands[node] = gates
-        plan.outputs = [gate(v, edge) for v, edge in zip(graph.outputs, outs, strict=True)]
+            if any(found := gates(node.inputs, operands)):
+                plan.operands[node] = found
+        for node, groups_read in groups_of.items():
+            plan.apart[node] = [(each, gates(node.inputs, edges)) for each, edges in groups_read]
+        plan.outputs = gates(graph.outputs, outs)
         plan.inputs = [made(v) for v in graph.inputs]
         return plan
 
@@ -263,6 +304,28 @@ class Planner:
         if node.primitive is _jax.COND:
             operands = [Edge(NEVER, True), *operands]
         return operands, [e.when for e in outs], inner
+
+
+def _groups(node: Node, results: Sequence[Edge]) -> list[list[int]]:
+    """The results of a node by when a gradient comes to them, if each group is to be differentiated
+    by itself: JAX leaves out of the derivative of an operation, or of a function with a
+    `jax.custom_jvp`, what leads to results without a cotangent. A `jax.custom_vjp` gets zeros."""
+    of_jax = node.kind == "jvp" if isinstance(node, CustomGradient) else not node.regions
+    groups: dict[When, list[int]] = {}
+    for i, edge in enumerate(results):
+        groups.setdefault(edge.when, []).append(i)
+    is_apart = of_jax and not node.effects and len(groups.keys() - {NEVER}) > 1
+    return list(groups.values()) if is_apart and not _makes_zeros_of_zeros(node) else []
+
+
+def _read_by_some(
+    results: Sequence[Edge], rows: Sequence[int], places: Sequence[int], count: int
+) -> list[Edge]:
+    """How a node reads its operands for some of its results; `rows`: by which these have them."""
+    return [
+        Edge(any_of([results[k].when for k in places if rows[k] >> i & 1]), False)
+        for i in range(count)
+    ]
 
 
 def entry(read: Edge, given: Edge) -> When | None:
