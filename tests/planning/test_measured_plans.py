@@ -100,7 +100,12 @@ def held(fun: Any, shapes: tuple[Any, ...]) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-@pytest.mark.parametrize("name", HELD_OUT)
+LONG = {"convolutions", "experts"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in HELD_OUT]
+)
 def test_xla_holds_no_more_than_the_budget(name: str):
     fun, shapes = HELD_OUT[name]
     whole = held(fun, shapes)
