@@ -212,3 +212,13 @@ def test_a_program_that_computes_nothing_holds_its_arguments():
     report = tg.memory(lambda x: x)(f32(8))
     assert report.modelled == 32
     assert [line.kind for line in report.lines] == ["argument"]
+
+
+def test_on_an_explicit_mesh_bytes_are_those_of_one_device():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec("rows")
+    x = jax.device_put(jnp.ones((256, 64)), jax.sharding.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        report = tg.memory(lambda x: jnp.sort(jnp.sin(x)))(x)
+    assert report.measured_on.endswith("on each of 4 devices")
+    assert report.lines[-1].size == 256 * 64 * 4 // 4

@@ -216,3 +216,36 @@ def test_a_traced_function_is_measured_where_it_is_differentiated():
     whole = held(fun, shapes)
     fits = tracegrad.trace(fun, memory_budget=0.6)
     assert held(fits, shapes) <= 0.6 * whole
+
+
+def explicit_mesh() -> Any:
+    return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.sin(jnp.tanh(x @ w)), None
+
+    return jnp.mean(jax.lax.scan(body, x, w)[0] ** 2)
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_on_a_mesh_bytes_are_those_of_one_device(is_explicit: bool):
+    mesh = explicit_mesh() if is_explicit else jax.make_mesh((4,), ("rows",))
+    rows = jax.sharding.PartitionSpec("rows")
+    w, x = (jnp.cos(jnp.arange(float(n))) / 4 for n in (8 * 8 * 8, 512 * 8))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w = jax.device_put(w.reshape(8, 8, 8), whole)
+    x = jax.device_put(x.reshape(512, 8), jax.sharding.NamedSharding(mesh, rows))
+    alone = plan_recompute(scanned, "100%")(f32(8, 8, 8), f32(512, 8))
+    with jax.set_mesh(mesh):
+        plan = plan_recompute(scanned, "50%")(w, x)
+        assert held(plan.apply(), (w, x)) == pytest.approx(plan.held, rel=0.05)
+        expected = jax.jit(jax.grad(scanned, (0, 1)))(w, x)
+        found = gradient(plan.apply())(w, x)
+    assert plan.held_without == pytest.approx(alone.held_without / 4, rel=0.25)
+    assert plan.held <= plan.budget
+    if is_explicit:  # the types of values say how they are sharded
+        assert plan.peak_without == pytest.approx(alone.peak_without / 4, rel=0.25)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(b))))

@@ -11,7 +11,10 @@ from tracegrad._jax.arrays import has_gradient as has_gradient
 from tracegrad._jax.arrays import is_inexact as is_inexact
 from tracegrad._jax.arrays import is_reference as is_reference
 from tracegrad._jax.arrays import is_tracer as is_tracer
+from tracegrad._jax.arrays import local_shape as local_shape
 from tracegrad._jax.arrays import no_cotangent as no_cotangent
+from tracegrad._jax.arrays import placed as placed
+from tracegrad._jax.arrays import sharding_of as sharding_of
 from tracegrad._jax.arrays import struct as struct
 from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key

@@ -38,6 +38,33 @@ def no_cotangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
+def local_shape(aval: Any) -> Sequence[Any]:
+    """The shape of what one device holds of a value: on an explicit mesh less than all of it."""
+    shape: Sequence[Any] = getattr(aval, "shape", ())
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return shape
+    return sharding.shard_shape(tuple(shape))  # type: ignore[no-any-return]
+
+
+def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """What stands for a value of a type where a program is lowered: on its devices, if they are
+    known. An explicit mesh without devices is taken to be the one that is set."""
+    if sharding is None:
+        typed = getattr(aval, "sharding", None)
+        if typed is not None and not typed.mesh.empty:
+            sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), typed.spec)
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
+    )
+
+
+def sharding_of(value: Any) -> Any:
+    """How an argument lies on several devices; None for one that does not."""
+    sharding = None if is_tracer(value) else getattr(value, "sharding", None)
+    return None if sharding is None or len(sharding.device_set) == 1 else sharding
+
+
 def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
     """One (co)tangent for every type: the given ones, and JAX's empty ones for integers."""
     rest = iter(flowing)

@@ -87,7 +87,8 @@ class MemoryReport:
       function: the name of the function.
       total: bytes that the program needs at once: temporary ones, arguments and results.
       temporary: of these the ones beside arguments and results.
-      measured_on: the backend and the JAX whose XLA says so; "" where the two are the model's.
+      measured_on: the backend and the JAX whose XLA says so, and how many devices there are, of
+        each of which bytes are; "" where the two are the model's.
       modelled: bytes at the peak in the model, which `lines` add up to.
       at: the operation at which the model's peak is.
       lines: what is alive there, what holds most first; arguments and constants last.
@@ -141,7 +142,9 @@ class MemoryReport:
     def _difference(self) -> str:
         less, more = self.modelled - self.total, self.total - self.modelled
         if less > 0:
-            return f"XLA holds {in_units(less)} less than these: it computes some inside of others"
+            parts = ", of which a device has parts" if "devices" in self.measured_on else ""
+            why = "it computes some inside of others"
+            return f"XLA holds {in_units(less)} less than these{parts}: {why}"
         return f"XLA holds {in_units(more)} beside these"
 
     def _cells(self, line: Line) -> tuple[str, ...]:
@@ -223,7 +226,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         if stats is not None:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
-            measured_on = _jax.compiled_by()
+            measured_on = f"{_jax.compiled_by()}{_on_each(args, kwargs)}"
         advice = [*_recomputes(peak), *([] if aliased else _donations(program))]
         advice.sort(key=_price)
         return MemoryReport(
@@ -239,6 +242,12 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         )
 
     return report
+
+
+def _on_each(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    shardings = filter(None, map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
+    devices = max((len(sharding.device_set) for sharding in shardings), default=1)
+    return f", on each of {devices} devices" if devices > 1 else ""
 
 
 # ------------------------------------------------------------------------------------------ lines

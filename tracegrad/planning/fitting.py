@@ -7,7 +7,7 @@ for. A few are enough: what they have to find is little more than one ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tracegrad import _jax
@@ -18,10 +18,10 @@ from tracegrad.planning.regions import with_regions
 from tracegrad.planning.search import Case, Search
 from tracegrad.planning.simulation import Segment, Simulation
 
-ROUNDS = 2  # plans that are compiled; one more where none of them is within the budget
+ROUNDS = 2  # plans that are compiled; where none of them is within the budget, up to two more
 CLOSE = 0.97  # of the budget: a plan that holds so much is not made cheaper
 FREE = 0.002  # of the forward pass: one that costs no more is not made cheaper
-CAREFUL = 0.97  # of what is planned for next, where nothing was within the budget yet
+CAREFUL = 0.97  # of what is planned for next, for each plan that was not within the budget
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_wi
     peak = search.kept.peak
     target = budget * peak // held_without
     tried: list[Fit] = []
-    while len(tried) < ROUNDS:
+    while len(tried) < ROUNDS or (len(tried) == ROUNDS and not _within(tried, budget)):
         try:
             fit = planned(search, target)
         except BudgetTooSmall:
@@ -78,12 +78,11 @@ def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_wi
         if fit.held <= budget and (is_cheap or fit.held >= CLOSE * budget):
             break
         target = _next(tried, budget, peak)
-    within = [fit for fit in tried if _held(fit) <= budget]
-    if not within:
+    if not _within(tried, budget):
         lowest = planned(search, search.lowest_peak())
         if all(lowest.segments != fit.segments or lowest.case is not fit.case for fit in tried):
             tried.append(replace(lowest, held=held_by(lowest.rewritten())))
-        within = [fit for fit in tried if _held(fit) <= budget]
+    within = _within(tried, budget)
     if not within:
         held = min(map(_held, tried))
         raise BudgetTooSmall(budget, held, lowest_peak_bound(search.whole), _jax.compiled_by())
@@ -93,14 +92,18 @@ def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_wi
 def _next(tried: list[Fit], budget: int, peak: int) -> int:
     """What to plan for next: as many bytes more or fewer as XLA held of the last plan, between
     those that were within the budget and those that were not."""
-    within = [fit.simulation.peak for fit in tried if _held(fit) <= budget]
+    within = [fit.simulation.peak for fit in _within(tried, budget)]
     over = [fit.simulation.peak for fit in tried if _held(fit) > budget]
     last = tried[-1]
     target = last.simulation.peak * budget / max(1, _held(last))
     if not within:
-        return int(CAREFUL * target)
+        return int(CAREFUL ** (2 * len(tried) - 1) * target)
     low, high = max(within), min([*over, peak])
     return int(target if low < target < high else (low + high) / 2)
+
+
+def _within(tried: Sequence[Fit], budget: int) -> list[Fit]:
+    return [fit for fit in tried if _held(fit) <= budget]
 
 
 def _held(fit: Fit) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fitting import Fit
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.measuring import Gradient, NotMeasuredError
+from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan, graph_of, plan_of
 from tracegrad.planning.search import Search
@@ -62,7 +62,8 @@ def load_plan(
 
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
-        flat = flatten(trace_graph(fun)(*args, **kwargs))
+        graph = trace_graph(fun)(*args, **kwargs)
+        flat = flatten(graph)
         if fingerprint(flat) != data["program"]:
             raise ValueError(
                 f"{path} was planned for another program: {data.get('name')} with other "
@@ -89,19 +90,20 @@ def load_plan(
             found[0], tuple(segments), simulate(planned, segments), data["target"], data["held"]
         )
         budget, without, measured_on = data["budget"], data["held_without"], data["measured_on"]
+        shardings = shardings_of(graph, args, kwargs)
         if fit.held is not None and measured_on != _jax.compiled_by():
-            fit, without, measured_on = _measured_again(path, search, fit, budget)
+            fit, without, measured_on = _measured_again(path, search, fit, budget, shardings)
         return plan_of(search, fit, budget, without, measured_on)
 
     return load
 
 
 def _measured_again(
-    path: str | os.PathLike[str], search: Search, fit: Fit, budget: int
+    path: str | os.PathLike[str], search: Search, fit: Fit, budget: int, shardings: Sequence[Any]
 ) -> tuple[Fit, None, str]:
     """A plan with what XLA holds here, and where that is."""
     try:
-        held = Gradient(graph_of(search), search.whole.active).held(fit.rewritten())
+        held = Gradient(graph_of(search), search.whole.active, shardings).held(fit.rewritten())
     except NotMeasuredError as error:
         return replace(fit, held=None), None, str(error)
     if held > budget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,13 @@ def temporary_bytes(compiled: Any) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
+def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """How the arguments of a program lie on devices, by its inputs; None for those on one."""
+    found = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
+    others = len(program.inputs) - len(found)  # Variables
+    return [*found, *[None] * others] if others >= 0 else [None] * len(program.inputs)
+
+
 class Gradient:
     """The gradients of a program and of others that compute the same, as XLA holds them.
 
@@ -45,10 +52,10 @@ class Gradient:
     def __init__(
         self, program: Graph, active: Collection[Value], shardings: Sequence[Any] | None = None
     ):
-        shardings = shardings or [None] * len(program.inputs)
+        placed = zip(program.inputs, shardings or [None] * len(program.inputs), strict=True)
         self._active = [i for i, value in enumerate(program.inputs) if value in active]
-        self._shapes = [_shape(v.aval, s) for v, s in zip(program.inputs, shardings, strict=True)]
-        self._cotangents = [_shape(v.aval) for v in program.outputs if v.has_gradient]
+        self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
+        self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
         self.compilations = 0
 
@@ -60,7 +67,7 @@ class Gradient:
         options = _jax.keep_recompute_options(jax.default_backend()) if program.recomputes else None
         try:
             traced = [v for v, array in program.constants.items() if _jax.is_tracer(array)]
-            shapes = [*self._shapes, *(_shape(v.aval) for v in traced)]
+            shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
             gradient = self._of(program, traced)
             lowered = jax.jit(gradient, compiler_options=options).lower(shapes, given)
@@ -99,9 +106,3 @@ class Gradient:
 
         gradient.__name__ = gradient.__qualname__ = program.name
         return gradient
-
-
-def _shape(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
-    )

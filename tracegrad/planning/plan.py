@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fitting import Fit, fitted, planned
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.measuring import Gradient, NotMeasuredError
+from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import nodes_of, with_regions
@@ -254,8 +254,8 @@ def plan_recompute(
     results, is within the budget. Plans are made in a model of residuals and live ranges; the
     gradient is compiled, and what XLA says that it holds corrects what is planned for. At most
     three programs are compiled, the first of which recomputes nothing; where none of them is
-    within the budget, the plan of the model's lowest peak is, too. On a mesh bytes are those of one
-    device.
+    within the budget, one of fewer bytes is, too, and at last the plan of the model's lowest peak.
+    On a mesh bytes are those of one device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
@@ -303,13 +303,21 @@ def plan_recompute(
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
-        return plan_graph(trace_graph(fun)(*args, **kwargs), memory_budget, measure=measure)
+        graph = trace_graph(fun)(*args, **kwargs)
+        shardings = shardings_of(graph, args, kwargs)
+        return plan_graph(graph, memory_budget, measure=measure, shardings=shardings)
 
     return plan
 
 
-def plan_graph(graph: Graph, memory_budget: MemoryBudget, *, measure: bool = True) -> RecomputePlan:
-    """`plan_recompute` of a graph."""
+def plan_graph(
+    graph: Graph,
+    memory_budget: MemoryBudget,
+    *,
+    measure: bool = True,
+    shardings: Sequence[Any] | None = None,
+) -> RecomputePlan:
+    """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known."""
     flat = flatten(graph)
     bar = Progress()
     search = Search(model(flat), bar)
@@ -317,7 +325,7 @@ def plan_graph(graph: Graph, memory_budget: MemoryBudget, *, measure: bool = Tru
         if not measure:
             return _by_the_model(search, memory_budget, "measure=False")
         try:
-            return _measured(search, memory_budget)
+            return _measured(search, memory_budget, shardings)
         except NotMeasuredError as error:
             return _by_the_model(search, memory_budget, str(error))
     finally:
@@ -329,10 +337,12 @@ def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> Reco
     return plan_of(search, planned(search, budget), budget, None, why)
 
 
-def _measured(search: Search, memory_budget: MemoryBudget) -> RecomputePlan:
+def _measured(
+    search: Search, memory_budget: MemoryBudget, shardings: Sequence[Any] | None
+) -> RecomputePlan:
     """Raises NotMeasuredError where the program cannot be compiled."""
     flat = graph_of(search)
-    gradient = Gradient(flat, search.whole.active)
+    gradient = Gradient(flat, search.whole.active, shardings)
     without = gradient.held(flat)
     budget = budget_bytes(memory_budget, without)
     if without <= budget:

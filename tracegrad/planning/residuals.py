@@ -9,18 +9,18 @@ own.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence, RegionNode, operations
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.lowering.partial import vjp_of_some
-from tracegrad.planning.flops import elements
+from tracegrad.planning.flops import size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Derived:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value of a type; 0 for what is not an array of numbers."""
+    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers."""
     dtype = getattr(aval, "dtype", None)
-    return elements(aval) * int(getattr(dtype, "itemsize", 0) or 0)
+    return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
 class NodeResiduals:
@@ -104,18 +104,9 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
         results, vjp = vjp_of_some(functools.partial(evaluate_node, node), args, active)
         if node.regions:  # a loop shows only now that it cannot be run backwards
-            jax.eval_shape(
-                lambda: vjp(
-                    _jax.align(
-                        [v.aval for v in node.outputs],
-                        [
-                            jnp.zeros(v.aval.shape, v.aval.dtype)
-                            for v in node.outputs
-                            if v.has_gradient
-                        ],
-                    )
-                )
-            )
+            types = [v.aval for v in node.outputs]
+            floats = [v.aval for v in node.outputs if v.has_gradient]
+            jax.eval_shape(lambda *cotangents: vjp(_jax.align(types, cotangents)), *floats)
         return results, jax.tree.leaves(vjp)
 
     program = _jax.opened(jax.make_jaxpr(forward)(*(v.aval for v in node.inputs)))
