@@ -38,9 +38,9 @@ def test_every_annotation_stands_out_and_scopes_and_types_are_told():
     assert (
         without_lines(model_text())
         == """\
-model(params_w: f32[4,2], x: f32[8,4]) -> f32[]
+model(params.w: f32[4,2], x: f32[8,4]) -> f32[]
   # encoder
-  dot_general = dot_general(x, params_w)      f32[8,2]
+  dot_general = dot_general(x, params.w)      f32[8,2]
   tanh = tanh(dot_general)                    f32[8,2]
   # (no scope)
   clip = ◆ custom_gradient[vjp] clip(tanh)    f32[8,2]
@@ -118,4 +118,4 @@ def test_a_closed_over_array_is_told_as_a_constant():
 def test_the_arrays_of_flax_are_named_as_the_variables_that_hold_them():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     graph = tg.graph(lambda model, x: model(x))(model, jnp.ones((1, 2)))
-    assert [value.name for value in graph.inputs] == ["model_bias", "model_kernel", "x"]
+    assert [value.name for value in graph.inputs] == ["model.bias", "model.kernel", "x"]

@@ -375,7 +375,7 @@ def test_shown_programs_have_new_values_among_their_results():
     model = Noisy(nnx.Rngs(0))
     graph = tg.graph(loss)(model, X)
     assert len(graph.outputs) == 4  # the loss, two statistics, the count of random numbers
-    assert "model_norm_mean: f32[4]" in str(graph)
+    assert "model.norm.mean: f32[4]" in str(graph)
     for text in (tg.show(loss, model, X), tg.plan_recompute(loss, "1MiB")(model, X)):
         assert "loss" in str(text)
     plan = tg.plan_recompute(loss, "1MiB")(model, X)

@@ -153,9 +153,15 @@ def label(node: Node) -> str:
 
 def readable(hint: str) -> tuple[str, str]:
     """What the name of a value begins with, made from an argument's or an operation's; and a name
-    of it that a reader can type, as torch.fx has it."""
+    of it that a reader can type, as torch.fx has it.
+
+    Of a leaf of an argument that is its path, as `variables.leaves` has it: of JAX's
+    ``params['dense'].kernel[0]`` ``params.dense.kernel.0``.
+    """
     # The array of a flax.nnx variable: `model.blocks[0].kernel.value`.
-    base = re.sub(r"\W+", "_", hint.removesuffix(".value")).strip("_") or "value"
+    parts = re.split(r"\W*[\[\].]\W*", hint.removesuffix(".value"))
+    base = ".".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in parts)))
+    base = base or "value"
     if base[0].isdigit():
         base = f"v{base}"
     return base, f"{base}_" if keyword.iskeyword(base) or hasattr(builtins, base) else base
