@@ -86,7 +86,8 @@ class Model:
 def linen_model(pieces: Pieces = PLAIN) -> Model:
     block = LinenBlock(pieces)
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    return Model(block.apply, [block.init(key, jnp.ones((LENGTH, WIDTH))) for key in keys])
+    init = jax.jit(block.init)
+    return Model(block.apply, [init(key, jnp.ones((LENGTH, WIDTH))) for key in keys])
 
 
 def nnx_model(pieces: Pieces = PLAIN) -> Model:
@@ -103,7 +104,8 @@ def nnx_model(pieces: Pieces = PLAIN) -> Model:
 
 
 def equinox_model(pieces: Pieces = PLAIN) -> Model:
-    blocks = [EquinoxBlock(jax.random.key(i), pieces) for i in range(LAYERS)]
+    build = eqx.filter_jit(EquinoxBlock)
+    blocks = [build(jax.random.key(i), pieces) for i in range(LAYERS)]
 
     def block(linears, x):
         return eqx.tree_at(lambda model: model.linears, blocks[0], linears)(x)
