@@ -367,6 +367,35 @@ def test_they_are_where_the_function_was_called_with_arrays_alone_before(before)
     assert call(Net(3, jnp.ones(3), 0.25), 2.0) == 1.5
 
 
+AROUND = {
+    "filter_grad": (eqx.filter_grad, lambda call: call(NET, 2.0).weight),
+    "filter_jit": (eqx.filter_jit, lambda call: call(NET, jnp.float32(2.0))),
+    "filter_vmap": (
+        lambda fun: eqx.filter_vmap(fun, in_axes=(None, 0)),
+        lambda call: call(NET, jnp.arange(3.0)),
+    ),
+    "trace": (tg.trace, lambda call: call(NET, 2.0)),
+    "grad": (tg.grad, lambda call: call(NET, 2.0).weight),
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_models_go_through_other_transformations_into_what_is_traced(way):
+    around, of = AROUND[way]
+    inner = tg.trace(lambda model, x: model(x))
+    expected = of(around(lambda model, x: model(x)))
+    for _ in range(2):
+        np.testing.assert_allclose(of(around(inner)), expected)
+
+
+def test_paths_of_arrays_beside_integers_are_their_own():
+    call = tg.trace(lambda model: model["net"].weight)
+    bad = Net(0, np.array([object()], dtype=object), 1.0)
+    call({"net": NET, "name": "a"})
+    with pytest.raises(TypeError, match=r"at path model\['net'\]\.weight"):
+        call({"net": bad, "name": "a"})
+
+
 def test_numbers_in_other_trees_are_traced():
     def doubled(tree):
         assert all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
@@ -391,7 +420,7 @@ def test_gradients_of_settings_are_none_and_selecting_one_is_refused():
 
 def test_zeros_of_both_signs_and_no_number_are_told_apart():
     call = tg.trace(lambda model: 1.0 / jnp.float32(model.rate))
-    found = [call(Net(3, jnp.ones(3), rate)) for rate in (0.0, -0.0, jnp.nan, jnp.nan)]
+    found = [call(Net(3, jnp.ones(3), rate)) for rate in (0.0, -0.0, float("nan"), -jnp.nan)]
     np.testing.assert_array_equal(found, [jnp.inf, -jnp.inf, jnp.nan, jnp.nan])
     assert call.cache_info().count == 3
 

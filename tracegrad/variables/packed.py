@@ -55,11 +55,15 @@ class _Path:
         return self._text
 
 
+class _Mark:
+    """Stands for an array."""
+
+
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[_Path, Any]], Any]:
-    indices = range(len(packed.arrays))
-    places = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(packed.structure, indices))
-    paths = {index: _Path(keys) for keys, index in places if type(index) is int}
-    return [(paths[i], packed.arrays[i]) for i in indices], packed.structure
+    marks = [_Mark() for _ in packed.arrays]  # which nothing else in the tree is
+    places = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(packed.structure, marks))
+    paths = [_Path(keys) for keys, leaf in places if type(leaf) is _Mark]
+    return list(zip(paths, packed.arrays, strict=True)), packed.structure
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -131,12 +135,14 @@ class _Layout:
 
     def find(self, key: tuple[int, ...], leaves: list[Any], tree: Any) -> tuple[Any, list[bool]]:
         fixed = list(leaves)
-        fix(fixed, tree)
+        if not fix(fixed, tree):  # with tracers in it, or fixed before
+            return tree, [True] * len(leaves)
         is_array = [type(leaf) is not Static for leaf in fixed]
         structure = jax.tree.structure(jax.tree.unflatten(tree, fixed))
         if self._never_changes and not any(is_array[i] for i in self.others):
             if len(self.known) >= _KEPT:
                 self.known.clear()
+                self._refs.clear()
             known = self.known
             # Whenever one of them goes, the entry does, before another has its identity. What
             # cannot be held weakly, the structure holds.

@@ -94,7 +94,7 @@ class Static:
         else:
             _check_comparable(leaf)
             with suppress(TypeError):  # then it is known by identity
-                self._hash = hash(leaf)
+                self._hash = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
     @property
     def leaf(self) -> Any:
@@ -188,14 +188,15 @@ def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
     Args:
       kinds: the types of its leaves.
     """
-    if not _has_modules(structure):
-        return frozenset()
-    is_inside = _inside_modules(structure)
-    return frozenset(
+    numbers = [
         i
         for i, kind in enumerate(kinds)
-        if issubclass(kind, _NUMBERS) and not issubclass(kind, np.generic) and is_inside[i]
-    )
+        if issubclass(kind, _NUMBERS) and not issubclass(kind, np.generic)
+    ]
+    if not numbers or "equinox" not in sys.modules:
+        return frozenset()
+    is_inside = _inside_modules(structure)
+    return frozenset(i for i in numbers if is_inside[i])
 
 
 _NUMBERS = (int, float, complex)  # and bool
@@ -203,11 +204,7 @@ _NUMBERS = (int, float, complex)  # and bool
 
 def has_modules(tree: Any) -> bool:
     """Whether there are modules of equinox in a tree."""
-    return _has_modules(jax.tree.structure(tree))
-
-
-def _has_modules(structure: Any) -> bool:
-    return "equinox" in sys.modules and any(_inside_modules(structure))
+    return "equinox" in sys.modules and any(_inside_modules(jax.tree.structure(tree)))
 
 
 def _inside_modules(structure: Any) -> list[bool]:
