@@ -245,17 +245,17 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
 
 
 @each(
-    Program(mnist_cnn, nnx.jit, CLIP(match.call("relu")), clipped, "80%"),
+    Program(mnist_cnn, nnx.jit, CLIP(match.call("relu")), clipped, "80%", mark="long"),
     Program(
         transformer,
         nnx.jit,
         rules.scale_gradient(match.scope("MiniGPT/output_layer"), -1.0),
         reversed_,
         "75%",
-        is_long=True,
+        mark="long",
     ),
-    Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "70%", is_long=True),
-    Program(rnn, nnx.jit, CLIP(match.op("tanh") & ~match.call("GRUCell")), clipped, is_long=True),
+    Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "70%", mark="slow"),
+    Program(rnn, nnx.jit, CLIP(match.op("tanh") & ~match.call("GRUCell")), clipped, mark="slow"),
     Program(lora, nnx.jit, CLIP(match.call("gelu")), clipped, "70%"),
 )
 def test_a_program_of_nnx(program):

@@ -56,13 +56,16 @@ class Program:
     rule: Any
     by_hand: Edit
     budget: str = "60%"
-    is_long: bool = False
+    mark: str = (
+        ""  # "long" or "slow": the README's command takes what is quickest of each framework
+    )
 
 
 def each(*programs: Program) -> pytest.MarkDecorator:
     """For the test of a framework."""
     marked = [
-        pytest.param(p, marks=[pytest.mark.long] * p.is_long, id=p.run.__name__) for p in programs
+        pytest.param(p, marks=[getattr(pytest.mark, p.mark)] if p.mark else [], id=p.run.__name__)
+        for p in programs
     ]
     return pytest.mark.parametrize("program", marked)
 
