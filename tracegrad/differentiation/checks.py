@@ -9,13 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tracegrad.differentiation.selection import (
-    Selection,
-    check_wrt,
-    is_differentiable,
-    is_numeric,
-    type_of,
-)
+from tracegrad.differentiation.gradient_types import is_differentiable, is_numeric, type_of
+from tracegrad.differentiation.selection import Selection, check_wrt
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.trees import without_variables

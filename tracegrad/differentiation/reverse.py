@@ -26,9 +26,10 @@ from tracegrad.differentiation.checks import (
 )
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
+from tracegrad.differentiation.gradient_types import zero_block
 from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.module_state import module_state
-from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
+from tracegrad.differentiation.selection import Selection, Wrt, resolve
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph

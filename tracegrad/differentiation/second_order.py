@@ -22,7 +22,8 @@ from tracegrad.differentiation.checks import (
 )
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.forward import jvp
-from tracegrad.differentiation.selection import Selection, Wrt, resolve, zero_block
+from tracegrad.differentiation.gradient_types import zero_block
+from tracegrad.differentiation.selection import Selection, Wrt, resolve
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import function_name, graph

@@ -13,14 +13,8 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.checks import pair
-from tracegrad.differentiation.selection import (
-    Selection,
-    Wrt,
-    check_wrt,
-    is_numeric,
-    resolve,
-    type_of,
-)
+from tracegrad.differentiation.gradient_types import is_numeric, type_of
+from tracegrad.differentiation.selection import Selection, Wrt, check_wrt, resolve
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Literal, Occurrence, Value

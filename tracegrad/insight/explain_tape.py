@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.selection import type_of
+from tracegrad.differentiation.gradient_types import type_of
 from tracegrad.differentiation.smallest_cuts import smallest_cuts
 from tracegrad.insight.explaining.cut_off import findings_of_cuts, state_of_model
 from tracegrad.insight.explaining.explain_graph import explain_graph, merged

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.selection import is_numeric, type_of
+from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding

@@ -1,0 +1,52 @@
+"""Which leaves have a gradient, by their types, and what zeros stand for those that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+
+
+def zeros_for(leaf: Any) -> Any:
+    """The gradient of a leaf that was not selected.
+
+    Zeros of its shape and dtype for an array of numbers or booleans, the zero of its own type for
+    a Python number, None for anything else (functions, strings, random keys; and for the numbers
+    of an `equinox.Module`, as it has it).
+    """
+    if isinstance(leaf, (bool, int, float, complex)):
+        return type(leaf)(0)
+    return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
+
+
+def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
+    """The derivative of an output of this shape by a leaf that was not selected; see `grad`."""
+    zeros = zeros_for(leaf)
+    if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
+        return zeros
+    return jnp.zeros((*shape, *jnp.shape(zeros)), jnp.result_type(zeros))
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers or booleans, or such a number."""
+    aval = type_of(leaf)
+    return isinstance(aval, jax.core.ShapedArray) and not jnp.issubdtype(
+        aval.dtype, jax.dtypes.extended
+    )
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf is a float or complex array, or such a number."""
+    aval = type_of(leaf)
+    return isinstance(aval, _jax.ARRAY) and _jax.is_inexact(aval.dtype)
+
+
+def type_of(leaf: Any) -> Any:
+    """The JAX type of a leaf; None if it has none."""
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        return None
