@@ -74,6 +74,23 @@ def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
     return decorate
 
 
+def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
+    """A method that is run once for the same arguments, as long as its object lives. Lists count by
+    what is in them, everything else has a hash."""
+    name = f"_found_by_{find.__name__}"
+
+    @functools.wraps(find)
+    def once(*args: P.args, **kwargs: P.kwargs) -> V:
+        owner, *given = args
+        found: dict[Any, V] = vars(owner).setdefault(name, {})
+        key = tuple([tuple(x) if type(x) is list else x for x in (*given, *kwargs.values())])
+        if key not in found:
+            found[key] = find(*args, **kwargs)
+        return found[key]
+
+    return once
+
+
 class Cache(dict[K, V]):
     """A dict of a module that drops the oldest of more than `maxsize` entries.
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached
+from tracegrad._jax.caches import cached, once_for_each
 from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, StopGradient, Value
 from tracegrad.ir.dependence import (
     Masks,
@@ -67,12 +66,8 @@ def is_connectable(value: Value | Literal) -> bool:
 # ------------------------------------------------------------------------------- the forward walk
 
 
-@dataclass
 class Walk:
     """One walk over a graph: shared regions and custom rules are looked at once."""
-
-    regions: dict[tuple[Graph, tuple[int, ...]], Masks] = field(default_factory=dict)
-    rules: dict[tuple[Node, tuple[bool, ...]], tuple[int, ...] | None] = field(default_factory=dict)
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         """Masks of the inputs connected to each result, given those connected to each operand.
@@ -94,11 +89,9 @@ class Walk:
         entered = enter(node, ins, self.region)
         return None if entered is None else entered[0]
 
+    @once_for_each
     def region(self, graph: Graph, ins: Masks) -> Masks:
-        key = graph, tuple(ins)
-        if key not in self.regions:
-            self.regions[key] = spread(graph, ins, self.rule)
-        return self.regions[key]
+        return spread(graph, ins, self.rule)
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
@@ -109,20 +102,19 @@ class Walk:
             except TypeError:  # a parameter that cannot be hashed
                 rows = _rows(_binding(node), *_types(node), reached)
         else:
-            key = node, reached
-            if key not in self.rules:
-                self.rules[key] = (
-                    _rule_rows(node, reached)
-                    if isinstance(node, CustomGradient)
-                    else _call_rows(node, reached)
-                )
-            rows = self.rules[key]
+            rows = self._region_rows(node, reached)
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
             return _all_of(node, reached)
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
+
+    @once_for_each
+    def _region_rows(self, node: Node, reached: tuple[bool, ...]) -> Rows:
+        if isinstance(node, CustomGradient):
+            return _rule_rows(node, reached)
+        return _call_rows(node, reached)
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, StopGradient, Value
 from tracegrad.ir.dependence import back_around, enter, mask_of, spread
@@ -145,8 +146,8 @@ class Planner:
     """Finds the gates of a graph and its regions; those that are shared are looked at once."""
 
     walk: Walk = field(default_factory=Walk)
-    known: dict[Any, Plan] = field(default_factory=dict)
 
+    @once_for_each
     def plan(
         self,
         graph: Graph,
@@ -162,18 +163,6 @@ class Planner:
           outs: how each output is read.
           told: for each input, the condition that it is the truth of; None: it is something else.
         """
-        key = graph, tuple(reached), tuple(outs), tuple(told)
-        if key not in self.known:
-            self.known[key] = self._planned(graph, reached, outs, told)
-        return self.known[key]
-
-    def _planned(
-        self,
-        graph: Graph,
-        reached: Sequence[int],
-        outs: Sequence[Edge],
-        told: Sequence[When | None],
-    ) -> Plan:
         perturbed: dict[Value, int] = {}
         spread(graph, list(reached), self.walk.rule, perturbed)
         conditions = dict(zip(graph.inputs, told, strict=True))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tracegrad import _jax
+from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk, is_connectable
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
 from tracegrad.ir.authors import whose
@@ -177,26 +178,17 @@ def _rank(node: Node, result: Value) -> int:
 
 # ----------------------------------------------------------------------------------------- search
 
-_Key = tuple[Graph, tuple[int, ...], tuple[int, ...]]
-
 
 @dataclass
 class _Search:
     walk: Walk = field(default_factory=Walk)
-    known: dict[_Key, dict[Value, _Ways]] = field(default_factory=dict)
-    flows: dict[Node, Masks] = field(default_factory=dict)
 
+    @once_for_each
     def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Ways]:
         """The ways from the values of a graph to the nearest of some outputs.
 
         `reached`: for each input, 1 if a gradient there would go on to a source.
         """
-        key = graph, tuple(reached), tuple(targets)
-        if key not in self.known:
-            self.known[key] = self._of(graph, reached, targets)
-        return self.known[key]
-
-    def _of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Ways]:
         masks: dict[Value, int] = {}
         spread(graph, reached, self.walk.rule, masks)
         outputs = (graph.outputs[k] for k in targets)
@@ -244,14 +236,12 @@ class _Search:
             else:
                 yield i, inside[i] if i in inside and inside[i].count else cut
 
+    @once_for_each
     def _flow(self, node: Node) -> Masks:
-        if node not in self.flows:
-            self.flows[node] = node_dependence(node)
-            if isinstance(node, CustomGradient) and node.kind == "vjp":
-                # Its rule may use what its function does not.
-                everything = (1 << len(node.inputs)) - 1
-                self.flows[node] = [everything for _ in node.outputs]
-        return self.flows[node]
+        if isinstance(node, CustomGradient) and node.kind == "vjp":
+            # Its rule may use what its function does not.
+            return [(1 << len(node.inputs)) - 1] * len(node.outputs)
+        return node_dependence(node)
 
     def _is_connected(self, node: Node, ins: Masks, i: int, k: int) -> bool:
         if isinstance(node, StopGradient) or not is_connectable(node.outputs[k]):

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
 from tracegrad.ir.dependence import (
@@ -90,7 +91,6 @@ def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionF
 
 
 Bools = Sequence[bool]
-_Key = tuple[Graph, tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], bool]
 
 
 @dataclass
@@ -98,11 +98,8 @@ class _Flows:
     """Shared regions are looked at once for each way to enter them."""
 
     walk: Walk = field(default_factory=Walk)
-    known: dict[_Key, RegionFlow] = field(default_factory=dict)
-    uniform: dict[tuple[Graph, Flow, bool, tuple[bool, ...]], RegionFlow] = field(
-        default_factory=dict
-    )
 
+    @once_for_each
     def of(
         self, graph: Graph, carrying: Bools, arriving: Bools, wanted: Bools, *, recomputed: bool
     ) -> RegionFlow:
@@ -114,10 +111,7 @@ class _Flows:
           wanted: for each output, whether its data go on to a target.
           recomputed: whether it is inside of a `Recompute`.
         """
-        key = graph, tuple(carrying), tuple(arriving), tuple(wanted), recomputed
-        if key in self.known:
-            return self.known[key]
-        flow = self.known[key] = RegionFlow(graph, recomputed)
+        flow = RegionFlow(graph, recomputed)
         masks: dict[Value, int] = {}
         spread(graph, [int(c) for c in carrying], self.walk.rule, masks)
         live = leading_to(graph, wanted)
@@ -204,10 +198,13 @@ class _Flows:
                 inner = Flow.UNKNOWN
             if inner is not kind:
                 reached = [bool(passing >> i & 1) for i in range(len(node.inputs))]
-            return {
-                name: self._uniform(region, inner, recomputed, reached)
-                for name, region in node.regions.items()
-            }
+            flows = {}
+            for name, region in node.regions.items():
+                at_inputs = reached
+                if len(region.inputs) != len(reached):  # the call hands something else on to it
+                    at_inputs = [any(reached)] * len(region.inputs)
+                flows[name] = self._uniform(region, inner, recomputed, at_inputs)
+            return flows
         flows = {}
         results = [value in live for value in node.outputs]
         for name, masks in entered[1].items():
@@ -237,20 +234,16 @@ class _Flows:
 
         return back_around(node, got, back, operator.or_)
 
+    @once_for_each
     def _uniform(self, graph: Graph, kind: Flow, recomputed: bool, reached: Bools) -> RegionFlow:
-        """A region with the same kind throughout. `reached`: the operands of the call around it."""
-        if len(reached) != len(graph.inputs):  # the call hands something else on to the region
-            reached = [any(reached)] * len(graph.inputs)
-        key = graph, kind, recomputed, tuple(reached)
-        if key not in self.uniform:
-            flow = self.uniform[key] = RegionFlow(graph, recomputed, reached=list(reached))
-            for node in graph.nodes:
-                flow.flows[node] = kind
-                inner = recomputed or isinstance(node, Recompute)
-                within = [any(reached)] * len(node.inputs)
-                if node.regions:
-                    flow.regions[node] = {
-                        name: self._uniform(region, kind, inner, within)
-                        for name, region in node.regions.items()
-                    }
-        return self.uniform[key]
+        """A region with the same kind throughout."""
+        flow = RegionFlow(graph, recomputed, reached=list(reached))
+        for node in graph.nodes:
+            flow.flows[node] = kind
+            inner = recomputed or isinstance(node, Recompute)
+            if node.regions:
+                flow.regions[node] = {
+                    name: self._uniform(region, kind, inner, [any(reached)] * len(region.inputs))
+                    for name, region in node.regions.items()
+                }
+        return flow
