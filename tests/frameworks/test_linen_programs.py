@@ -156,7 +156,7 @@ def lstm(compiled, edit):
         jax.jit,
         rules.clip_gradient(match.scope("norm"), max_value=LIMIT),
         clipped,
-        mark="long",
+        mark="slow",
     ),
 )
 def test_a_program_of_linen(program):

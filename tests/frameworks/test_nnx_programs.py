@@ -245,7 +245,7 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
 
 
 @each(
-    Program(mnist_cnn, nnx.jit, CLIP(match.call("relu")), clipped, "80%", mark="long"),
+    Program(mnist_cnn, nnx.jit, CLIP(match.call("relu")), clipped, "80%", mark="slow"),
     Program(
         transformer,
         nnx.jit,

@@ -110,6 +110,7 @@ def test_a_predicate_that_selects_a_function_is_refused_by_its_path():
         tg.grad(loss, wrt=lambda path, leaf: "activation" in path)(MODEL, X, Y)
 
 
+@pytest.mark.any_jax
 def test_insight_takes_models():
     assert "nothing found" in str(tg.explain(loss, MODEL, X, Y))
     assert "dot_general" in str(tg.show(loss, MODEL, X, Y))
