@@ -18,7 +18,7 @@ from tracegrad import _jax
 from tracegrad.lowering.closed_over import depends_on
 from tracegrad.tracing.importer import import_program
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir.wording import described
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.reading import InOwnTrace, ReadsOutside
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 

@@ -14,7 +14,7 @@ import jax
 from tracegrad.differentiation.selection import Selection
 from tracegrad.ir.wording import with_article
 from tracegrad.variables.modules import is_module, is_variable_of_nnx, is_whole
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 
 
 class ModuleState:

@@ -21,7 +21,7 @@ import jax
 from tracegrad.differentiation.gradient_types import is_differentiable, zeros_for
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.trees import settings
+from tracegrad.variables.statics import settings
 
 Predicate = Callable[[str, Any], Any]
 Wrt = int | str | Sequence[int | str] | Predicate

@@ -20,7 +20,7 @@ from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.variables.trees import Static
+from tracegrad.variables.statics import Static
 
 
 def explain(

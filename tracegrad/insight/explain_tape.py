@@ -25,7 +25,7 @@ from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import as_traced
 from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 

@@ -19,7 +19,7 @@ from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.tracing.user_errors import innermost_user_line
 from tracegrad.variables.modules import held_paths
-from tracegrad.variables.trees import is_array, with_statics
+from tracegrad.variables.statics import is_array, with_statics
 
 Function = Callable[..., Any]
 

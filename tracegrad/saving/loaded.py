@@ -17,7 +17,7 @@ from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
 from tracegrad.saving.program_tree import ProgramTree
 from tracegrad.saving.structure import Leaf, flatten_as
-from tracegrad.variables.trees import has_statics, with_statics
+from tracegrad.variables.statics import has_statics, with_statics
 from tracegrad.variables.variable import Variable
 
 

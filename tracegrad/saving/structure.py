@@ -3,7 +3,7 @@
 Written are the containers whose meaning is plain without any code: dictionaries, lists, tuples,
 named tuples and None. A type of the user's own, registered with JAX, is rebuilt by its own Python
 code, which is not there when the file is read. In memory such a tree is one, of `Leaf`s. A string
-in it is what the function was saved for, and no leaf (`variables.trees.Static`).
+in it is what the function was saved for, and no leaf (`variables.statics.Static`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tracegrad import _jax
 from tracegrad.ir.wording import with_article
 from tracegrad.saving import dimensions, documents
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.variables.trees import Static
+from tracegrad.variables.statics import Static
 
 Structure = Any
 """A tree as JSON. None: nothing. ``{"dtype": ..., "shape": ...}``: an array. ``{"static": text}``:

@@ -15,7 +15,7 @@ from tracegrad.tape.leaves import require_arrays
 from tracegrad.tape.recorder import Recorder, recorder_here
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.listening import start_listening, stop_listening
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 

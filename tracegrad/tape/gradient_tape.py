@@ -34,7 +34,7 @@ from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.listening import start_listening, stop_listening
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad.ir.wording import brief, with_article
-from tracegrad.variables.trees import is_variable
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 _ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)

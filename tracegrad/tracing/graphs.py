@@ -23,7 +23,8 @@ from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.modules import Inside
-from tracegrad.variables.trees import taken, with_statics
+from tracegrad.variables.statics import with_statics
+from tracegrad.variables.trees import taken
 
 Rule = Callable[[Graph], Graph]
 

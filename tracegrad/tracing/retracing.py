@@ -18,7 +18,7 @@ import jax
 
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.variables.modules import Structure, differences, is_held, is_held_or_variable
-from tracegrad.variables.trees import Given, Static, is_structure
+from tracegrad.variables.statics import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8

@@ -46,7 +46,8 @@ from tracegrad.variables.modules import (
 )
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
-from tracegrad.variables.trees import given_before, has_modules, has_statics, with_statics
+from tracegrad.variables.statics import has_modules, has_statics, with_statics
+from tracegrad.variables.trees import given_before
 from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:

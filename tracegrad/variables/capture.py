@@ -26,7 +26,8 @@ import jax
 from tracegrad import _jax
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
-from tracegrad.variables.trees import with_statics, without_variables
+from tracegrad.variables.statics import with_statics
+from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:

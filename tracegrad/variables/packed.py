@@ -17,15 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tracegrad.variables.trees import (
-    Fixed,
-    Static,
-    fix,
-    flattened,
-    given,
-    is_kind_of_array,
-    settings,
-)
+from tracegrad.variables.statics import Static, fix, is_kind_of_array, settings
+from tracegrad.variables.trees import Fixed, flattened, given
 
 _KEPT = 256  # layouts of a function, and structures of a layout
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype})

@@ -15,7 +15,7 @@ from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path, at, is_own_file
-from tracegrad.variables.trees import Static
+from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",

@@ -1,0 +1,247 @@
+"""What in an argument or a result is no array: parts of its structure.
+
+A leaf of an argument that is no array and no number (a function, a string, an object: models have
+them) is to JAX a part of the arguments' structure (`Static`): it belongs to what a program is made
+for, and the function gets it as it is. It is so in results. A number in an `equinox.Module` is a
+setting like these (a rate, a size, a flag), as `equinox.filter_jit` and `filter_grad` have it: as
+an array it could not say what to compute, and would be trained. So is a Variable (`Given`).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from tracegrad.variables.modules import Held, is_state
+from tracegrad.variables.variable import Variable
+
+T = TypeVar("T")
+
+# For ``is_leaf=``, where a Variable itself is meant and not its value. (Asked of every leaf and
+# every node of a tree: a call in C.)
+is_variable = Variable.__instancecheck__
+
+
+class Given:
+    """A Variable among arguments: a node of their tree, without leaves. There is one of each."""
+
+    __slots__ = ("__weakref__", "_ref", "_text")
+
+    def __init__(self, variable: Variable):
+        # JAX's caches keep it, and may not keep the Variable.
+        self._ref = weakref.ref(variable)
+        self._text = f"<Variable {variable.name}>"
+
+    @property
+    def variable(self) -> Variable:
+        variable = self._ref()
+        assert variable is not None, "the caller of the function holds it"
+        return variable
+
+    @property
+    def is_gone(self) -> bool:
+        return self._ref() is None
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def given_of(variable: Variable) -> Given:
+    if variable._given is None:
+        variable._given = Given(variable)
+    given: Given = variable._given
+    return given
+
+
+class Static:
+    """A leaf that is no array, among arguments or results: a node of their tree, without leaves.
+
+    JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
+    equal and of one type, or the same object, where it has no equality or hash of its own.
+    """
+
+    __slots__ = ("_hash", "_leaf", "_ref", "_text")
+
+    def __init__(self, leaf: Any, *, is_result: bool = False):
+        kind: Any = type(leaf)
+        self._leaf, self._hash = leaf, object.__hash__(leaf)
+        self._ref: Any = None
+        self._text = f"<{kind.__name__} that is gone>"
+        if kind.__eq__ is object.__eq__:
+            # JAX's caches keep this, and may not keep an argument that they can tell by identity.
+            if not is_result:
+                with suppress(TypeError):
+                    self._leaf, self._ref = None, weakref.ref(leaf)
+        else:
+            _check_comparable(leaf)
+            with suppress(TypeError):  # then it is known by identity
+                self._hash = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+
+    @property
+    def leaf(self) -> Any:
+        return self._leaf if self._ref is None else self._ref()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static) or self._hash != other._hash:
+            return False
+        mine, others = self.leaf, other.leaf
+        if mine is others:
+            return self._ref is None or mine is not None
+        if type(mine) is not type(others) or type(mine).__hash__ is None:
+            return False
+        if isinstance(mine, (float, complex)):  # 0.0 == -0.0, nan != nan
+            return repr(mine) == repr(others)
+        try:
+            return bool(mine == others)
+        except Exception:  # each is comparable with itself, and that is how it is known
+            return False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def is_known_by_identity(self) -> bool:
+        return self._ref is not None or type(self._leaf).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+
+    def __repr__(self) -> str:
+        leaf = self.leaf
+        return self._text if leaf is None else repr(leaf)
+
+
+jax.tree_util.register_pytree_node(
+    Static, lambda static: ((), static), lambda static, _: static.leaf
+)
+
+
+def _check_comparable(leaf: Any) -> None:
+    try:
+        equal = bool(leaf == leaf) or isinstance(leaf, (float, complex))  # nan
+    except Exception as error:
+        problem: Exception | None = error
+    else:
+        problem = None
+        if equal:
+            return
+    raise TypeError(
+        f"it is {leaf!r} of type {type(leaf).__name__}, which cannot be compared even with itself: "
+        "what is no array is part of what a program is made for, and is compared with that of "
+        "other calls. Give its class an __eq__ that returns a bool, or none at all"
+    ) from problem
+
+
+def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static:
+    try:
+        return Static(leaf, is_result=is_result)
+    except TypeError as error:
+        places = jax.tree.unflatten(structure, range(structure.num_leaves))
+        keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
+        where = jax.tree_util.keystr(keys)
+        place = f"result{where}" if is_result else f"the argument {where.removeprefix('.')}"
+        raise TypeError(f"{place}: {error}") from error.__cause__
+
+
+_ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
+
+
+def is_kind_of_array(kind: type) -> bool:
+    """Whether all of a type are traced: as nearly all leaves are."""
+    return kind in _ARRAYS or issubclass(kind, jax.Array)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of an argument is traced: an array, a number, or the type of one."""
+    if is_kind_of_array(type(leaf)):
+        return True
+    if isinstance(leaf, type):  # `jnp.float32` has a dtype, and is a setting
+        return False
+    if (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or hasattr(leaf, "__jax_array__"):
+        return True
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
+    """The indices of the leaves of a tree that are numbers in modules of equinox.
+
+    Args:
+      kinds: the types of its leaves.
+    """
+    numbers = [
+        i
+        for i, kind in enumerate(kinds)
+        if issubclass(kind, _NUMBERS) and not issubclass(kind, np.generic)
+    ]
+    if not numbers or "equinox" not in sys.modules:
+        return frozenset()
+    is_inside = _inside_modules(structure)
+    return frozenset(i for i in numbers if is_inside[i])
+
+
+_NUMBERS = (int, float, complex)  # and bool
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether there are modules of equinox in a tree."""
+    return "equinox" in sys.modules and any(_inside_modules(jax.tree.structure(tree)))
+
+
+def _inside_modules(structure: Any) -> list[bool]:
+    """For each leaf whether it is in a module; there is equinox."""
+    node = structure.node_data()
+    if node is not None and issubclass(node[0], sys.modules["equinox"].Module):
+        return [True] * structure.num_leaves
+    if node is None:
+        return [False] * structure.num_leaves
+    return [is_inside for child in structure.children() for is_inside in _inside_modules(child)]
+
+
+def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
+    """Which leaves of an argument or a result are traced, the others being parts of it."""
+    traced = [is_array(leaf) for leaf in leaves]
+    for i in settings([type(leaf) for leaf in leaves], structure):
+        traced[i] = False
+    return traced
+
+
+def with_statics(result: T) -> T:
+    """A result whose leaves that are no arrays are parts of its structure; itself without such."""
+    leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
+    if not fix(leaves, structure, is_result=True):
+        return result
+    new: T = jax.tree.unflatten(structure, leaves)
+    return new
+
+
+def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
+    """Puts `Static` in the places of what is no array in a list of the leaves of a tree; whether
+    there was such."""
+    kinds = set(map(type, leaves))
+    if all(map(is_kind_of_array, kinds)) and kinds.isdisjoint({bool, *_NUMBERS}):
+        return False
+    fixed = False
+    for i, is_traced in enumerate(are_traced(leaves, structure)):
+        leaf = leaves[i]
+        if is_traced or isinstance(leaf, (Variable, Given, Held)) or is_state(leaf):
+            continue
+        leaves[i], fixed = _static(leaf, i, structure, is_result=is_result), True
+    return fixed
+
+
+def has_statics(structure: Any) -> bool:
+    """Whether some of such trees is no array."""
+    count: int = structure.num_leaves
+    return len(jax.tree.leaves(jax.tree.unflatten(structure, range(count)))) != count
+
+
+def is_structure(node: Any) -> bool:
+    """For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array."""
+    return isinstance(node, (Given, Static))
