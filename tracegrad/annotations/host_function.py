@@ -32,7 +32,7 @@ from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
-from tracegrad.tape.recorder import unrecorded
+from tracegrad.tape.recorders import unrecorded
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.variable import Variable
 

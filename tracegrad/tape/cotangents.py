@@ -22,7 +22,8 @@ from tracegrad.tape.keys import Structure
 from tracegrad.tape.pieces import Piece, pieces_between, pull_back_pieces
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorder import Recorder, with_stand_ins
+from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.recorders import with_stand_ins
 from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
 from tracegrad.tape.rules_on_values import as_traced, refusing_values
 from tracegrad.tracing.in_force import rules_in_force

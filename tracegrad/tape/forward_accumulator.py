@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.leaves import require_arrays
-from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.statics import is_variable

@@ -29,7 +29,8 @@ from tracegrad.tape.cotangents import (
 from tracegrad.tape.leaves import are_arrays, arrays_of, one_array, real, require_arrays
 from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorder import Recorder, recorder_here
+from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown

@@ -25,7 +25,8 @@ from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotan
 from tracegrad.tape.gradient_tape import UnconnectedGradients
 from tracegrad.tape.leaves import require_arrays
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorder import Recorder, recorder_here, with_stand_ins
+from tracegrad.tape.recorder import Recorder
+from tracegrad.tape.recorders import recorder_here, with_stand_ins
 from tracegrad.tape.replay import Replay, replay_of
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import listening

@@ -8,14 +8,10 @@ threads.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -32,31 +28,28 @@ from tracegrad.tape.computations import (
 )
 from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import has_effects, reads_the_host
-from tracegrad.tape.keys import is_jaxs_own, settings_now
 from tracegrad.tape.lifting import captured_arrays, lift
-from tracegrad.tape.linearised import linearised
+from tracegrad.tape.own_rules import OwnRule, own_rule_key
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import ON_VALUES, Rule
+from tracegrad.tape.running import PLAIN, Running, are_plain, refuse_references
 from tracegrad.tracing.importer import sub_programs
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
-from tracegrad.variables.overriding import ForwardingTrace, OverridingTrace
+from tracegrad.variables.overriding import OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
-_config = _jax.config
 
 
-class Recorder(ForwardingTrace):
+class Recorder(Running):
     """Runs every operation under `parent`, and adds it to the records that track an operand."""
 
     def __init__(self, parent: Any):
         super().__init__(parent)
-        self.records: list[Record] = []
         self._installed: Any = None
-        self.is_top = isinstance(parent, _jax.TopLevelTrace)
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
@@ -113,7 +106,7 @@ class Recorder(ForwardingTrace):
         elif primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
         elif primitive in _WITHOUT_PROGRAMS:
-            if not self._tracks(args):
+            if not self.tracks(args):
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*args, **params)
             computation = computation_of(primitive, params)
@@ -131,8 +124,8 @@ class Recorder(ForwardingTrace):
         assert run is not None
         watching = [record for record in self.records if record.tracks(args)]
         for arg in args:
-            if type(arg) not in _PLAIN:
-                args = self._own_operands(primitive, args) if watching else args
+            if type(arg) not in PLAIN:
+                args = self.own_operands(primitive, args) if watching else args
                 break
         with set_current_trace(self.parent_trace):
             out = run(*args)
@@ -148,7 +141,7 @@ class Recorder(ForwardingTrace):
     ) -> Any:
         if not self.is_top or len(self.records) != 1 or type(self.records[0]) is not Record:
             return None
-        if rules_in_force() or _config.jax_disable_jit:
+        if rules_in_force() or _jax.config.jax_disable_jit:
             return None
         (record,) = self.records
         operands = jax.tree.leaves((args, kwargs))
@@ -159,7 +152,7 @@ class Recorder(ForwardingTrace):
             if not active or len(forms) >= _MOST_FORMS:
                 return None
             form = forms[active] = direct_form(jitted, active)
-        if form is NotDirect or not _are_plain(operands):
+        if form is NotDirect or not are_plain(operands):
             return None
         tell_of_assigned(operands)
         try:
@@ -208,85 +201,24 @@ class Recorder(ForwardingTrace):
             tell_of_assigned(operands)
         watching = [record for record in self.records if record.tracks(operands)]
         if not watching:
-            return self._run(computation, operands, primitive, args, params)
+            return self.run(computation, operands, primitive, args, params)
         captured = operands[: len(operands) - len(args)]
         for arg in args:
-            if type(arg) not in _PLAIN:
-                args = self._own_operands(primitive, args)
+            if type(arg) not in PLAIN:
+                args = self.own_operands(primitive, args)
                 operands = [*captured, *args]
                 break
         if computation.has_effects and primitive is _JIT and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
         if computation.saves:
-            results = self._run_and_save(computation, operands, watching)
+            results = self.run_and_save(computation, operands, watching)
             if results is not None:
                 return results if primitive.multiple_results else results[0]
-        out = self._run(computation, operands, primitive, args, params)
+        out = self.run(computation, operands, primitive, args, params)
         results = out if primitive.multiple_results else [out]
-        _refuse_references(primitive, results)
-        results = self._record(computation, operands, results, watching)
+        refuse_references(primitive, results)
+        results = self.record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
-
-    def _run(
-        self,
-        computation: Computation,
-        operands: Sequence[Any],
-        primitive: Any,
-        args: Sequence[Any],
-        params: dict[str, Any],
-    ) -> Any:
-        """Runs an operation, in the fastest way that there is."""
-        with set_current_trace(self.parent_trace):
-            if computation.run is not None and self.is_top:
-                return computation.run(*operands)
-            return primitive.bind(*args, **without_donation(params))
-
-    def _run_and_save(
-        self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
-    ) -> list[Any] | None:
-        """Runs an operation that saves what its derivative needs; None if that cannot be.
-
-        In a function that is being traced only what XLA would run twice: of the rest it makes one.
-        """
-        if not (computation.saves if self.is_top else computation.is_run_once):
-            return None
-        if rules_in_force() or not all(record.keeps_operations for record in watching):
-            return None
-        active = tuple(
-            [
-                i
-                for i, operand in enumerate(operands)
-                if any(r.tracks((operand,)) for r in watching) and _jax.has_gradient(operand)
-            ]
-        )
-        if not active:
-            return None
-        # What a further derivative needs is dropped by XLA if nobody takes it; here it would be
-        # computed, so that it is only for those where a second run would be wrong.
-        may_be_dropped = computation.has_effects or not self.is_top
-        orders = sum(record.orders for record in watching) if may_be_dropped else len(watching)
-        is_jit = computation.primitive is _JIT
-        with set_current_trace(self.parent_trace):
-            forward = linearised(
-                computation,
-                active,
-                None if is_jit else list(map(jax.typeof, operands)),
-                orders,
-                is_kept=self.is_top,
-                is_last=sum(record.orders for record in watching) == 1,
-            )
-            if forward is None:
-                return None
-            if self.is_top:
-                results = forward.forward(*operands)
-            else:
-                results = forward.run_forward(operands)
-        if not (self.is_top and is_jit):
-            results = self._own_results(operands, results)
-        info = current_source_info()
-        for record in watching:
-            record.add(forward, operands, results, info)
-        return results[: forward.count]
 
     # ---------------------------------------------------------------------------- rules on values
 
@@ -304,9 +236,9 @@ class Recorder(ForwardingTrace):
         They are other arrays than those that it has computed, and connected to operands only.
         """
         watching = [record for record in self.records if record.tracks(operands)]
-        if not results or not (watching or self._tracks(results)):
+        if not results or not (watching or self.tracks(results)):
             return results
-        results = [self._alias(result) for result in results]
+        results = [self.alias(result) for result in results]
         types = tuple(map(jax.typeof, results))
         params = {"name": rule.name, "results": types}
         computation, info = computation_of(ON_VALUES, params), current_source_info()
@@ -325,11 +257,11 @@ class Recorder(ForwardingTrace):
             return self.process_primitive(primitive, args, params)
         constants = captured_arrays(params)
         tell_of_assigned((*constants, *args))
-        captured = [c for c in constants if self._is_tracked(c)] if constants else []
+        captured = [c for c in constants if self.is_tracked(c)] if constants else []
         operands = [*captured, *args]
         watching = [r for r in self.records if r.tracks(operands)]
         if watching:
-            args = self._own_operands(primitive, args)
+            args = self.own_operands(primitive, args)
             operands = [*captured, *args]
             if primitive is _JIT and has_effects(params) and reads_the_host(params):
                 return self._run_program(params["jaxpr"], args)
@@ -348,14 +280,14 @@ class Recorder(ForwardingTrace):
             else:
                 computation = computation_of(*computed)
         if computation.saves:
-            found = self._run_and_save(computation, operands, watching)
+            found = self.run_and_save(computation, operands, watching)
             if found is not None:
                 return found if primitive.multiple_results else found[0]
         with set_current_trace(self.parent_trace):
             out = primitive.bind(*args, **params)
         results = list(out) if primitive.multiple_results else [out]
-        _refuse_references(primitive, results)
-        results = self._record(computation, operands, results, watching)
+        refuse_references(primitive, results)
+        results = self.record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
 
     def process_shard_map(
@@ -369,68 +301,11 @@ class Recorder(ForwardingTrace):
             )
         return super().process_shard_map(primitive, fun, args, **params)
 
-    # ------------------------------------------------------------------------------ recording
-
-    def _record(
-        self,
-        computation: Computation,
-        args: Sequence[Any],
-        results: Sequence[Any],
-        watching: Sequence[Record],
-    ) -> list[Any]:
-        """Adds an operation to records; returns its results, each an array of its own."""
-        results = self._own_results(args, results)
-        info = current_source_info()
-        for record in watching:
-            record.add(computation, args, results, info)
-        return results
-
-    def _own_results(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The results, each an array of its own.
-
-        An operation may return the very array that it was given (a reshape to the same shape). The
-        result is another value with a gradient of its own: it gets its own identity. And of a
-        checkpointed function JAX hands on a constant as it stands in the program, which is no array
-        yet: each operation that reads it would make another one of it.
-        """
-        own = {id(arg) for arg in args}
-        fresh = []
-        for result in results:
-            if not isinstance(result, jax.Array):
-                with set_current_trace(self.parent_trace):
-                    result = jnp.asarray(result)
-            if id(result) in own:
-                result = self._alias(result)
-            own.add(id(result))
-            fresh.append(result)
-        return fresh
-
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Runs an operation that hands on its operand, without recording it."""
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
-        return self._alias(result) if self._is_tracked(result) else result
-
-    def _tracks(self, arrays: Sequence[Any]) -> bool:
-        for record in self.records:  # noqa: SIM110 (this way takes half the time)
-            if record.tracks(arrays):
-                return True
-        return False
-
-    def _is_tracked(self, array: Any) -> bool:
-        return any(record.tracks((array,)) for record in self.records)
-
-    def _alias(self, array: Any) -> Any:
-        with set_current_trace(self.parent_trace):
-            return _jax.fresh_alias(array)
-
-    def _own_operands(self, primitive: Any, args: Sequence[Any]) -> list[Any]:
-        """The operands as the record can hold them: a NumPy array may be changed by its owner."""
-        _refuse_references(primitive, args)
-        if _are_plain(args) or not any(isinstance(arg, np.ndarray) for arg in args):
-            return list(args)
-        with set_current_trace(self.parent_trace):
-            return [jnp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+        return self.alias(result) if self.is_tracked(result) else result
 
     # ---------------------------------------------------------------------------- custom rules
 
@@ -449,7 +324,7 @@ class Recorder(ForwardingTrace):
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         fun, rule = subfuns[:2]
-        key = _own_rule_key(primitive, subfuns, args, params)
+        key = own_rule_key(primitive, subfuns, args, params)
         known = None if key is None else PROGRAMS.get(key)
         if known is not None:
             _jax.leave_result_trees(fun, known.result_trees)
@@ -462,7 +337,7 @@ class Recorder(ForwardingTrace):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
-            known = _OwnRule(program, _jax.result_trees(fun))
+            known = OwnRule(program, _jax.result_trees(fun))
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
                 PROGRAMS.put(key, known)
@@ -506,149 +381,19 @@ class Recorder(ForwardingTrace):
                 "over an array that a tape watches: its rule cannot tell the derivative with "
                 "respect to it. Pass the array as an argument"
             )
-        args = self._own_operands(primitive, args)
-        if is_new:
-            computation = own_computation(equation)
-        else:
-            computation = rule_computation(primitive, params, constants)
+        args = self.own_operands(primitive, args)
+        known = None if is_new else rule_computation(primitive, params, constants)
+        computation = known or own_computation(equation)
         if computation.saves:
-            found = self._run_and_save(computation, args, watching)
+            found = self.run_and_save(computation, args, watching)
             if found is not None:
                 return found
         with set_current_trace(self.parent_trace):
             results = _jax.bind(primitive, args, params)
-        return self._record(computation, args, results, watching)
+        return self.record(computation, args, results, watching)
 
 
-def _refuse_references(primitive: Any, values: Sequence[Any]) -> None:
-    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
-        raise NotImplementedError(
-            f"{primitive.name} of a jax.Ref with an array that a tape watches: what is written "
-            "to a Ref outside of a compiled function cannot be followed. Use it inside a "
-            "function compiled by jax.jit or tracegrad.trace"
-        )
-
-
-_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
-# Of most operands it is known by their type that they can be held as they are.
-_PLAIN = {bool, int, float, complex}
 # A function whose arguments are watched in so many ways has no faster way for further ones.
 _MOST_FORMS = 16
 # Operations of these are without sub-programs.
 _WITHOUT_PROGRAMS: set[Any] = set()
-
-
-def _are_plain(values: Sequence[Any]) -> bool:
-    for value in values:
-        if type(value) not in _PLAIN:
-            if not isinstance(value, _IMMUTABLE) or _jax.is_tracer(value):
-                return False
-            _PLAIN.add(type(value))
-    return True
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_IMMUTABLE, np.ndarray))
-
-
-# -------------------------------------------------------------------------------- what is called
-
-
-class _OwnRule:
-    """A call of a function of JAX's own that has a rule (relu, softplus, ...).
-
-    Attributes:
-      program: what it traces to.
-      result_trees: what a run of the function leaves behind.
-      lone: what the program computes, if it is just the call of that rule: to be compiled.
-    """
-
-    __slots__ = ("lone", "program", "result_trees")
-
-    def __init__(self, program: Any, result_trees: tuple[Any, ...]):
-        self.program = program
-        self.result_trees = result_trees
-        self.lone: Computation | None = None
-        call = sole_equation(program)
-        is_rule = call is not None and call.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
-        if call is not None and is_rule and not call.params.get("num_consts", 0):
-            self.lone = rule_computation(call.primitive, call.params)
-
-
-def _own_rule_key(
-    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: dict[str, Any]
-) -> Any:
-    """What tells one call of a function of JAX's own from another; None for anybody else's.
-
-    Somebody else's function may read what has changed since its last call, so that it is traced at
-    each, as JAX does.
-    """
-    functions, trees = _jax.rule_functions(subfuns)
-    if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
-        return None
-    return _OwnRule, primitive, functions, trees, tuple(map(_jax.type_key, args)), settings_now()
-
-
-# ------------------------------------------------------------------------------ one per thread
-
-
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-
-
-_kept = _Kept()
-_MOST_KEPT = 8  # as many as tapes stand in one another where a transformation is stepped out of
-
-
-def recorder_here() -> Recorder:
-    """The recorder on top of the current trace of this thread; if there is none, one for it."""
-    current = _jax.current_trace(None)
-    if isinstance(current, Recorder):
-        return current
-    if not isinstance(current, _jax.TopLevelTrace):
-        return Recorder(current)
-    # One serves all tapes that come one after the other: the caches of jitted functions have an
-    # entry for every trace that they were called under, and take longer the more there are.
-    for recorder in _kept.recorders:
-        if not recorder.is_installed and recorder.parent_trace is current:
-            return recorder
-    recorder = Recorder(current)
-    if len(_kept.recorders) < _MOST_KEPT:
-        _kept.recorders.append(recorder)
-    return recorder
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """No tape sees what is inside it: it goes to whatever is around the recorders."""
-    trace = _jax.current_trace(None)
-    while isinstance(trace, Recorder):
-        trace = trace.parent_trace
-    with set_current_trace(trace):
-        yield
-
-
-def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    """The arrays, in the place of each chosen one another one of its type.
-
-    It is computed from nothing, and its value is not used. The records that are on take it for a
-    source where the array is one.
-    """
-    trace = _jax.current_trace(None)
-    recorder = trace if isinstance(trace, Recorder) else None
-    with set_current_trace(trace if recorder is None else recorder.parent_trace):
-        found = [
-            _stand_in(array) if is_chosen else array
-            for array, is_chosen in zip(arrays, chosen, strict=True)
-        ]
-    for array, stand_in in zip(arrays, found, strict=True):
-        if recorder is not None and stand_in is not array:
-            for record in recorder.records:
-                if record.tracks([array]):
-                    record.add_stand_in(stand_in, array)
-    return found
-
-
-def _stand_in(array: Any) -> Any:
-    return jnp.zeros_like(array) if _jax.is_tracer(array) else _jax.fresh_alias(array)

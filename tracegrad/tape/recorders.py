@@ -1,0 +1,77 @@
+"""Which recorder is on here: one for each thread and transformation; and how to get around it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.tape.recorder import Recorder
+
+set_current_trace = _jax.set_current_trace
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_kept = _Kept()
+_MOST_KEPT = 8  # as many as tapes stand in one another where a transformation is stepped out of
+
+
+def recorder_here() -> Recorder:
+    """The recorder on top of the current trace of this thread; if there is none, one for it."""
+    current = _jax.current_trace(None)
+    if isinstance(current, Recorder):
+        return current
+    if not isinstance(current, _jax.TopLevelTrace):
+        return Recorder(current)
+    # One serves all tapes that come one after the other: the caches of jitted functions have an
+    # entry for every trace that they were called under, and take longer the more there are.
+    for recorder in _kept.recorders:
+        if not recorder.is_installed and recorder.parent_trace is current:
+            return recorder
+    recorder = Recorder(current)
+    if len(_kept.recorders) < _MOST_KEPT:
+        _kept.recorders.append(recorder)
+    return recorder
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """No tape sees what is inside it: it goes to whatever is around the recorders."""
+    trace = _jax.current_trace(None)
+    while isinstance(trace, Recorder):
+        trace = trace.parent_trace
+    with set_current_trace(trace):
+        yield
+
+
+def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    """The arrays, in the place of each chosen one another one of its type.
+
+    It is computed from nothing, and its value is not used. The records that are on take it for a
+    source where the array is one.
+    """
+    trace = _jax.current_trace(None)
+    recorder = trace if isinstance(trace, Recorder) else None
+    with set_current_trace(trace if recorder is None else recorder.parent_trace):
+        found = [
+            _stand_in(array) if is_chosen else array
+            for array, is_chosen in zip(arrays, chosen, strict=True)
+        ]
+    for array, stand_in in zip(arrays, found, strict=True):
+        if recorder is not None and stand_in is not array:
+            for record in recorder.records:
+                if record.tracks([array]):
+                    record.add_stand_in(stand_in, array)
+    return found
+
+
+def _stand_in(array: Any) -> Any:
+    return jnp.zeros_like(array) if _jax.is_tracer(array) else _jax.fresh_alias(array)
