@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.tape.gradient_tape import UnconnectedGradients
-from tracegrad.tape.leaves import require_arrays
+from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.tangents import Tangents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tape.backward import seeds_for, sum_of_known
+from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import graph_of
 from tracegrad.tape.cotangents import (
     BATCH_JACOBIAN,
@@ -24,26 +22,27 @@ from tracegrad.tape.cotangents import (
     JACOBIAN,
     SPARSE_GRADIENT,
     Kind,
-    cotangents,
 )
-from tracegrad.tape.leaves import are_arrays, arrays_of, one_array, real, require_arrays
+from tracegrad.tape.leaves import (
+    UnconnectedGradients,
+    are_arrays,
+    arrays_of,
+    one_array,
+    real,
+    require_arrays,
+    require_batches,
+)
 from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here
+from tracegrad.tape.sources import cotangents_of
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
-
-
-class UnconnectedGradients(enum.Enum):
-    """What a tape answers for a source that nothing connects to the target."""
-
-    NONE = "none"
-    ZERO = "zero"
 
 
 class GradientTape:
@@ -344,17 +343,7 @@ class GradientTape:
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
         one, variables = one_array(target)
-        shapes = jnp.shape(one), jnp.shape(one_array(source, "source")[0])
-        if min(map(len, shapes)) < 2:
-            raise ValueError(
-                f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
-                f"has the shape {shapes[0]}, the source {shapes[1]}"
-            )
-        if shapes[0][0] != shapes[1][0]:
-            raise ValueError(
-                f"the batch of the target has the size {shapes[0][0]}, that of the source "
-                f"{shapes[1][0]}"
-            )
+        require_batches(one, one_array(source, "source")[0])
         return self._differentiate([real(one)], variables, source, unconnected, BATCH_JACOBIAN)
 
     def _check_usable(self) -> None:
@@ -386,22 +375,7 @@ class GradientTape:
             leaves = [before.get(id(leaf), leaf) for leaf in leaves]
         if not _jax.is_top_level():
             record.hand_out()
-        if record.stand_ins or any(isinstance(leaf, Variable) for leaf in leaves):
-            # A Variable is all its reads: each is a value of its own, the more so after an
-            # assignment.
-            reads = [
-                record.stands_for(_with(record.reads_of(leaf), variables.get(leaf)))
-                if isinstance(leaf, Variable)
-                else record.stands_for([leaf])
-                for leaf in leaves
-            ]
-            each = iter(self._pull_back(targets, [a for of in reads for a in of], kind, seeds))
-            found = [
-                next(each) if len(of) == 1 else sum_of_known([next(each) for _ in of])
-                for of in reads
-            ]
-        else:
-            found = self._pull_back(targets, leaves, kind, seeds)
+        found = cotangents_of(record, leaves, targets, variables, kind, seeds)
         if any(ct is None for ct in found):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
             warn_of_unwatched(record, leaves, list(each_leaf), found)
@@ -417,35 +391,8 @@ class GradientTape:
             found = [next(each) if is_array else None for is_array in wanted]
         return jax.tree.unflatten(tree, found)
 
-    def _pull_back(
-        self, targets: Sequence[Any], sources: Sequence[Any], kind: Kind, seeds: Sequence[Any]
-    ) -> list[Any]:
-        record = self._record
-        tracked = record.tracked
-        # A source that is a target has its seed for a gradient, watched or not.
-        ends = {id(target) for target in targets}
-        from_sources: dict[int, int] = {}
-        for source in sources:
-            identity = id(source)
-            if (identity in tracked or identity in ends) and _jax.has_gradient(source):
-                from_sources[identity] = record.slot(source)
-        inside = [i for i, t in enumerate(targets) if id(t) in tracked or id(t) in from_sources]
-        if not inside or not from_sources:
-            return [None] * len(sources)
-        to_targets = tuple([record.slot(targets[i]) for i in inside])
-        given = [seeds[i] for i in inside] if seeds else []
-        found = cotangents(record, tuple(from_sources.values()), to_targets, kind, given)
-        by_source = dict(zip(from_sources, found, strict=True))
-        return [by_source.get(id(source)) for source in sources]
-
 
 _USED = (
     "this tape has been used up: a tape gives one gradient or jacobian, unless it is made with "
     "GradientTape(persistent=True)"
 )
-
-
-def _with(reads: list[Any], value: Any) -> list[Any]:
-    """What was read of a Variable, and the value that it has as a target."""
-    is_new = value is not None and all(value is not read for read in reads)
-    return [*reads, value] if is_new else reads

@@ -22,8 +22,7 @@ from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_s
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
 from tracegrad.tape.block import Block, block_between
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
-from tracegrad.tape.gradient_tape import UnconnectedGradients
-from tracegrad.tape.leaves import require_arrays
+from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here, with_stand_ins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,14 @@ import numpy as np
 from tracegrad.ir.wording import brief, with_article
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
+
+
+class UnconnectedGradients(enum.Enum):
+    """What a tape answers for a source that nothing connects to the target."""
+
+    NONE = "none"
+    ZERO = "zero"
+
 
 _ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
 
@@ -81,3 +90,18 @@ def real(target: Any) -> Any:
             "part, which are real"
         )
     return target
+
+
+def require_batches(target: Any, source: Any) -> None:
+    """Raises ValueError for arrays that are not ``[batch, ...]`` of one size of batch."""
+    shapes = jnp.shape(target), jnp.shape(source)
+    if min(map(len, shapes)) < 2:
+        raise ValueError(
+            f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
+            f"has the shape {shapes[0]}, the source {shapes[1]}"
+        )
+    if shapes[0][0] != shapes[1][0]:
+        raise ValueError(
+            f"the batch of the target has the size {shapes[0][0]}, that of the source "
+            f"{shapes[1][0]}"
+        )
