@@ -13,7 +13,8 @@ import jax
 
 from tracegrad.differentiation.selection import Selection
 from tracegrad.ir.wording import with_article
-from tracegrad.variables.modules import is_module, is_variable_of_nnx, is_whole
+from tracegrad.variables.modules import is_whole
+from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx
 from tracegrad.variables.statics import is_variable
 
 

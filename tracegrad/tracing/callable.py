@@ -13,7 +13,8 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.variables.modules import hands_out, modules_in, put_together
+from tracegrad.variables.inside import hands_out, put_together
+from tracegrad.variables.modules import modules_in
 from tracegrad.variables.trees import given
 
 

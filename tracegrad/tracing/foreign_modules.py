@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import is_own_file
-from tracegrad.variables.modules import find, is_module, is_whole
+from tracegrad.variables.modules import is_whole
+from tracegrad.variables.nnx_objects import find, is_module
 
 CURE = (
     "belongs to a module that was made outside of the function that changes it here, so that the "

@@ -22,7 +22,7 @@ from tracegrad.tracing.states import Changes, States, is_passed_on
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
-from tracegrad.variables.modules import Inside
+from tracegrad.variables.inside import Inside
 from tracegrad.variables.statics import with_statics
 from tracegrad.variables.trees import taken
 

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.variables.modules import Structure, differences, is_held, is_held_or_variable
+from tracegrad.variables.modules import Structure, is_held, is_held_or_variable
+from tracegrad.variables.nnx_objects import differences
 from tracegrad.variables.statics import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Call
-from tracegrad.variables.modules import is_state, is_whole
+from tracegrad.variables.modules import is_whole
+from tracegrad.variables.nnx_objects import is_state
 
 
 class States:

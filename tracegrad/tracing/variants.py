@@ -18,10 +18,6 @@ is not assigned.
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import keyword
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,17 +29,12 @@ from tracegrad.ir import Graph
 from tracegrad.ir.walking import dissolve
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
-from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.tracing.user_errors import explain
+from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
-from tracegrad.variables.modules import (
-    Modules,
-    array_places,
-    hands_out,
-    modules_in,
-    put_together,
-)
+from tracegrad.variables.modules import Modules, array_places, modules_in
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
@@ -139,7 +130,7 @@ class Body:
         self.__module__ = pipeline.__module__
         self._text = pipeline.text
         if use.values:
-            signature = _with_values_in_front(pipeline.fun, use.values)
+            signature = signature_behind(pipeline.fun, use.values)
             if signature is not None:  # argument names, and checks of static ones
                 self.__signature__ = signature
 
@@ -215,7 +206,7 @@ class Variant:
         body = Body(pipeline, use)
         options = pipeline.options
         if not use.is_plain:
-            options = _with_shardings(_behind_values(pipeline, len(use.values)), use)
+            options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self.nested: Any = jax.jit(body, **options)
         self.outermost: Any = self.nested
         self._has_options = any(options.values())
@@ -378,66 +369,3 @@ def _warning_of_merging(pipeline: Pipeline) -> Callable[[], None]:
             its.warn_of_merging()
 
     return warn
-
-
-# ---------------------------------------------------------------------------------- jit's options
-
-
-def _with_shardings(options: dict[str, Any], use: Use) -> dict[str, Any]:
-    """The options with shardings for the values too, where the user gave some."""
-    given = options.get("in_shardings")
-    if given is not None:
-        variables: list[Any] = [ref() for ref in use.values]
-        own = [value.sharding if value.committed else None for value in peek(variables)]
-        options = {**options, "in_shardings": (*own, *given)}
-    if options.get("out_shardings") is not None:
-        options = {**options, "out_shardings": (None, options["out_shardings"])}
-    return options
-
-
-def _behind_values(pipeline: Pipeline, values: int) -> dict[str, Any]:
-    """The user's options for a function with more arguments in front."""
-    options, static = pipeline.options, pipeline.static
-    donated = StaticArguments()
-    if "donate_argnums" in options or "donate_argnames" in options:
-        donated = resolve(
-            pipeline.fun, options.get("donate_argnums"), options.get("donate_argnames")
-        )
-
-    def positions(arguments: StaticArguments) -> tuple[int, ...]:
-        return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))
-
-    moved = {
-        **options,
-        "static_argnums": positions(static),
-        "static_argnames": tuple(sorted(static.names)),
-        "donate_argnums": positions(donated),
-        "donate_argnames": tuple(sorted(donated.names)),
-    }
-    shardings = options.get("in_shardings")
-    if shardings is not None and not isinstance(shardings, tuple):
-        count = len(inspect.signature(pipeline.fun).parameters) - len(static.names)
-        moved["in_shardings"] = (shardings,) * count
-    return moved
-
-
-def _with_values_in_front(
-    fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
-) -> inspect.Signature | None:
-    """The signature of a function with a parameter for each Variable in front, of its name."""
-    try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):
-        return None
-    taken = set(signature.parameters)
-    front = []
-    for ref in variables:
-        base = name = re.sub(r"\W", "_", getattr(ref(), "name", "")) or "_"
-        for number in itertools.count(1):
-            if name.isidentifier() and not keyword.iskeyword(name) and name not in taken:
-                break
-            name = f"{base}_{number}" if base.isidentifier() else f"_{base}_{number}"
-        taken.add(name)
-        front.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
-    own = list(signature.parameters.values())
-    return signature.replace(parameters=[*front, *own])

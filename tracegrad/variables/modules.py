@@ -4,8 +4,8 @@ To JAX a module is a tree of arrays, of which a function gets a copy, and what i
 copy would be lost. So a call hands on the arrays of its modules, each once, and what there is
 besides (classes, attributes, which references are to the same object) as a part of the arguments'
 structure (`Structure`). Where the function is traced, modules of that structure are made of traced
-arrays (`Inside`); what has another value in them when the function is over is an output of its
-program, and is put into the modules of each call (`assign`).
+arrays (see `inside`), and what it assigns in those is put into the modules of each call
+(`Modules.assign`).
 
 flax is not imported here: where it is not imported already, nobody has a module of it.
 """
@@ -13,17 +13,20 @@ flax is not imported here: where it is not imported already, nobody has a module
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad._jax.caches import Cache, cached
+from tracegrad._jax.caches import Cache
+from tracegrad.variables.nnx_objects import (
+    described,
+    is_kind_of_module,
+    nnx,
+    path_text,
+    static_attributes,
+)
 from tracegrad.variables.variable import Variable
-
-# What nnx writes into every module, for itself.
-_OF_NNX = "_pytree__"
 
 
 class Modules(NamedTuple):
@@ -47,7 +50,7 @@ class Modules(NamedTuple):
                 for key in reversed(place.path):
                     state = {key: state}
                 for root, changed in state.items():
-                    _nnx().update(self.roots[root], changed)
+                    nnx().update(self.roots[root], changed)
                 continue
             variable, whole = self.objects[place.owner], value
             if not place.is_whole:
@@ -81,20 +84,6 @@ class Held:
     def module(self) -> Any:
         """The caller's module, if it is known."""
         return None if self.of is None else self.of.roots[self.index]
-
-
-class Reference:
-    """In a result, one of the objects in the modules of a call: a node without leaves."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
-
-
-jax.tree_util.register_pytree_node(
-    Reference, lambda reference: ((), reference.index), lambda index, _: Reference(index)
-)
 
 
 class _At:
@@ -142,64 +131,25 @@ def is_held_or_variable(node: object) -> bool:
     return type(node) is Held or isinstance(node, Variable)
 
 
-# ------------------------------------------------------------------------------ what modules are
-
-
-def _nnx() -> Any:
-    """flax.nnx, where it is imported."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx if hasattr(nnx, "Variable") and hasattr(nnx, "Pytree") else None
-
-
-@cached(4096)
-def _is_of_nnx(kind: type) -> bool:
-    nnx = _nnx()
-    return nnx is not None and issubclass(kind, (nnx.Pytree, nnx.Variable))
-
-
-@cached(4096)
-def _is_whole(kind: type) -> bool:
-    return kind is Held or _is_of_nnx(kind) or issubclass(kind, _nnx().State)
-
-
 def is_whole() -> Callable[[object], bool] | None:
     """For ``is_leaf=``: whether a node is a module, an nnx.Variable, what stands for such a thing,
-    or an nnx.State; None where flax is not imported, so that trees are searched for none.
-
-    A state alone is a tree like others, of which a function gets a copy, as under `jax.jit`.
-    """
-    if _nnx() is None:
+    or an nnx.State; None where flax is not imported, so that trees are searched for none."""
+    flax = nnx()
+    if flax is None:
         return None
-    is_whole = _is_whole
-    return lambda node: is_whole(type(node))
+    is_of_nnx, state = is_kind_of_module, flax.State
+
+    def is_leaf(node: object) -> bool:
+        kind = type(node)
+        return kind is Held or is_of_nnx(kind) or isinstance(node, state)
+
+    return is_leaf
 
 
-def is_module(node: object) -> bool:
-    """Whether an object is a module or an nnx.Variable."""
-    return _is_of_nnx(type(node))
+# ---------------------------------------------------------------------------------- taking apart
 
 
-def is_variable_of_nnx(node: object) -> bool:
-    """For ``is_leaf=``: whether a node is an nnx.Variable."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.Variable)
-
-
-def find(wanted: object, module: Any) -> str | None:
-    """The path in a module to an object in it: ``.linear.kernel``; None if it is not there."""
-    for path, node in _nnx().iter_graph(module, graph=True):
-        if node is wanted:
-            return _text(path)
-    return None
-
-
-def is_state(node: object) -> bool:
-    """Whether a leaf is an nnx.State."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.State)
-
-
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     """What there is in some modules.
 
     Attributes:
@@ -214,9 +164,9 @@ class _Reading(NamedTuple):
     has_references: bool = True  # to objects that are somewhere else in them too
 
 
-def read(modules: Sequence[Any]) -> _Reading:
+def read(modules: Sequence[Any]) -> Reading:
     """Takes modules apart, as each call of a function does; so in one pass of JAX over them."""
-    of_nnx, places = _is_of_nnx, {}
+    of_nnx, places = is_kind_of_module, {}
     objects: list[Any] = []
 
     def stop(node: Any) -> bool:
@@ -232,32 +182,34 @@ def read(modules: Sequence[Any]) -> _Reading:
     leaves, tree = jax.tree.flatten(list(modules), is_leaf=stop)
     again = [i for i, leaf in enumerate(leaves) if of_nnx(type(leaf))]
     if not again:
-        return _Reading((tree, ()), leaves, objects, has_references=False)
+        return Reading((tree, ()), leaves, objects, has_references=False)
     # A class may say that it is no tree to JAX: then its first occurrence is a leaf too.
     if any(_is_opaque(leaves[i]) for i in again):
         return _read_opaque(modules)
     references = tuple((i, places[id(leaves[i])]) for i in again)
     arrays = [leaf for leaf in leaves if not of_nnx(type(leaf))]
-    return _Reading((tree, references), arrays, objects)
+    return Reading((tree, references), arrays, objects)
 
 
 def _is_opaque(node: Any) -> bool:
     return bool(jax.tree_util.all_leaves([node]))
 
 
-def _read_opaque(modules: Sequence[Any]) -> _Reading:
+def _read_opaque(modules: Sequence[Any]) -> Reading:
     """The same by flax's own way, which is slower by an order of magnitude."""
-    nnx = _nnx()
-    definition, state = nnx.flatten(list(modules), graph=True)
+    flax = nnx()
+    definition, state = flax.flatten(list(modules), graph=True)
     arrays: list[Any] = []
     trees = []
     for leaf in state.leaves:
-        value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        value = leaf.get_raw_value() if isinstance(leaf, flax.Variable) else leaf
         of_value, tree = jax.tree.flatten(value)
         arrays += of_value
         trees.append(tree)
-    nodes = (node for _, node in nnx.iter_graph(list(modules), graph=True))
-    return _Reading((definition, tuple(trees)), arrays, [n for n in nodes if _is_of_nnx(type(n))])
+    nodes = (node for _, node in flax.iter_graph(list(modules), graph=True))
+    return Reading(
+        (definition, tuple(trees)), arrays, [n for n in nodes if is_kind_of_module(type(n))]
+    )
 
 
 class _Place(NamedTuple):
@@ -279,16 +231,16 @@ class Structure:
       places: of each array.
     """
 
-    def __init__(self, modules: Sequence[Any], reading: _Reading):
-        nnx = _nnx()
-        self._definition, state = nnx.flatten(list(modules), graph=True)
+    def __init__(self, modules: Sequence[Any], reading: Reading):
+        flax = nnx()
+        self._definition, state = flax.flatten(list(modules), graph=True)
         numbers = {id(node): i for i, node in enumerate(reading.objects)}
         self.places: list[_Place] = []
         self._values: list[Any] = []  # for each leaf of nnx the tree of its value
         counts = [0] * len(modules)
         arrays = iter(reading.arrays)
         for path, leaf in zip(state.paths, state.leaves, strict=True):
-            is_variable = isinstance(leaf, nnx.Variable)
+            is_variable = isinstance(leaf, flax.Variable)
             value = leaf.get_raw_value() if is_variable else leaf
             inner, tree = jax.tree_util.tree_flatten_with_path(value)
             self._values.append(tree)
@@ -297,11 +249,11 @@ class Structure:
                 if next(arrays, None) is not array:
                     name = type(modules[path[0]]).__name__
                     raise TypeError(
-                        f"JAX and flax disagree about what is in {name}: {_text(path[1:])} is not "
-                        "where it should be. Give the state of it (nnx.split), and have the "
+                        f"JAX and flax disagree about what is in {name}: {path_text(path[1:])} is "
+                        "not where it should be. Give the state of it (nnx.split), and have the "
                         "function return the new one"
                     )
-                text = _text(path[1:]) + jax.tree_util.keystr(key)
+                text = path_text(path[1:]) + jax.tree_util.keystr(key)
                 owner = numbers[id(leaf)] if is_variable else None
                 self.places.append(_Place(owner, i, len(inner) == 1 and not key, path, text))
         self.starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -309,7 +261,7 @@ class Structure:
         self._changeable = [
             (i, name, copy.deepcopy(value))
             for i, node in enumerate(reading.objects)
-            for name, value in _static_attributes(node).items()
+            for name, value in static_attributes(node).items()
             if isinstance(value, (list, dict, set, bytearray))
         ]
 
@@ -324,7 +276,7 @@ class Structure:
             jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
             for tree in self._values
         ]
-        modules: list[Any] = _nnx().unflatten(self._definition, leaves)
+        modules: list[Any] = nnx().unflatten(self._definition, leaves)
         return modules
 
     def describe(self, names: Sequence[str]) -> dict[str, str]:
@@ -335,6 +287,8 @@ class Structure:
         return "<the structure of modules>"
 
 
+# One of each: JAX compares what it has compiled for with it at every call, and has nothing to look
+# at if it is the same object.
 _structures: Cache[Any, Structure] = Cache(256)
 
 
@@ -345,7 +299,7 @@ def structures_in(leaves: Sequence[Any]) -> tuple[Structure, ...]:
 
 def hold(leaves: list[Any]) -> bool:
     """Puts `Held` in the places of modules; whether there are any."""
-    places = [i for i, leaf in enumerate(leaves) if _is_of_nnx(type(leaf))]
+    places = [i for i, leaf in enumerate(leaves) if is_kind_of_module(type(leaf))]
     if not places:
         return False
     modules = [leaves[i] for i in places]
@@ -362,9 +316,6 @@ def hold(leaves: list[Any]) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------- around a call
-
-
 def array_places(arguments: Any) -> list[int]:
     """Which of the leaves of arguments are arrays of modules."""
     found: list[int] = []
@@ -376,35 +327,6 @@ def array_places(arguments: Any) -> list[int]:
         else:
             start += 1
     return found
-
-
-def put_together(result: Any, modules: Modules | None) -> Any:
-    """A result with the modules that stand in it for others; see `Inside.handed_out`.
-
-    `modules`: those of the call.
-    """
-    leaves, tree = jax.tree.flatten(result, is_leaf=_is_handed_out)
-    built: list[Any] | None = None
-    for i, leaf in enumerate(leaves):
-        if type(leaf) is Reference:
-            assert modules is not None, "what is returned was given"
-            leaves[i] = modules.objects[leaf.index]
-        elif type(leaf) is Held:
-            if built is None:
-                arrays = [array for one in leaves if type(one) is Held for array in one.arrays]
-                built = leaf.structure.build(arrays)
-            leaves[i] = built[leaf.index]
-    return jax.tree.unflatten(tree, leaves)
-
-
-def hands_out(structure: Any) -> bool:
-    """Whether results of a structure are to be put together."""
-    result = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return any(map(_is_handed_out, jax.tree.leaves(result, is_leaf=_is_handed_out)))
-
-
-def _is_handed_out(node: object) -> bool:
-    return type(node) is Reference or type(node) is Held
 
 
 def held_arrays(arguments: Any) -> list[Any]:
@@ -429,155 +351,3 @@ def modules_in(arguments: Any) -> Modules | None:
     """The modules of a call, by its arguments; None if there are none, or they are not known."""
     leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
     return next((leaf.of for leaf in leaves if type(leaf) is Held), None)
-
-
-# --------------------------------------------------------------------------- inside of a function
-
-
-class Inside:
-    """The modules that a function gets while it is traced.
-
-    Attributes:
-      arguments: what it was given, with modules made of traced arrays.
-    """
-
-    def __init__(self, arguments: Any):
-        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_held_or_variable)
-        self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
-        self.arguments = self._held = arguments
-        if not self._places:
-            return
-        held = [leaves[i] for i in self._places]
-        self._structure: Structure = held[0].structure
-        self._modules = self._structure.build([array for one in held for array in one.arrays])
-        self._before = read(self._modules)
-        for i, module in zip(self._places, self._modules, strict=True):
-            leaves[i] = module
-        self.arguments = jax.tree.unflatten(tree, leaves)
-
-    def updates(self, names: Sequence[str]) -> tuple[list[int], list[Any]]:
-        """What the function has assigned: which of the arrays of its modules, and the new values.
-
-        `names`: of its arguments, in the order of their leaves; for a message.
-        """
-        if not self._places:
-            return [], []
-        before, now = self._before, read(self._modules)
-        if now.key != before.key:
-            raise TypeError(_structure_changed(self._structure, self._modules, self._names(names)))
-        changed = [
-            i for i, (a, b) in enumerate(zip(before.arrays, now.arrays, strict=True)) if a is not b
-        ]
-        return changed, [now.arrays[i] for i in changed]
-
-    def handed_out(self, result: Any) -> Any:
-        """A result in which JAX finds arrays alone: what it has of the modules that the function
-        was given are references to them, and a new module in which something is met twice, which
-        JAX would make two of, is `Held`."""
-        is_leaf = is_whole()
-        if is_leaf is None:
-            return result
-        leaves, tree = jax.tree.flatten(
-            result, is_leaf=lambda n: is_leaf(n) or isinstance(n, Variable)
-        )
-        places = [i for i, leaf in enumerate(leaves) if is_module(leaf)]
-        if not places:
-            return result
-        given = self._before.objects if self._places else ()
-        numbers = {id(node): i for i, node in enumerate(given)}
-        for i in places:
-            if id(leaves[i]) in numbers:
-                leaves[i] = Reference(numbers[id(leaves[i])])
-        new = [leaves[i] for i in places if is_module(leaves[i])]
-        reading = read(new)
-        if any(id(node) in numbers for node in reading.objects):
-            raise TypeError(
-                "a traced function returns a new module of flax.nnx that holds a part of one that "
-                "it is given. Return the two by themselves, and put them together afterwards"
-            )
-        if reading.has_references:
-            hold(leaves)
-        return jax.tree.unflatten(tree, leaves)
-
-    def _names(self, names: Sequence[str]) -> list[str]:
-        """Those of the modules: ``models['student']``."""
-        args, kwargs = self._held
-        arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_held_or_variable)
-        return [
-            names[path[0].idx] + jax.tree_util.keystr(path[1:])
-            for path, leaf in paths
-            if is_held(leaf)
-        ]
-
-
-def _structure_changed(structure: Structure, modules: Sequence[Any], names: Sequence[str]) -> str:
-    found = differences(structure.describe(names), described(modules, names))
-    where, before, now = found[0] if found else (names[0], "another", "changed")
-    is_now = f"is {now}, and was {before}" if now != "absent" else "is gone"
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return (
-        "a traced function changes the structure of a module of flax.nnx that it is given: "
-        f"{where} {is_now}{more}. Programs are made for one structure, and give new "
-        "values to the arrays in it alone. Change the structure before the call "
-        "(model.eval(), a Variable with an initial value), or build the module in the function and "
-        "return it"
-    )
-
-
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Where two descriptions differ, and how: ``("`model.dropout.deterministic`", "False",
-    "True")``. Not what is in another thing that differs."""
-    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
-    within = tuple(f"{path}{then}" for path in paths for then in ".[")
-    return [
-        (f"`{path}`", _short(old.get(path, "absent")), _short(new.get(path, "absent")))
-        for path in paths
-        if not path.startswith(within)
-    ]
-
-
-def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
-    """Classes and static attributes of modules, and of what is in them, by path.
-
-    `names`: of the modules.
-    """
-    nnx = _nnx()
-    texts: dict[str, str] = {}
-    for path, node in nnx.iter_graph(list(modules), graph=True):
-        if not _is_of_nnx(type(node)):
-            continue
-        where = names[path[0]] + _text(path[1:])
-        texts[where] = f"a {type(node).__name__}"
-        attributes = _static_attributes(node)
-        if isinstance(node, nnx.Variable):
-            attributes = node.get_metadata()
-            inner = jax.tree.structure(node.get_raw_value(), is_leaf=lambda x: x is None)
-            is_array = jax.tree_util.treedef_is_leaf(inner)
-            texts[f"{where}.value"] = "an array" if is_array else repr(inner)
-        texts.update({f"{where}.{name}": repr(value) for name, value in attributes.items()})
-    return texts
-
-
-def _static_attributes(module: Any) -> dict[str, Any]:
-    if isinstance(module, _nnx().Variable):
-        return {}
-    is_data = _nnx().is_data
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith(_OF_NNX) and not is_data(value) and not _has_data(value)
-    }
-
-
-def _has_data(value: Any) -> bool:
-    is_data = _nnx().is_data
-    return any(map(is_data, jax.tree.leaves(value, is_leaf=is_data)))
-
-
-def _text(path: Sequence[Any]) -> str:
-    return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in path)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tracegrad.variables.modules import Held, is_state
+from tracegrad.variables.modules import Held
+from tracegrad.variables.nnx_objects import is_state
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")

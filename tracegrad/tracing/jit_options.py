@@ -1,0 +1,80 @@
+"""The user's options of `jax.jit` for a program that takes values of Variables before arguments."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import keyword
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.variables.lending import peek
+from tracegrad.variables.variable import Variable
+
+
+def options_behind(
+    fun: Callable[..., Any],
+    options: dict[str, Any],
+    static: StaticArguments,
+    refs: Sequence[weakref.ref[Variable]],
+) -> dict[str, Any]:
+    """The user's options, with shardings for the values too where the user gave some."""
+    options = _moved(fun, options, static, len(refs))
+    given = options.get("in_shardings")
+    if given is not None:
+        variables: list[Any] = [ref() for ref in refs]
+        own = [value.sharding if value.committed else None for value in peek(variables)]
+        options = {**options, "in_shardings": (*own, *given)}
+    if options.get("out_shardings") is not None:
+        options = {**options, "out_shardings": (None, options["out_shardings"])}
+    return options
+
+
+def _moved(
+    fun: Callable[..., Any], options: dict[str, Any], static: StaticArguments, values: int
+) -> dict[str, Any]:
+    """The options for a function with more arguments in front."""
+    donated = StaticArguments()
+    if "donate_argnums" in options or "donate_argnames" in options:
+        donated = resolve(fun, options.get("donate_argnums"), options.get("donate_argnames"))
+
+    def positions(arguments: StaticArguments) -> tuple[int, ...]:
+        return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))
+
+    moved = {
+        **options,
+        "static_argnums": positions(static),
+        "static_argnames": tuple(sorted(static.names)),
+        "donate_argnums": positions(donated),
+        "donate_argnames": tuple(sorted(donated.names)),
+    }
+    shardings = options.get("in_shardings")
+    if shardings is not None and not isinstance(shardings, tuple):
+        count = len(inspect.signature(fun).parameters) - len(static.names)
+        moved["in_shardings"] = (shardings,) * count
+    return moved
+
+
+def signature_behind(
+    fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
+) -> inspect.Signature | None:
+    """The signature of a function with a parameter for each Variable in front, of its name."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+    taken = set(signature.parameters)
+    front = []
+    for ref in variables:
+        base = name = re.sub(r"\W", "_", getattr(ref(), "name", "")) or "_"
+        for number in itertools.count(1):
+            if name.isidentifier() and not keyword.iskeyword(name) and name not in taken:
+                break
+            name = f"{base}_{number}" if base.isidentifier() else f"_{base}_{number}"
+        taken.add(name)
+        front.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+    own = list(signature.parameters.values())
+    return signature.replace(parameters=[*front, *own])

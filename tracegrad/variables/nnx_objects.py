@@ -1,0 +1,117 @@
+"""What is of flax.nnx, told without importing it, and what it is made of, in words.
+
+Where flax is not imported nobody has a module of it. Of flax only what is public is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad._jax.caches import cached
+
+# What nnx writes into every module, for itself.
+_OF_NNX = "_pytree__"
+
+
+def nnx() -> Any:
+    """flax.nnx, where it is imported; else None."""
+    module = sys.modules.get("flax.nnx")
+    return module if hasattr(module, "Variable") and hasattr(module, "Pytree") else None
+
+
+# Asked of every node of the arguments of a call: `issubclass` takes five times as long.
+@cached(4096)
+def is_kind_of_module(kind: type) -> bool:
+    """Whether objects of a type are modules or nnx.Variables."""
+    flax = nnx()
+    return flax is not None and issubclass(kind, (flax.Pytree, flax.Variable))
+
+
+def is_module(node: object) -> bool:
+    """Whether an object is a module or an nnx.Variable."""
+    return is_kind_of_module(type(node))
+
+
+def is_variable_of_nnx(node: object) -> bool:
+    """For ``is_leaf=``: whether a node is an nnx.Variable."""
+    flax = nnx()
+    return flax is not None and isinstance(node, flax.Variable)
+
+
+def is_state(node: object) -> bool:
+    """Whether an object is an nnx.State: a tree like others, of which a function gets a copy, as
+    under `jax.jit`."""
+    flax = nnx()
+    return flax is not None and isinstance(node, flax.State)
+
+
+def find(wanted: object, module: Any) -> str | None:
+    """The path in a module to an object in it: ``.linear.kernel``; None if it is not there."""
+    for path, node in nnx().iter_graph(module, graph=True):
+        if node is wanted:
+            return path_text(path)
+    return None
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Where two descriptions differ, and how: ``("`model.dropout.deterministic`", "False",
+    "True")``. Not what is in another thing that differs."""
+    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    within = tuple(f"{path}{then}" for path in paths for then in ".[")
+    return [
+        (f"`{path}`", _short(old.get(path, "absent")), _short(new.get(path, "absent")))
+        for path in paths
+        if not path.startswith(within)
+    ]
+
+
+def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
+    """Classes and static attributes of modules, and of what is in them, by path.
+
+    `names`: of the modules.
+    """
+    flax = nnx()
+    texts: dict[str, str] = {}
+    for path, node in flax.iter_graph(list(modules), graph=True):
+        if not is_module(node):
+            continue
+        where = names[path[0]] + path_text(path[1:])
+        texts[where] = f"a {type(node).__name__}"
+        attributes = static_attributes(node)
+        if isinstance(node, flax.Variable):
+            attributes = node.get_metadata()
+            inner = jax.tree.structure(node.get_raw_value(), is_leaf=lambda x: x is None)
+            is_array = jax.tree_util.treedef_is_leaf(inner)
+            texts[f"{where}.value"] = "an array" if is_array else repr(inner)
+        texts.update({f"{where}.{name}": repr(value) for name, value in attributes.items()})
+    return texts
+
+
+def static_attributes(module: Any) -> dict[str, Any]:
+    """What a module has besides data, by name."""
+    if isinstance(module, nnx().Variable):
+        return {}
+    is_data = nnx().is_data
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith(_OF_NNX) and not is_data(value) and not _has_data(value)
+    }
+
+
+def _has_data(value: Any) -> bool:
+    is_data = nnx().is_data
+    return any(map(is_data, jax.tree.leaves(value, is_leaf=is_data)))
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """A path of flax in a module as it is written: ``.blocks[0].kernel``."""
+    return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in path)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
