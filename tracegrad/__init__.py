@@ -22,7 +22,7 @@ from tracegrad.differentiation import jvp as jvp
 from tracegrad.differentiation import select as select
 from tracegrad.differentiation import value_and_grad as value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSlices
-from tracegrad.differentiation.indexed_slices import apply_rows as apply_rows
+from tracegrad.differentiation.row_updates import apply_rows as apply_rows
 from tracegrad.insight import check_grads as check_grads
 from tracegrad.insight import explain as explain
 from tracegrad.insight import memory as memory

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
 from tracegrad.differentiation import grad, value_and_grad
-from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
+from tracegrad.differentiation.indexed_slices import IndexedSlices
+from tracegrad.differentiation.row_updates import apply_rows
 
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
-from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
+from tracegrad.differentiation.indexed_slices import IndexedSlices
+from tracegrad.differentiation.row_updates import apply_rows
 
 TABLE = jnp.arange(8.0).reshape(4, 2)
 # Of the loss sum(table[[0, 2, 0]]**2): row 0 twice, which as rows of their own have another norm.

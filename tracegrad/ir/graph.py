@@ -64,18 +64,11 @@ class Graph(Body):
     `print(graph)` is meant to be read. See `tracegrad.graph` for an example.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        function_source: str = "",
-        in_tree: Any = None,
-        out_tree: Any = None,
-    ):
+    def __init__(self, name: str, *, function_source: str = ""):
         super().__init__(name)
         self.function_source = function_source
-        self.in_tree = in_tree
-        self.out_tree = out_tree
+        self.in_tree: Any = None
+        self.out_tree: Any = None
         self.signature: inspect.Signature | None = None
         self.variables: tuple[Any, ...] = ()
         self.assigned: tuple[Any, ...] = ()
@@ -186,13 +179,8 @@ class Graph(Body):
 
         Occurrences found in the original are good in the copy, through `own`.
         """
-        new = Graph(
-            self.name,
-            function_source=self.function_source,
-            in_tree=self.in_tree,
-            out_tree=self.out_tree,
-        )
-        new.signature = self.signature
+        new = Graph(self.name, function_source=self.function_source)
+        new.in_tree, new.out_tree, new.signature = self.in_tree, self.out_tree, self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
         new.updates, new.loses = self.updates, self.loses
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])

@@ -1,0 +1,71 @@
+"""How an optimiser updates the rows of a table that have a gradient, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad.differentiation.indexed_slices import IndexedSlices
+
+
+def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any]) -> Any:
+    """Updates the rows of a table for which there is a gradient, and leaves the others alone.
+
+    This is how an optimiser with a state treats sparse gradients: no other row of the table or of
+    the state is read or written, so that a step costs in proportion to the lookups (where the
+    table is donated to the compiled function, or it would be copied).
+
+    Args:
+      table: an array ``[rows, ...]``, or a tree of arrays with as many rows each: the table and
+        what the optimiser keeps for its rows.
+      slices: the gradient. Slices of the same row are added up first.
+      fn: ``(rows, gradients) -> new rows``. `rows` is a tree like `table` of the rows with a
+        gradient, each ``[n, ...]``, `gradients` is ``[n, ...]``; it returns a tree like `rows`.
+        There may be some rows more than needed in it, of which the result is not used.
+
+    Returns:
+      A tree like `table`.
+
+    Raises:
+      ValueError: an array has another number of rows than the slices are of, or `fn` returned
+        another shape.
+
+    Row-wise adagrad, which keeps one number for each row:
+
+    >>> import jax.numpy as jnp
+    >>> def adagrad(rows, gradients):
+    ...     table, squares = rows
+    ...     squares = squares + jnp.mean(gradients**2, axis=1)
+    ...     return table - 0.5 * gradients / jnp.sqrt(squares)[:, None], squares
+    >>> gradient = IndexedSlices(jnp.full((2, 2), 3.0), jnp.array([2, 2]), (4, 2))
+    >>> table, squares = apply_rows((jnp.zeros((4, 2)), jnp.zeros(4)), gradient, adagrad)
+    >>> print(table[2], squares)
+    [-0.5 -0.5] [ 0.  0. 36.  0.]
+    """
+    count = slices._known_shape()[0]
+    table = jax.tree.map(jnp.asarray, table)  # arrays in place of Variables, which are trees
+    for leaf in jax.tree.leaves(table):
+        if jnp.shape(leaf)[:1] != (count,):
+            raise ValueError(
+                f"the gradient is that of a table of {count} rows; one of the arrays to update is "
+                f"{list(jnp.shape(leaf))}"
+            )
+    unique = slices.deduplicated()
+    indices = unique.indices
+
+    def read(leaf: Any) -> Any:
+        return leaf.at[indices].get(mode="clip")
+
+    def written(leaf: Any, old: Any, new: Any) -> Any:
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                f"the function of apply_rows returned {list(jnp.shape(new))} for rows of the shape "
+                f"{list(jnp.shape(old))}"
+            )
+        return leaf.at[indices].set(new, mode="drop")
+
+    rows = jax.tree.map(read, table)
+    return jax.tree.map(written, table, rows, fn(rows, unique.values))
