@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import html
 import itertools
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +13,14 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.insight.live_ranges import Held, Peak, find_peak, is_backward
-from tracegrad.ir import Graph, Node, Occurrence, Value, match, scopes
-from tracegrad.ir.selector import Selector
+from tracegrad.insight.memory_advice import Advice, advice_for
+from tracegrad.ir import Occurrence
 from tracegrad.ir.wording import name_of, table
 from tracegrad.planning.budget import in_units
-from tracegrad.planning.flops import node_flops
-from tracegrad.planning.residuals import nbytes
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
 
 _ROWS = 12  # of the table in a terminal
-_MOST_ADVICE = 3
-_BUDGET = 0.3  # the share that a plan is asked to free
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
@@ -53,27 +47,6 @@ class Line:
     values: str
     kept_for: str
     alive: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Something that frees memory.
-
-    Attributes:
-      what: how it is written.
-      frees: bytes, about.
-      flops: what it computes again; None if only a plan can tell (`plan_recompute`).
-    """
-
-    what: str
-    frees: int
-    flops: int | None
-
-    def __str__(self) -> str:
-        cost = "at the least FLOPs that a plan needs"
-        if self.flops is not None:
-            cost = f"for {self.flops:.3g} FLOPs more" if self.flops else "for nothing"
-        return f"{self.what} frees about {in_units(self.frees)} {cost}"
 
 
 @dataclass(frozen=True)
@@ -227,8 +200,6 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
             measured_on = f"{_jax.compiled_by()}{_on_each(args, kwargs)}"
-        advice = [*_recomputes(peak), *([] if aliased else _donations(program))]
-        advice.sort(key=_price)
         return MemoryReport(
             function=name_of(fun),
             total=total,
@@ -237,7 +208,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             modelled=sum(line.size for line in lines),
             at="" if peak.at is None else _place(peak.at),
             lines=tuple(lines),
-            advice=tuple(advice[:_MOST_ADVICE]),
+            advice=tuple(advice_for(peak, is_donated=aliased > 0)),
             timeline=peak.timeline,
         )
 
@@ -302,93 +273,6 @@ def _place(occurrence: Occurrence) -> str:
     origin = occurrence.origin
     backward = "the backward pass of " if is_backward(occurrence.node) else ""
     return f"{backward}{occurrence.node.op}" + (f" at {origin.place}" if origin else "")
-
-
-# ----------------------------------------------------------------------------------------- advice
-
-
-def _recomputes(peak: Peak) -> Iterator[Advice]:
-    """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
-    residuals = [each for each in peak.held if each.kind == "residual"]
-    groups: dict[str, Selector] = {}
-    for each in residuals:
-        if each.source is not None:
-            groups.update(_selector(each.source))
-    for text, selector in groups.items():
-        instances = [
-            [node for node in found.nodes if not is_backward(node)]
-            for found in peak.program.find(selector)
-        ]
-        frees, flops = _freed(residuals, instances)
-        if frees > 0:
-            yield Advice(f"rules.recompute({text})", frees, flops)
-    if residuals:
-        most = int(_BUDGET * sum(each.size for each in residuals))
-        yield Advice(f'trace(..., memory_budget="{1 - _BUDGET:.0%}")', most, None)
-
-
-def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tuple[int, int]:
-    """Bytes, about, if each of these parts is recomputed by itself, and the FLOPs of that."""
-    alive = {each.value for each in residuals} | {
-        value for each in residuals if each.source is not None for value in each.source.node.outputs
-    }
-    known: dict[Graph, int] = {}
-    frees = flops = most = 0
-    for nodes in instances:
-        members = set(nodes)
-        held = [each for each in residuals if each.source and each.source.node in members]
-        times = max((each.size // max(1, each.part) for each in held), default=0)
-        # What comes in is kept, and so is what goes out to where others read it.
-        read = {v for node in nodes for v in node.inputs if isinstance(v, Value)}
-        come = [v for v in read - alive if v.producer is not None and v.producer not in members]
-        gone = [each for each in held if _is_read_elsewhere(each, members)]
-        kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
-        frees += max(0, sum(each.size for each in held) - kept)
-        most = max(most, sum(each.part for each in held))
-        flops += times * sum(node_flops(node, known) for node in nodes)
-    return frees - most, flops  # one of them is there when it is run again
-
-
-def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
-    value = held.value
-    return any(user not in members and not is_backward(user) for user in value.users)
-
-
-def _selector(made: Occurrence) -> dict[str, Selector]:
-    """The selector of what is like an operation, as it is written."""
-    names = scopes.scopes(scopes.around(made.node))
-    if names:
-        like = re.sub(r"[0-9]+", "*", names[0])
-        return {f'match.scope("{like}")': match.scope(like)}
-    origin = made.origin
-    if origin is None:
-        return {}
-    return {f'match.source("{origin.place}")': match.source(origin.place)}
-
-
-def _price(advice: Advice) -> tuple[float, int]:
-    flops = math.inf if advice.flops is None else advice.flops
-    return flops / max(1, advice.frees), -advice.frees
-
-
-def _donations(program: Graph) -> list[Advice]:
-    """Arguments in the place of which results can be written."""
-    if program.in_tree is None:
-        return []
-    free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
-    numbered = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
-    found, size = [], 0
-    for position, argument in enumerate(numbered[0]):
-        values = [program.inputs[i] for i in jax.tree.leaves(argument)]
-        types = Counter(_jax.type_text(v.aval) for v in values)
-        if values and types <= free:
-            free -= types
-            found.append(position)
-            size += sum(nbytes(v.aval) for v in values)
-    if not found:
-        return []
-    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
-    return [Advice(what, size, 0)]
 
 
 # --------------------------------------------------------------------------------------- pictures

@@ -17,7 +17,8 @@ from tracegrad.planning.fitting import Fit
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
-from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan, graph_of, plan_of
+from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan
+from tracegrad.planning.plan_recompute import graph_of, plan_of
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment, simulate
 from tracegrad.tracing.graphs import graph as trace_graph

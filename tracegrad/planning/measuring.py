@@ -15,7 +15,8 @@ from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
 from tracegrad.lowering.partial import vjp_of_some
 
-# By what XLA was given, and where: a function that is traced again is planned again.
+# By what XLA was given, and where. Saves compiling: a function that is traced again, or planned for
+# another budget, is compiled again as it is with nothing recomputed, and often as it was planned.
 _held: Cache[tuple[str, str], int] = Cache(256)
 
 

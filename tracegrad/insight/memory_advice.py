@@ -1,0 +1,136 @@
+"""What would free memory, of what a program holds at its peak, and what that costs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.insight.live_ranges import Held, Peak, is_backward
+from tracegrad.ir import Graph, Node, Occurrence, Value, match, scopes
+from tracegrad.ir.selector import Selector
+from tracegrad.planning.budget import in_units
+from tracegrad.planning.flops import node_flops
+from tracegrad.planning.residuals import nbytes
+
+_MOST = 3
+_BUDGET = 0.3  # the share that a plan is asked to free
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that frees memory.
+
+    Attributes:
+      what: how it is written.
+      frees: bytes, about.
+      flops: what it computes again; None if only a plan can tell (`plan_recompute`).
+    """
+
+    what: str
+    frees: int
+    flops: int | None
+
+    def __str__(self) -> str:
+        cost = "at the least FLOPs that a plan needs"
+        if self.flops is not None:
+            cost = f"for {self.flops:.3g} FLOPs more" if self.flops else "for nothing"
+        return f"{self.what} frees about {in_units(self.frees)} {cost}"
+
+
+def advice_for(peak: Peak, *, is_donated: bool) -> list[Advice]:
+    """The cheapest things to do, by FLOPs for each byte that they free.
+
+    `is_donated`: whether results are written in the place of arguments already.
+    """
+    found = [*_recomputes(peak), *([] if is_donated else _donations(peak.program))]
+    return sorted(found, key=_price)[:_MOST]
+
+
+def _recomputes(peak: Peak) -> Iterator[Advice]:
+    """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
+    residuals = [each for each in peak.held if each.kind == "residual"]
+    groups: dict[str, Selector] = {}
+    for each in residuals:
+        if each.source is not None:
+            groups.update(_selector(each.source))
+    for text, selector in groups.items():
+        instances = [
+            [node for node in found.nodes if not is_backward(node)]
+            for found in peak.program.find(selector)
+        ]
+        frees, flops = _freed(residuals, instances)
+        if frees > 0:
+            yield Advice(f"rules.recompute({text})", frees, flops)
+    if residuals:
+        most = int(_BUDGET * sum(each.size for each in residuals))
+        yield Advice(f'trace(..., memory_budget="{1 - _BUDGET:.0%}")', most, None)
+
+
+def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tuple[int, int]:
+    """Bytes, about, if each of these parts is recomputed by itself, and the FLOPs of that."""
+    alive = {each.value for each in residuals} | {
+        value for each in residuals if each.source is not None for value in each.source.node.outputs
+    }
+    known: dict[Graph, int] = {}
+    frees = flops = most = 0
+    for nodes in instances:
+        members = set(nodes)
+        held = [each for each in residuals if each.source and each.source.node in members]
+        times = max((each.size // max(1, each.part) for each in held), default=0)
+        # What comes in is kept, and so is what goes out to where others read it.
+        read = {v for node in nodes for v in node.inputs if isinstance(v, Value)}
+        come = [v for v in read - alive if v.producer is not None and v.producer not in members]
+        gone = [each for each in held if _is_read_elsewhere(each, members)]
+        kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
+        frees += max(0, sum(each.size for each in held) - kept)
+        most = max(most, sum(each.part for each in held))
+        flops += times * sum(node_flops(node, known) for node in nodes)
+    return frees - most, flops  # one of them is there when it is run again
+
+
+def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
+    value = held.value
+    return any(user not in members and not is_backward(user) for user in value.users)
+
+
+def _selector(made: Occurrence) -> dict[str, Selector]:
+    """The selector of what is like an operation, as it is written."""
+    names = scopes.scopes(scopes.around(made.node))
+    if names:
+        like = re.sub(r"[0-9]+", "*", names[0])
+        return {f'match.scope("{like}")': match.scope(like)}
+    origin = made.origin
+    if origin is None:
+        return {}
+    return {f'match.source("{origin.place}")': match.source(origin.place)}
+
+
+def _price(advice: Advice) -> tuple[float, int]:
+    flops = math.inf if advice.flops is None else advice.flops
+    return flops / max(1, advice.frees), -advice.frees
+
+
+def _donations(program: Graph) -> list[Advice]:
+    """Arguments in the place of which results can be written."""
+    if program.in_tree is None:
+        return []
+    free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
+    numbered = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
+    found, size = [], 0
+    for position, argument in enumerate(numbered[0]):
+        values = [program.inputs[i] for i in jax.tree.leaves(argument)]
+        types = Counter(_jax.type_text(v.aval) for v in values)
+        if values and types <= free:
+            free -= types
+            found.append(position)
+            size += sum(nbytes(v.aval) for v in values)
+    if not found:
+        return []
+    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
+    return [Advice(what, size, 0)]

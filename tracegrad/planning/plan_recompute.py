@@ -1,0 +1,160 @@
+"""`plan_recompute`: what to keep and what to recompute so that a program fits its memory budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.planning.bounds import lowest_peak_bound
+from tracegrad.planning.budget import MemoryBudget, budget_bytes
+from tracegrad.planning.fitting import Fit, fitted, planned
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
+from tracegrad.planning.modelling import model
+from tracegrad.planning.plan import RecomputePlan
+from tracegrad.planning.search import Progress, Search
+from tracegrad.tracing.graphs import graph as trace_graph
+
+
+def plan_recompute(
+    fun: Callable[..., Any], memory_budget: MemoryBudget, *, measure: bool = True
+) -> Callable[..., RecomputePlan]:
+    """Plans what the backward pass of a function computes again, so that memory stays in a budget.
+
+    Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
+    the least extra FLOPs so that what XLA needs at once for the gradient, beside arguments and
+    results, is within the budget. Plans are made in a model of residuals and live ranges; the
+    gradient is compiled, and what XLA says that it holds corrects what is planned for. At most
+    three programs are compiled, the first of which recomputes nothing; where none of them is
+    within the budget, one of fewer bytes is, too, and at last the plan of the model's lowest peak.
+    On a mesh bytes are those of one device.
+
+    Args:
+      fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
+        arguments. What it recomputes already stays as it is.
+      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
+        recompute as a float (``0.3``) or a string (``"30%"``).
+      measure: False to plan by the model alone, without compiling. What XLA holds may be more or
+        less then, and the plan says that it was not measured.
+
+    Returns:
+      A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
+      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans. A program
+      that cannot be compiled by itself, such as one of symbolic sizes, is planned by the model, and
+      the plan says why.
+
+    Raises:
+      TypeError, ValueError: for a budget that is none (when called: at once), for a program
+        without a gradient, and `BudgetTooSmall`, with the least that was held and a bound
+        that no plan can be below in the model, where there is no plan within the budget.
+      ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(weights, x):
+    ...     for w in weights:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.sum(x**2)
+    >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
+    >>> plan = plan_recompute(loss, "75%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
+    >>> plan.held <= plan.budget, plan.flops_bound <= plan.flops < plan.forward_flops
+    (True, True)
+    >>> planned = jax.grad(plan.apply())
+
+    On a CPU, XLA makes what loops stack when the program begins, so that memory may not fall where
+    one of several scans is recomputed; compiled with ``trace(..., compiler_options={
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`` it does.
+
+    The idea of cutting at the cheapest save sets is that of PyTorch's min-cut partitioner; that of
+    segments goes back to Chen et al. 2016 (arXiv:1604.06174).
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function to plan for, got {fun!r} of type {type(fun).__name__}"
+        )
+    budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
+
+    @functools.wraps(fun, updated=())
+    def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
+        graph = trace_graph(fun)(*args, **kwargs)
+        shardings = shardings_of(graph, args, kwargs)
+        return plan_graph(graph, memory_budget, measure=measure, shardings=shardings)
+
+    return plan
+
+
+def plan_graph(
+    graph: Graph,
+    memory_budget: MemoryBudget,
+    *,
+    measure: bool = True,
+    shardings: Sequence[Any] | None = None,
+) -> RecomputePlan:
+    """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known."""
+    flat = flatten(graph)
+    bar = Progress()
+    search = Search(model(flat), bar)
+    try:
+        if not measure:
+            return _by_the_model(search, memory_budget, "measure=False")
+        try:
+            return _measured(search, memory_budget, shardings)
+        except NotMeasuredError as error:
+            return _by_the_model(search, memory_budget, str(error))
+    finally:
+        bar.close()
+
+
+def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> RecomputePlan:
+    budget = budget_bytes(memory_budget, search.kept.peak)
+    return plan_of(search, planned(search, budget), budget, None, why)
+
+
+def _measured(
+    search: Search, memory_budget: MemoryBudget, shardings: Sequence[Any] | None
+) -> RecomputePlan:
+    """Raises NotMeasuredError where the program cannot be compiled."""
+    flat = graph_of(search)
+    gradient = Gradient(flat, search.whole.active, shardings)
+    without = gradient.held(flat)
+    budget = budget_bytes(memory_budget, without)
+    if without <= budget:
+        fit = replace(planned(search, search.kept.peak), held=without)
+    else:
+        fit = fitted(search, budget, gradient.held, without)
+    return plan_of(search, fit, budget, without, _jax.compiled_by())
+
+
+def plan_of(
+    search: Search, fit: Fit, budget: int, without: int | None, measured_on: str
+) -> RecomputePlan:
+    whole = search.whole
+    return RecomputePlan(
+        graph=graph_of(search),
+        budget=budget,
+        held=fit.held,
+        held_without=without,
+        measured_on=measured_on,
+        peak=fit.simulation.peak,
+        peak_without=search.kept.peak,
+        residual=fit.simulation.residual,
+        residual_without=search.kept.residual,
+        flops=fit.flops,
+        forward_flops=whole.total_flops,
+        target=fit.target,
+        flops_bound=search.flops_bound(fit.target, fit.flops),
+        peak_bound=lowest_peak_bound(whole),
+        scans=fit.case.variant.name,
+        segments=fit.segments,
+        _model=fit.case.model,
+        _whole=whole,
+        _variant=fit.case.number,
+    )
+
+
+def graph_of(search: Search) -> Graph:
+    assert search.whole.graph is not None
+    return search.whole.graph
