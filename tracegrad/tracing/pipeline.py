@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +28,7 @@ from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
+from tracegrad.tracing.known_variants import KnownVariants, signature
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Found = tuple[Graph, Use]  # what a function turned out to be, for some arguments
 
-_KEPT_VARIANTS = 64
-_KEPT_SIGNATURES = 1024
 _ATTEMPTS = 8
 
 
@@ -79,11 +77,7 @@ class Pipeline:
         self.__module__ = getattr(fun, "__module__", __name__)
         self._functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
         self.text = described(fun)
-        self._plain = Variant(self, Use())  # until something else is known
-        self._variants: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
-        self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
-        # By the structure of modules and the Variables given: the one variant, while there is one.
-        self._only: OrderedDict[tuple[Fixed, ...], Variant | None] = OrderedDict()
+        self._variants = KnownVariants(self)
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
@@ -93,7 +87,6 @@ class Pipeline:
         self.takes_apart = False  # whether any call had arguments with what is no array
         self.holds_modules = False  # whether any had modules of flax.nnx
         self._left_to: Callable[..., Any] | None = None  # instead of coming here
-        self._lock = threading.RLock()
         self._warned = False
 
     @property
@@ -113,7 +106,7 @@ class Pipeline:
         try:
             if self.takes_apart:
                 packed, named, variables, modules = self._packed(args, kwargs)
-            variant = self._only.get(variables)
+            variant = self._variants.only.get(variables)
             if variant is not None and not variant.use.is_over:
                 try:
                     return variant(packed, named, modules)
@@ -181,14 +174,19 @@ class Pipeline:
             self.take_apart()
         if any(isinstance(each, Structure) for each in variables):
             self.holds_modules = True
-        variant = None if found else self._likely(variables, args, kwargs)
+
+        def signed() -> Any:
+            return signature(self.static, args, kwargs)
+
+        variant = None if found else self._variants.likely(variables, signed)
         for _ in range(_ATTEMPTS):
             if variant is None:
                 found = found or self.traced(args, kwargs)
-                variant = self._variant_for(found[1])
+                variant = self._variants.of(found[1])
             with Attempt(self, found) as attempt:
                 result = action(variant, args, kwargs)
-                self._remember(variant, variables, args, kwargs)
+                if self._variants.remember(variant, variables, signed) and not self.takes_apart:
+                    self._leave_to_jit(variant)
                 return result
             variant, found = None, attempt.found
         raise RuntimeError(
@@ -341,87 +339,9 @@ class Pipeline:
             )
         )
 
-    # ---------------------------------------------------------------------------------- variants
-
-    def _likely(
-        self, variables: tuple[Fixed, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Variant | None:
-        """What such arguments had the last time, or the only one that there is. No other: to try
-        one reads its Variables, as a tape would notice."""
-        with self._lock:
-            if not self._variants:
-                return self._plain
-            key = self._signature(args, kwargs)
-            if key is None:  # jit says what is wrong with them
-                return self._plain
-            for variant in (self._by_signature.get(key), self._only.get(variables)):
-                if variant is not None and not variant.use.is_over:
-                    return variant
-        return None
-
-    def _variant_for(self, use: Use) -> Variant:
-        with self._lock:
-            variant = self._variants.get(use.identity)
-            if variant is None or variant.use.is_over or not variant.use.serves(use):
-                variant = Variant(self, use)
-                self._forget(lambda other: other.use.is_over or use.serves(other.use))
-                if use.serves(self._plain.use):
-                    self._plain = variant  # the one of all that use no Variables
-                self._variants[use.identity] = variant
-            return variant
-
-    def _remember(
-        self,
-        variant: Variant,
-        variables: tuple[Fixed, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        with self._lock:
-            self._variants[variant.use.identity] = variant
-            self._variants.move_to_end(variant.use.identity)
-            if len(self._variants) > _KEPT_VARIANTS:
-                oldest = next(iter(self._variants.values()))
-                self._forget(lambda other: other is oldest)
-            known = self._only.get(variables, variant)
-            is_only = known is not None and (known is variant or known.direct is not None)
-            self._only[variables] = variant if is_only else None
-            if len(self._only) > _KEPT_VARIANTS:
-                self._only.popitem(last=False)
-            if variant.direct is None or len(self._variants) > 1:
-                self._by_signature[self._signature(args, kwargs)] = variant
-                if len(self._by_signature) > _KEPT_SIGNATURES:
-                    self._by_signature.popitem(last=False)
-            elif not self.takes_apart:
-                self._leave_to_jit(variant)
-
-    def _forget(self, unwanted: Callable[[Variant], bool]) -> None:
-        for table in (self._variants, self._by_signature, self._only):
-            entries: dict[Any, Any] = table
-            for key, variant in list(entries.items()):
-                if variant is not None and unwanted(variant):
-                    del entries[key]
-
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What decides which variant it is, as far as it can be said cheaply; or None."""
-        dynamic, positions, static_kwargs = self.static.apart(args, kwargs)
-        flat, tree = jax.tree.flatten(dynamic)
-        try:
-            types = tuple(map(jax.typeof, flat))
-            key = tree, types, tuple(args[i] for i in positions), tuple(static_kwargs.items())
-            hash(key)
-        except (TypeError, ValueError):  # jit says what is wrong with it
-            return None
-        return key
-
     def clear_cache(self) -> None:
         """Forgets every program."""
-        with self._lock:
-            for variant in (self._plain, *self._variants.values()):
-                variant.clear_cache()
-            self._variants.clear()
-            self._by_signature.clear()
-            self._only.clear()
+        self._variants.clear()
 
 
 # ------------------------------------------------------------------------------------------ caches
