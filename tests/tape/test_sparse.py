@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.differentiation.indexed_slices import IndexedSlices, apply_rows
+from tracegrad.differentiation.indexed_slices import IndexedSlices
+from tracegrad.differentiation.row_updates import apply_rows
 from tracegrad.tape import GradientTape, gradients, hessians
 from tracegrad.variables.variable import Variable
 
