@@ -310,7 +310,7 @@ def test_the_error_names_the_leaf_the_cut_and_the_line():
     message = why(model, params, X)
     line = line_of(model, "stop_gradient(")
     assert re.fullmatch(
-        rf"no gradient of model flows to\n  params/dense/kernel: cut by stop_gradient at "
+        rf"no gradient of model flows to\n  params\.dense\.kernel: cut by stop_gradient at "
         rf"test_connectivity.py:{line} \(.*model\)",
         message,
     )
