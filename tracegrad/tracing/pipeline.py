@@ -9,7 +9,6 @@ the place of the pipeline in the wrappers, so that a warm call costs what it cos
 
 from __future__ import annotations
 
-import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import WeakCache
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
@@ -342,40 +340,6 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Forgets every program."""
         self._variants.clear()
-
-
-# ------------------------------------------------------------------------------------------ caches
-
-# Of functions; then by the identity of rules, which the pipelines hold, and the rest. A function
-# that is wrapped anew for each call takes 0.3 ms with it and 70 ms without.
-_pipelines: WeakCache[dict[Any, Pipeline]] = WeakCache()
-_MOST_PIPELINES = 256  # of one function
-_lock = threading.RLock()  # a pipeline that is let go of here may run anything
-
-
-def shared_pipeline(
-    fun: Callable[..., Any],
-    rules: tuple[Rule, ...],
-    static: StaticArguments,
-    options: dict[str, Any],
-) -> Pipeline:
-    """One pipeline for all wrappers of a function with the same rules and options: they share its
-    programs. Those with the same rules share the history."""
-    if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
-        return Pipeline(fun, rules, static, options)
-    key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
-    with _lock:
-        try:
-            hash((fun, key))  # what has none may change, and be traced again for that
-            known = _pipelines.get(fun) or _pipelines.put(fun, {})
-        except TypeError:  # or cannot be held weakly
-            return Pipeline(fun, rules, static, options)
-        if key not in known:
-            if len(known) >= _MOST_PIPELINES:
-                known.clear()
-            history = next((p.history for k, p in known.items() if k[:2] == key[:2]), None)
-            known[key] = Pipeline(fun, rules, static, options, history)
-        return known[key]
 
 
 def with_jit() -> AbstractContextManager[None]:

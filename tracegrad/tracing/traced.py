@@ -17,8 +17,9 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule
-from tracegrad.tracing.pipeline import described, shared_pipeline, with_jit
+from tracegrad.tracing.pipeline import described, with_jit
 from tracegrad.tracing.retracing import CacheInfo
+from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
 
