@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tracegrad as tg
 from tracegrad import _jax
 from tracegrad.tracing import to_callable
+from tracegrad.variables import lending
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable
@@ -921,7 +922,8 @@ def test_a_value_that_is_also_an_argument_is_given_as_it_was():
     assert float(w[0]) == 3.0
 
 
-def test_a_variable_that_is_only_read_keeps_its_buffer():
+def test_a_variable_that_is_only_read_keeps_its_buffer(monkeypatch):
+    monkeypatch.setattr(lending, "_lenders", set())  # where others lend too, it is handed out
     w, step = counter()
     look = tg.trace(lambda: w.sum())
     step()

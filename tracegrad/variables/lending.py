@@ -92,7 +92,8 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
         for variable in variables:
             if variable._borrower is not None:
                 _wait_for(variables, me)
-        _lenders.add(me)
+        if variables:
+            _lenders.add(me)
         values: list[Any] = []
         foreign = []
         for variable in variables:
