@@ -112,12 +112,30 @@ MANY = (
 )
 
 
+# Of many of a kind, those that take seconds, which the README's command leaves to .ci/run.
+LONG = (
+    r"test_(linen|haiku|equinox)_programs.*\[(cnn_with_batch_stats|mlp_with_batch_norm|ensemble)\]",
+    r"test_examples.*says_when_it_misses_its_goal",
+    r"test_forward_programs.*\[linen_mlp\]",
+    r"test_hlo_identical.*nnx_transformer_adamw_step\]",
+    r"test_measured_plans.*no_more_than_the_budget\[attention\]",
+    r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
+    r"test_planned_regions.*recurrent_network",
+    r"test_planning_lowering.*(\[residual blocks\]|goes_piece_by_piece|other_budgets\[mlp)",
+    r"test_planning_scans.*inside_scans.*\[layers\]",
+    r"test_random_programs.*\[(cond|scan|loop|jit|vmap|trace|custom_gradient_of_inputs)\]",
+    r"test_rules_in_force.*memory_budget.*\[tg\]",
+    r"test_save_random.*same_after_loading",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks them: as one list, since each is no worse than those of its kind that stay."""
-    many = re.compile("|".join(MANY))
-    for item in items:
-        if many.search(item.nodeid):
-            item.add_marker(pytest.mark.many)
+    """Marks them: as lists, since each is no worse than those of its kind that stay."""
+    for mark, patterns in ((pytest.mark.many, MANY), (pytest.mark.long, LONG)):
+        chosen = re.compile("|".join(patterns))
+        for item in items:
+            if chosen.search(item.nodeid):
+                item.add_marker(mark)
 
 
 gc.disable()  # until all is imported, most of which stays
