@@ -1,41 +1,38 @@
-"""Functions of JAX in whose places others stand for as long as somebody needs them there."""
+"""Functions in whose places others stand for as long as somebody needs them there."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
+# The module or class that has the function, its name there, and what makes, of the original, the
+# function for its place.
+Place = tuple[Any, str, Callable[[Function], Function]]
 
 
 class Replacement:
-    """Puts functions into the places of some of a module's.
+    """Puts functions into the places of those of modules and classes.
 
     On all threads: what stands there does as the original, unless what is asked for holds of the
-    thread that calls it. Who has imported the original by name has the original.
-
-    Args:
-      module: where they stand.
-      make: by the name of each what makes, of the original, the function for its place.
+    thread that calls it. Who has imported the original by name has the original. All are put back
+    when nobody needs any of them.
     """
 
-    def __init__(self, module: ModuleType, make: Mapping[str, Callable[[Function], Function]]):
-        self._module = module
-        self._make = make
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._needed_by = 0
-        self._originals: dict[str, Function] = {}
+        self._originals: dict[tuple[Any, str], Function] = {}
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, places: Iterable[Place]) -> Iterator[None]:
         with self._lock:
-            if not self._needed_by:
-                self._originals = {name: getattr(self._module, name) for name in self._make}
-                for name, original in self._originals.items():
-                    setattr(self._module, name, self._make[name](original))
+            for owner, name, make in places:
+                if (owner, name) not in self._originals:
+                    original = self._originals[owner, name] = vars(owner)[name]
+                    _put(owner, name, make(original))
             self._needed_by += 1
         try:
             yield
@@ -43,5 +40,11 @@ class Replacement:
             with self._lock:
                 self._needed_by -= 1
                 if not self._needed_by:
-                    for name, original in self._originals.items():
-                        setattr(self._module, name, original)
+                    for (owner, name), original in self._originals.items():
+                        _put(owner, name, original)
+                    self._originals.clear()
+
+
+def _put(owner: Any, name: str, function: Function) -> None:
+    # A metaclass may forbid what is asked of `type` itself here.
+    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)

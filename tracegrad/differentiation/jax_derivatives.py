@@ -52,8 +52,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     return derivative
 
 
-_derivatives = _jax.Replacement(
-    jax, {name: functools.partial(_by_rules, forward=f) for name, f in _FORWARD_FIRST.items()}
+_PLACES = tuple(
+    (jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()
 )
 
-engine.derivatives_by_rules = _derivatives.in_place
+engine.derivatives_by_rules = functools.partial(_jax.Replacement().in_place, _PLACES)

@@ -58,7 +58,6 @@ class Gradient:
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
-        self.compilations = 0
 
     def held(self, program: Graph) -> int:
         """Bytes that XLA needs at once for the gradient, beside arguments and results.
@@ -78,7 +77,6 @@ class Gradient:
             )
             known = _held.get(key)
             if known is None:
-                self.compilations += 1
                 known = _held.put(key, temporary_bytes(lowered.compile()))
         except NotMeasuredError:
             raise

@@ -62,7 +62,7 @@ def call_scopes() -> Iterator[None]:
         return
     _tracing.calls, _tracing.paths, _tracing.alike = [], {}, {}
     try:
-        with _calls.in_place(bases), _key(call_scopes):
+        with _calls.in_place(_places(bases)), _key(call_scopes):
             yield
     finally:
         _tracing.calls, _tracing.paths, _tracing.alike = None, {}, {}
@@ -130,35 +130,14 @@ def _paths_in(root: Any) -> dict[int, str]:
     return paths
 
 
-class _Calls:
-    """Puts scoped calls into the classes of modules for as long as any thread needs them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._needed_by = 0
-        self._originals: dict[type, Callable[..., Any]] = {}
-
-    @contextmanager
-    def in_place(self, bases: tuple[type, ...]) -> Iterator[None]:
-        with self._lock:
-            for kind in _kinds(bases):
-                call = kind.__dict__.get("__call__")
-                if callable(call) and kind not in self._originals:
-                    self._originals[kind] = call
-                    type.__setattr__(kind, "__call__", _scoped(call))
-            self._needed_by += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._needed_by -= 1
-                if not self._needed_by:
-                    for kind, call in self._originals.items():
-                        type.__setattr__(kind, "__call__", call)
-                    self._originals.clear()
+_calls = _jax.Replacement()
 
 
-_calls = _Calls()
+def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
+    """Where scoped calls go: into the classes of modules that define how they are called."""
+    for kind in _kinds(bases):
+        if callable(vars(kind).get("__call__")):
+            yield kind, "__call__", _scoped
 
 
 def _kinds(bases: tuple[type, ...]) -> Iterator[type]:

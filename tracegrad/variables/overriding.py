@@ -33,7 +33,8 @@ def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_opaque_trace_state
 
 
-_trace_states = _jax.Replacement(jax.extend.core, {"get_opaque_trace_state": _of_values})
+_trace_states = _jax.Replacement()
+_PLACES = ((jax.extend.core, "get_opaque_trace_state", _of_values),)
 
 
 class ForwardingTrace(jax.core.Trace):
@@ -50,7 +51,7 @@ class ForwardingTrace(jax.core.Trace):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """What is inside it goes by this trace; what changes state sees the one below it."""
-        with _trace_states.in_place(), _jax.set_current_trace(self):
+        with _trace_states.in_place(_PLACES), _jax.set_current_trace(self):
             yield
 
     @abstractmethod
