@@ -443,6 +443,17 @@ def test_threads_train_their_own_modules():
         assert_same(arrays_of(model), arrays_of(models[0]))
 
 
+def test_a_step_that_trains_what_it_closes_over_by_nnx_says_which_module_to_give_it():
+    model = Plain(nnx.Rngs(0))
+    optimizer = adam(model)
+    closed = tg.trace(lambda x: train_step(model, optimizer, x))
+    with pytest.raises(ValueError, match="different trace level") as caught:
+        closed(X)
+    note = "\n".join(caught.value.__notes__)
+    assert "`model" in note
+    assert "as an argument" in note
+
+
 # ------------------------------------------------------------------------------ states, not modules
 
 

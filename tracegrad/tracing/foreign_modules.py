@@ -23,16 +23,18 @@ CURE = (
     "changed by the call; in the body of a loop or a branch use nnx.scan, nnx.cond and the like"
 )
 
+# What flax's own transformations say of a module that they are given: a ValueError of no own kind.
+_FROM_TRANSFORMATIONS = "graph node from different trace level"
+
 
 def advice(error: Exception) -> str | None:
     """The path of what was changed, and what to do, where it is flax that refuses a change."""
     kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
-    if kind is None or not isinstance(error, kind):
+    if kind is None or not (isinstance(error, kind) or _FROM_TRANSFORMATIONS in str(error)):
         return None
     frames = list(_frames(error.__traceback__))
-    changed = next(
-        (frame.f_locals["self"] for frame in reversed(frames) if _is_of_a_module(frame)), None
-    )
+    refused = (frame.f_locals.get(k) for frame in reversed(frames) for k in ("self", "value"))
+    changed = next((each for each in refused if is_module(each)), None)
     paths = (path for frame in frames for path in _paths(changed, frame))
     path = next(paths, f"a {type(changed).__name__}")
     return f"`{path}` {CURE}"
@@ -44,10 +46,6 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         if not is_own_file(traceback.tb_frame.f_code.co_filename):
             yield traceback.tb_frame
         traceback = traceback.tb_next
-
-
-def _is_of_a_module(frame: FrameType) -> bool:
-    return is_module(frame.f_locals.get("self"))
 
 
 def _paths(changed: object, frame: FrameType) -> Iterator[str]:
