@@ -368,7 +368,7 @@ def test_files_that_are_no_plan_of_the_program_are_refused(
 def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"format": "tracegrad recompute plan", "version": 1}))
-    with pytest.raises(ValueError, match=r"version 1.*does not say enough.*Plan again.*\.save"):
+    with pytest.raises(ValueError, match=r"version 1.*Plan again.*\.save"):
         load_plan(path, mlp)
 
 

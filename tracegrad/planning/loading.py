@@ -50,14 +50,9 @@ def load_plan(
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is not a recompute plan (no {FORMAT!r} in it)")
     if data.get("version") != VERSION:
-        why = ""
-        if data.get("version") == 1:  # by operations and types alone
-            why = ", since that does not say enough of the program it is for to tell it from others"
-        elif data.get("version") == 2:
-            why = ", since that does not say what XLA holds"
         raise ValueError(
             f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
-            f"version {VERSION}{why}. Plan again, and save that: "
+            f"version {VERSION}. Plan again, and save that: "
             "plan_recompute(fun, memory_budget)(*args).save(path)"
         )
 

@@ -21,7 +21,7 @@ from tracegrad.planning.simulation import Segment, keep_all, simulate
 from tracegrad.tracing import to_callable
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
