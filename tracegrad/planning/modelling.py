@@ -25,7 +25,7 @@ from tracegrad.planning.fusion import (
     operands,
 )
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
+from tracegrad.planning.residuals import NodeResiduals, nbytes
 from tracegrad.planning.simulation import keep_all
 
 LIBRARY_ELEMENTS = 4096  # XLA leaves no element-wise operation on fewer to the library
@@ -50,16 +50,6 @@ def model(
     Raises ValueError for a program without a gradient.
     """
     return _Modelling(graph, fused, residuals or NodeResiduals(), active).result()
-
-
-def node_reads(
-    graph: Graph, active: Collection[Value], residuals: NodeResiduals
-) -> tuple[dict[Node, Residuals], set[Node]]:
-    """What the backward pass of every node reads where the `active` values get a cotangent, and the
-    nodes that write no buffer or take next to nothing to run again."""
-    found = Fusion(graph, active, True, residuals)
-    cheap = {node for node in graph.nodes if found.category[node] in ("view", "cheap")}
-    return found.read, found.absorbed | cheap
 
 
 class _Modelling:

@@ -30,31 +30,11 @@ class Residuals:
     Attributes:
       operands, results: the positions of those that it reads.
       extra: bytes of what it reads beside them.
-      derived: what it reads as JAX would hand it over, and what lies between that and the operands
-        and results: each is made of earlier ones, for next to nothing.
     """
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
     extra: int
-    derived: tuple[Derived, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A value in a node's rule, with what it is made of: positions of the node's operands and
-    results, and of earlier ones of these.
-
-    `is_read`: whether the backward pass is handed it. `is_extra`: whether it comes of the node's
-    own work (see `Residuals.extra`).
-    """
-
-    size: int
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    derived: tuple[int, ...]
-    is_read: bool
-    is_extra: bool
 
 
 def nbytes(aval: Any) -> int:
@@ -117,57 +97,25 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
         if not hasattr(var, "val"):
             result.setdefault(var, i)
     producer = {var: equation for equation in program.eqns for var in equation.outvars}
-    leaves = {v for v in program.outvars[count:] if not hasattr(v, "val")}
-    reads: dict[Any, list[Any]] = {}
-    extra: set[Any] = set()
-    pending = list(leaves)
+    reads: set[Any] = set()
+    extra = 0
+    pending = [v for v in program.outvars[count:] if not hasattr(v, "val")]
     while pending:
         var = pending.pop()
         if var in reads:
             continue
-        reads[var] = []
+        reads.add(var)
         if var in producer and var not in result:
             equation = producer[var]
             if equation.primitive.name in operations.KERNELS or _has_costly(equation):
-                extra.add(var)
+                extra += nbytes(var.aval)
             else:
-                reads[var] = [v for v in equation.invars if not hasattr(v, "val")]
-                pending += reads[var]
+                pending += [v for v in equation.invars if not hasattr(v, "val")]
     return Residuals(
         operands=tuple(sorted({operand[v] for v in reads if v in operand})),
         results=tuple(sorted({result[v] for v in reads if v in result and v not in operand})),
-        extra=sum(nbytes(v.aval) for v in extra),
-        derived=_derived(program, operand, result, reads, leaves, extra),
+        extra=extra,
     )
-
-
-def _derived(
-    program: Any,
-    operand: dict[Any, int],
-    result: dict[Any, int],
-    reads: dict[Any, list[Any]],
-    leaves: set[Any],
-    extra: set[Any],
-) -> tuple[Derived, ...]:
-    number: dict[Any, int] = {}
-    found: list[Derived] = []
-    ends = [v for v in (*operand, *result) if v in leaves]
-    inner = [v for e in program.eqns for v in e.outvars if v in reads and v not in result]
-    for var in (*ends, *inner):
-        sources = [var] if var in operand or var in result else reads[var]
-        if var not in operand and var not in result:
-            number[var] = len(found)
-        found.append(
-            Derived(
-                size=nbytes(var.aval),
-                operands=tuple(operand[v] for v in sources if v in operand),
-                results=tuple(result[v] for v in sources if v in result and v not in operand),
-                derived=tuple(number[v] for v in sources if v in number and v is not var),
-                is_read=var in leaves,
-                is_extra=var in extra,
-            )
-        )
-    return tuple(found)
 
 
 def _has_costly(equation: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.planning.bounds import FlopsBound, lowest_peak_bound
+from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import BudgetTooSmall, Planner
@@ -86,13 +86,9 @@ class Search:
     def lowest_peak(self) -> int:
         return min(case.planner.lowest_peak() for case in self.cases())
 
-    @functools.cached_property
-    def _bound(self) -> FlopsBound:
-        return FlopsBound(self.whole)
-
     def flops_bound(self, budget: int, flops: int) -> int:
         """What no plan within a budget is below; `flops` is what one of them needs."""
-        return min(flops, self._bound(budget)) if flops else 0
+        return min(flops, flops_bound(self.whole, budget)) if flops else 0
 
 
 def _segments(case: Case, budget: int) -> tuple[list[Segment], Simulation] | None:
