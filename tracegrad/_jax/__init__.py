@@ -66,6 +66,7 @@ from tracegrad._jax.programs import settings_of as settings_of
 from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
 from tracegrad._jax.programs import without_folders as without_folders
 from tracegrad._jax.provenance import Around as Around
+from tracegrad._jax.provenance import TracedFrom as TracedFrom
 from tracegrad._jax.provenance import around as around
 from tracegrad._jax.provenance import current_source_info as current_source_info
 from tracegrad._jax.provenance import filters_tracebacks as filters_tracebacks

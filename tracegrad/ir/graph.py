@@ -84,7 +84,7 @@ class Graph(Body):
     @property
     def recomputes(self) -> bool:
         """Whether it or a region below it has a `Recompute`."""
-        return any(isinstance(node, Recompute) for g in self.regions_below for node in g.nodes)
+        return _jax.REMAT.name in self.operations
 
     @property
     def result_count(self) -> int:
@@ -96,7 +96,12 @@ class Graph(Body):
         """Whether it, or a region below it, runs code that XLA did not compile: callbacks into
         Python, prints, foreign functions. That may fail, after the program was started, and may
         look at whatever the process holds."""
-        return any(_jax.calls_host(node.op) for g in self.regions_below for node in g.nodes)
+        return any(map(_jax.calls_host, self.operations))
+
+    @property
+    def operations(self) -> set[str]:
+        """The names of the primitives of all nodes in it and in the regions below it."""
+        return {node.op for region in walking.regions_below(self) for node in region._nodes}
 
     @property
     def regions_below(self) -> list[Graph]:

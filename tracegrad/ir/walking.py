@@ -18,16 +18,14 @@ _MOST = 20_000_000
 def regions_below(graph: Graph) -> list[Graph]:
     """A graph and the regions at any depth, each once."""
     seen: dict[Graph, None] = {}
-    _below(graph, seen)
+    waiting = [graph]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen[each] = None
+            regions = [r for node in each._nodes for r in node.regions.values()]
+            waiting += reversed(regions)
     return list(seen)
-
-
-def _below(graph: Graph, seen: dict[Graph, None]) -> None:
-    if graph not in seen:
-        seen[graph] = None
-        for node in graph.nodes:
-            for region in node.regions.values():
-                _below(region, seen)
 
 
 def walk(graph: Graph) -> Iterator[Occurrence]:

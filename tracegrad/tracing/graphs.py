@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,13 +17,11 @@ from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.importer import import_program
-from tracegrad.tracing.states import Changes, States, is_passed_on
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
-from tracegrad.variables.inside import Inside
-from tracegrad.variables.statics import with_statics
-from tracegrad.variables.trees import taken
+from tracegrad.variables.inside import Inside, Outcome
+from tracegrad.variables.states import Changes, is_passed_on
 
 Rule = Callable[[Graph], Graph]
 
@@ -93,38 +90,34 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Capture]:
+    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Capture]:
         capture = Capture(lambda: attempt.leave(within))
-        fresh = _fresh(fun, static_kwargs, within, capture, assigned)
-        traced = jax.make_jaxpr(fresh, static_argnums=positions, return_shape=True)
-        program, shapes = traced(*args, **dynamic[1])
-        return program, shapes[0] if capture.is_assigning else shapes, capture
+        fresh = _fresh(fun, static_kwargs, within, capture, outcome)
+        return jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1]), capture
 
     result = None
-    assigned = _Assigned()  # of the one trace that came to its end
+    outcome = Outcome()  # of the one trace that came to its end
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     while result is None:
         with Attempt() as attempt:
             result = trace(within)
         within = attempt.found
-    program, shapes, capture = result
+    program, capture = result
+    explicit, variables = capture.explicit(program), tuple(capture.read)
+    traced = _jax.function_of(program)
+    arguments = (*traced.arguments, *(variable.name for variable in variables))
     graph = import_program(
-        capture.explicit(program),
-        name=function_name(fun),
+        explicit,
+        _jax.TracedFrom(function_name(fun), traced.source, arguments),
         in_tree=jax.tree.structure(dynamic),
-        out_tree=jax.tree.structure(with_statics(shapes)),
+        out_tree=outcome.out_tree,
     )
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
-    if capture.read:
-        function = _jax.function_of(program)
-        graph.function_source = function.source
-        names = (*function.arguments, *(variable.name for variable in capture.read))
-        for value, name in zip(graph.inputs, names, strict=True):
-            value.hint = name
-    graph.variables = tuple(capture.read)
+    graph.variables = variables
     graph.assigned = tuple(capture.assigned)
-    graph.updates = tuple(assigned.places)
-    graph.loses = _lost(assigned.lost, fun, args, kwargs, static)
+    graph.updates = tuple(outcome.updates)
+    if outcome.lost:
+        graph.loses = _lost(outcome.lost, fun, args, kwargs, static)
     return graph
 
 
@@ -140,34 +133,17 @@ def _lost(
     A jitted function that is given one (`nnx.jit`) gives all of it back, as values of its own.
     What they are shows in a program that returns them; it is traced for that alone.
     """
-    if not changes.paths:
-        return tuple(changes.structures)
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        assigned = _Assigned()
-        _call(fun, nullcontext, args, kwargs, assigned)
-        return assigned.lost.values
+        outcome = Outcome()
+        _call(fun, nullcontext, args, kwargs, outcome)
+        return outcome.lost.values
 
     outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
     lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
     return (*changes.structures, *lost)
-
-
-@dataclass
-class _Assigned:
-    """What a function has assigned in modules of flax.nnx that it was given: which of their arrays,
-    and the new values; and what it has in an nnx.State."""
-
-    places: list[int] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    lost: Changes = field(default_factory=Changes)
-
-    def take_values(self) -> list[Any]:
-        """The values, which must not outlive the trace."""
-        values, self.values = self.values, []
-        return values
 
 
 def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Graph:
@@ -231,23 +207,21 @@ def _fresh(
     static_kwargs: Mapping[str, Any],
     within: Callable[[], AbstractContextManager[Any]],
     capture: Capture,
-    assigned: _Assigned,
+    outcome: Outcome,
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now.
 
-    It returns what `Capture.run` does, and puts into `assigned` what it assigns in modules.
+    It returns what `Capture.run` does, and puts what else is known of it into `outcome`.
     """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, capture, assigned)
+        inner = _fresh(fun.func, static_kwargs, within, capture, outcome)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return capture.run(
-            lambda: _call(fun, within, args, {**kwargs, **static_kwargs}, assigned),
-            assigned.take_values,
-        )
+        named = {**kwargs, **static_kwargs}
+        return capture.run(lambda: _call(fun, within, args, named, outcome))
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
@@ -261,19 +235,14 @@ def _call(
     within: Callable[[], AbstractContextManager[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    assigned: _Assigned,
-) -> Any:
+    outcome: Outcome,
+) -> tuple[Any, list[Any]]:
     """Calls the user's function: what is computed inside of this is its program."""
-    args, kwargs = taken((args, kwargs))
-    names = argument_names(fun, len(args))
-    inside = Inside((args, kwargs))
-    given, named = inside.arguments
-    states = States({**dict(zip(names, given, strict=True)), **named})
+    inside = Inside(functools.partial(argument_names, fun))
+    args, kwargs = inside.enter(args, kwargs)
     with within(), call_scopes():
-        result = fun(*given, **named)
-    assigned.places, assigned.values = inside.updates([*names, *sorted(named)])
-    assigned.lost = states.changes(result)
-    return inside.handed_out(result)
+        result = fun(*args, **kwargs)
+    return inside.leave(result, outcome)
 
 
 def _dynamic_signature(

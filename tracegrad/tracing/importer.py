@@ -29,16 +29,22 @@ from tracegrad.lowering.returned import with_witnesses
 
 
 def import_program(
-    program: Any, *, name: str | None = None, in_tree: Any = None, out_tree: Any = None
+    program: Any,
+    function: _jax.TracedFrom | None = None,
+    *,
+    name: str | None = None,
+    in_tree: Any = None,
+    out_tree: Any = None,
 ) -> Graph:
     """The graph of a program made by `jax.make_jaxpr`.
 
     Args:
       program: a ``ClosedJaxpr`` (or an open one without constants).
-      name: the graph's name; default: the traced function's.
+      function: what it was traced from; default: what JAX says.
+      name: the graph's name; default: that function's.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result.
     """
-    graph = _import(program, {}, name)
+    graph = _import(program, {}, function or _jax.function_of(program), name)
     graph.in_tree, graph.out_tree = in_tree, out_tree
     return graph
 
@@ -46,12 +52,10 @@ def import_program(
 def _import(
     program: Any,
     seen: dict[int, Graph],
+    function: _jax.TracedFrom,
     name: str | None = None,
     operands: Sequence[Value | Literal] = (),
 ) -> Graph:
-    if id(program) in seen:  # alive as long as the root program, which holds it
-        return seen[id(program)]
-    function = _jax.function_of(program)
     open_form, constants = _jax.opened(program), _jax.constants_of(program)
     graph = Graph(name or function.name, function_source=function.source)
     seen[id(program)] = graph
@@ -102,7 +106,11 @@ def make_node(
     if primitive is _jax.STOP_GRADIENT:
         kind = StopGradient
     elif primitive.name not in _jax.OPAQUE_PRIMITIVES:
-        regions = {name: _import(p, seen, operands=inputs) for name, p in sub_programs(params)}
+        regions = {
+            # Alive as long as the root program, which holds it.
+            name: seen.get(id(p)) or _import(p, seen, _jax.function_of(p), operands=inputs)
+            for name, p in sub_programs(params)
+        }
         if regions:
             kind, more = Call, {"_regions": regions}
         if primitive is _jax.REMAT:

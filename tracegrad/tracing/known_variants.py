@@ -36,47 +36,42 @@ class KnownVariants:
 
     def __init__(self, pipeline: Pipeline):
         self._pipeline = weakref.ref(pipeline)
-        self._plain = Variant(pipeline, Use())  # until something else is known
         self._all: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
         self.only: OrderedDict[tuple[Fixed, ...], Variant | None] = OrderedDict()
         self._lock = threading.RLock()
 
-    def likely(self, variables: tuple[Fixed, ...], signature: Callable[[], Any]) -> Variant | None:
+    def likely(self, variables: tuple[Fixed, ...], key: Any) -> Variant | None:
         """What such arguments had the last time, or the only one that there is. No other: to try
         one reads its Variables, as a tape would notice.
 
         Args:
-          signature: makes that of the arguments; see `signature`.
+          key: the `signature` of the arguments.
         """
+        if key is None:
+            return self._new(Use())  # whose jit says what is wrong with them
         with self._lock:
-            if not self._all:
-                return self._plain
-            key = signature()
-            if key is None:  # jit says what is wrong with them
-                return self._plain
             for variant in (self._by_signature.get(key), self.only.get(variables)):
                 if variant is not None and not variant.use.is_over:
                     return variant
         return None
+
+    def _new(self, use: Use) -> Variant:
+        pipeline = self._pipeline()
+        assert pipeline is not None, "it has this"
+        return Variant(pipeline, use)
 
     def of(self, use: Use) -> Variant:
         """The variant for a use; a new one if there is none."""
         with self._lock:
             variant = self._all.get(use.identity)
             if variant is None or variant.use.is_over or not variant.use.serves(use):
-                pipeline = self._pipeline()
-                assert pipeline is not None, "it has this"
-                variant = Variant(pipeline, use)
+                variant = self._new(use)
                 self._forget(lambda other: other.use.is_over or use.serves(other.use))
-                if use.serves(self._plain.use):
-                    self._plain = variant  # the one of all that use no Variables
                 self._all[use.identity] = variant
             return variant
 
-    def remember(
-        self, variant: Variant, variables: tuple[Fixed, ...], signature: Callable[[], Any]
-    ) -> bool:
+    def remember(self, variant: Variant, variables: tuple[Fixed, ...], key: Any) -> bool:
         """Notes of what variant a call was. Returns whether there is no other, and it is called
         with the arguments alone."""
         with self._lock:
@@ -92,7 +87,7 @@ class KnownVariants:
                 self.only.popitem(last=False)
             if variant.direct is not None and len(self._all) == 1:
                 return True
-            self._by_signature[signature()] = variant
+            self._by_signature[key] = variant
             if len(self._by_signature) > _KEPT_SIGNATURES:
                 self._by_signature.popitem(last=False)
             return False
@@ -107,7 +102,7 @@ class KnownVariants:
     def clear(self) -> None:
         """Forgets every program."""
         with self._lock:
-            for variant in (self._plain, *self._all.values()):
+            for variant in self._all.values():
                 variant.clear_cache()
             self._all.clear()
             self._by_signature.clear()

@@ -22,7 +22,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.attempts import AnotherVariant, Attempt, tracing_depth
+from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
@@ -65,7 +65,7 @@ class Pipeline:
         options: dict[str, Any],
         history: TraceHistory | None = None,
     ):
-        self._fun = _weak(fun)
+        self.ref = _weak(fun)
         self.rules = rules
         self.static = static
         self.options = options
@@ -90,7 +90,7 @@ class Pipeline:
     @property
     def fun(self) -> Callable[..., Any]:
         """The user's function."""
-        fun = self._fun()
+        fun = self.ref()
         assert fun is not None, "the traced function holds it"
         return fun
 
@@ -173,17 +173,15 @@ class Pipeline:
         if any(isinstance(each, Structure) for each in variables):
             self.holds_modules = True
 
-        def signed() -> Any:
-            return signature(self.static, args, kwargs)
-
-        variant = None if found else self._variants.likely(variables, signed)
+        key = signature(self.static, args, kwargs)
+        variant = None if found else self._variants.likely(variables, key)
         for _ in range(_ATTEMPTS):
             if variant is None:
                 found = found or self.traced(args, kwargs)
                 variant = self._variants.of(found[1])
             with Attempt(self, found) as attempt:
                 result = action(variant, args, kwargs)
-                if self._variants.remember(variant, variables, signed) and not self.takes_apart:
+                if self._variants.remember(variant, variables, key) and not self.takes_apart:
                     self._leave_to_jit(variant)
                 return result
             variant, found = None, attempt.found
@@ -295,15 +293,17 @@ class Pipeline:
                     "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
                 )
 
-    def known(self, attempt: Attempt | None, flat: Sequence[Any], tree: Any) -> Found | None:
+    def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""
-        if attempt is None or attempt.known is None:
+        attempt = attempt_at(self)
+        found: Found | None = None if attempt is None else attempt.known
+        if attempt is None or found is None or found[0].in_tree != tree:
             return None
-        found: Found
-        found, attempt.known = attempt.known, None
-        graph, types = found[0], [jax.typeof(value) for value in flat]
-        fits = graph.in_tree == tree and graph.in_avals[: len(types)] == types
-        return found if fits else None
+        types = [jax.typeof(value) for value in flat]
+        if found[0].in_avals[: len(types)] != types:
+            return None
+        attempt.known = None
+        return found
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The leaves and the tree of the arguments that are not static."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.variables.modules import Structure, is_held, is_held_or_variable
+from tracegrad.variables.modules import Structure, is_held, is_whole
 from tracegrad.variables.nnx_objects import differences
 from tracegrad.variables.statics import Given, Static, is_structure
 
@@ -67,19 +67,22 @@ class Signature:
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
-        held, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_held_or_variable)
-        modules = tuple(
-            (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf.structure)
-            for path, leaf in held
-            if is_held(leaf)
-        )
         ordered = sorted(values.items(), key=operator.itemgetter(0))
-        return cls(tree, tuple(types), tuple(ordered), modules)
+        return cls(tree, tuple(types), tuple(ordered), _modules(args))
 
     def __str__(self) -> str:
         parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
         parts += [f"{name}={_short(value)} (static)" for name, value in self.static]
         return ", ".join(parts) or "no arguments"
+
+
+def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
+    is_leaf = is_whole()
+    if is_leaf is None:
+        return ()
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_leaf)
+    held = ((path, leaf) for path, leaf in leaves if is_held(leaf))
+    return tuple((f"{p[0].key}{jax.tree_util.keystr(p[1:])}", leaf.structure) for p, leaf in held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ is not assigned.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ class Use:
         new values, and those that would be gone after the call.
       calls_host: whether it calls code that XLA did not compile, where it has state.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
-      returns_statics: whether some of its result is no array, and is put back after the call.
+      has_statics: whether some of its result is no array.
+      returns_statics: whether that is put back after the call.
       returns_modules: whether modules of flax.nnx in its result are put in their places then.
       is_plain: whether it is arguments in, result out.
       is_over: a Variable is gone, and with it the use of the program.
@@ -84,7 +86,8 @@ class Use:
         self.calls_host = graph is not None and self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
-        self.returns_statics = graph is not None and packs and has_statics(graph.out_tree)
+        self.has_statics = graph is not None and has_statics(graph.out_tree)
+        self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
         self.identity = (
             frozenset(read),
@@ -135,37 +138,27 @@ class Body:
                 self.__signature__ = signature
 
     @property
-    def pipeline(self) -> Pipeline:
-        pipeline = self._pipeline()
-        assert pipeline is not None, "the traced function that is called holds it"
-        return pipeline
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Callable[..., Any] | None:
         """The user's function: signature, name and source line of messages come from it."""
-        return self.pipeline.fun
+        pipeline = self._pipeline()
+        return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline, use = self.pipeline, self.use
+        pipeline, use = self._pipeline(), self.use
+        assert pipeline is not None, "the traced function that is called holds it"
         if _jax.config.jax_disable_jit:
             if not use.is_plain:  # no warm call asks; here nothing has been called yet
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
         args, kwargs = unpacked(args, kwargs)
-        (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
-        if given:
-            pipeline.take_apart()
-        if modules_in((args, kwargs)) is not None:  # copies, for nobody has looked for them
-            pipeline.holds_modules = True
-            raise AnotherVariant(pipeline, None)
-        attempt = attempt_at(pipeline)
-        if attempt is None and not pipeline.takes_apart and has_modules((args, kwargs)):
-            raise AnotherVariant(pipeline, None)  # it does not show here which of it are settings
         flat, tree = pipeline.flatten(args, kwargs)
-        graph, found = pipeline.known(attempt, flat, tree) or pipeline.traced(
-            args, kwargs, in_jit=True
-        )
+        known = pipeline.known(flat, tree)
+        if known is None:
+            args, kwargs = self._looked_through(pipeline, args, kwargs)
+            flat, tree = pipeline.flatten(args, kwargs)
+            known = pipeline.known(flat, tree) or pipeline.traced(args, kwargs, in_jit=True)
+        graph, found = known
         if not use.serves(found):
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
@@ -174,17 +167,37 @@ class Body:
         lowering = Lowering()
         outs = evaluate(graph, flat, lowering)
         count, last = graph.result_count, len(outs) - len(graph.updates)
-        result = with_statics(jax.tree.unflatten(graph.out_tree, outs[:count]))
         if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
             dissolve(graph)
         if self._packs:  # JAX has no fast path to a result that is not all arrays
             result = Packed(outs[:count], graph.out_tree)
+        else:
+            result = jax.tree.unflatten(graph.out_tree, outs[:count])
+            result = with_statics(result) if found.has_statics else result
         if not use.has_state:
             return ((), result) if self._packs else result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
         of_variables = [new[id(ref())] for ref in (*use.updated, *use.written)]
         arrays = dict(zip(graph.updates, outs[last:], strict=True))
         return [*of_variables, *(arrays.get(i, flat[of_modules[i]]) for i in use.updates)], result
+
+    def _looked_through(
+        self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call that has come to jit without a look at what is in them."""
+        (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
+        if given:
+            pipeline.take_apart()
+            if modules_in((args, kwargs)) is not None:  # copies
+                pipeline.holds_modules = True
+                raise AnotherVariant(pipeline, None)
+        if (
+            not pipeline.takes_apart
+            and attempt_at(pipeline) is None
+            and has_modules((args, kwargs))
+        ):
+            raise AnotherVariant(pipeline, None)  # it does not show here which of it are settings
+        return args, kwargs
 
     def __repr__(self) -> str:
         return self._text  # what JAX's messages name
@@ -194,7 +207,7 @@ class Variant:
     """A function compiled for one use.
 
     Attributes:
-      nested: its jit, for calls with transformations around them.
+      nested: its jit, for calls with transformations around them; made when it is asked for.
       outermost: the one for calls with none: where XLA merges recomputed code away unless told not
         to, it is told so there (JAX refuses compiler options on a nested jit), and what is updated
         is written over.
@@ -207,8 +220,7 @@ class Variant:
         options = pipeline.options
         if not use.is_plain:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
-        self.nested: Any = jax.jit(body, **options)
-        self.outermost: Any = self.nested
+        self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # of a trace that calls it directly
         # Where it writes over the old values: at top level, and nowhere if it calls the host.
@@ -220,8 +232,8 @@ class Variant:
             written_over = () if use.calls_host else range(len(use.updated))
             donated = (*written_over, *options["donate_argnums"])
             options = {**options, "donate_argnums": donated}
-        if use.has_state or use.recomputes:
-            self.outermost = jax.jit(body, **options)
+        is_other = use.has_state or use.recomputes
+        self.outermost: Any = jax.jit(body, **options) if is_other else self.nested
         self._unpacked: Any = None
         if use.returns_statics:
             self._unpacked = jax.jit(Body(pipeline, use, packs=False), **options)
@@ -229,6 +241,10 @@ class Variant:
         self.direct: Callable[..., Any] | None = None
         if use.is_plain:
             self.direct = self._direct(self.nested, self.outermost)
+
+    @functools.cached_property
+    def nested(self) -> Any:
+        return self._make_nested()
 
     def handling_misses(self, handle: _jax.Handle) -> Callable[..., Any]:
         """`direct`, for calls that come from nowhere else; see `_jax.handling_misses`."""
@@ -352,7 +368,8 @@ class Variant:
 
     def clear_cache(self) -> None:
         """Forgets what is compiled."""
-        self.nested.clear_cache()
+        if "nested" in vars(self):
+            self.nested.clear_cache()
         self.outermost.clear_cache()
 
 

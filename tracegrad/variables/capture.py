@@ -26,8 +26,6 @@ import jax
 from tracegrad import _jax
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
-from tracegrad.variables.statics import with_statics
-from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
@@ -76,13 +74,11 @@ class Capture:
 
     Attributes:
       assigned: the Variables that are assigned, in the order of their first assignment.
-      is_assigning: whether `run` has returned new values.
     """
 
     def __init__(self, trace_again: Callable[[], NoReturn]) -> None:
         self._trace_again = trace_again
         self.assigned: list[Variable] = []
-        self.is_assigning = False
         self._found: dict[int, Variable] = {}
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
         self._current: dict[int, Any] = {}  # what was assigned last
@@ -93,10 +89,10 @@ class Capture:
         self._life = _Life()
         self._generations = ExitStack()
 
-    def run(self, fun: Callable[[], Any], others: Callable[[], Sequence[Any]] = tuple) -> Any:
+    def run(self, fun: Callable[[], tuple[Any, Sequence[Any]]]) -> Any:
         """Calls the function, inside the trace of its program.
 
-        `others`: new values of other things that it has assigned.
+        `fun`: returns its result, and new values of other things than Variables.
 
         Returns its result; where it assigned something, together with the new values: the last one
         of each Variable, and the others.
@@ -106,10 +102,9 @@ class Capture:
         _active.captures += 1
         try:
             with self._generations, listening(self):
-                result = with_statics(without_variables(fun()))
+                result, others = fun()
             values = [self._current[id(variable)] for variable in self.assigned]
-            values += others()
-            self.is_assigning = bool(values)
+            values += others
             return (result, values) if values else result  # messages then say where in the result
         finally:
             _active.captures -= 1
@@ -248,7 +243,7 @@ class Capture:
             return list(jax.core.eval_jaxpr(open_form, given, *inputs[:count]))
 
         avals = [var.aval for var in open_form.invars]
-        return jax.make_jaxpr(run)(*avals, *(variable.aval for variable in self.read))
+        return jax.make_jaxpr(run)(*avals, *(v.aval for v in self._found.values()))
 
     def _owner(self, constant: Any) -> Variable | None:
         """The Variable whose value at the function's entry a constant of the program is."""

@@ -1,12 +1,14 @@
-"""The modules that a function gets while it is traced, and what of modules comes out of it.
+"""What a function gets for its arguments while it is traced, and what comes out of it.
 
-They are made of the traced arrays. What has another value in them when the function is over is an
-output of its program; a module that it returns is one of the caller's, or a new one.
+Variables are themselves, and modules of flax.nnx are made of the traced arrays. What has another
+value in those when the function is over is an output of its program; a module that it returns is
+one of the caller's, or a new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,7 +23,10 @@ from tracegrad.variables.modules import (
     is_whole,
     read,
 )
-from tracegrad.variables.nnx_objects import described, differences, is_module
+from tracegrad.variables.nnx_objects import described, differences, is_module, is_state, nnx
+from tracegrad.variables.states import Changes, States
+from tracegrad.variables.statics import are_arrays, fix, is_variable
+from tracegrad.variables.trees import flattened, with_variables
 from tracegrad.variables.variable import Variable
 
 
@@ -39,46 +44,85 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class Inside:
-    """The modules that a function gets while it is traced.
+@dataclass
+class Outcome:
+    """What is known of a function when it was traced, beside its program.
 
     Attributes:
-      arguments: what it was given, with modules made of traced arrays.
+      out_tree: the structure of its result.
+      updates: which of the arrays of its modules it has assigned.
+      lost: what it has changed in an nnx.State and does not return.
     """
 
-    def __init__(self, arguments: Any):
-        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_held_or_variable)
-        self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
-        self.arguments = self._held = arguments
-        if not self._places:
-            return
-        held = [leaves[i] for i in self._places]
-        self._structure: Structure = held[0].structure
-        self._modules = self._structure.build([array for one in held for array in one.arrays])
-        self._before = read(self._modules)
-        for i, module in zip(self._places, self._modules, strict=True):
-            leaves[i] = module
-        self.arguments = jax.tree.unflatten(tree, leaves)
+    out_tree: Any = None
+    updates: list[int] = field(default_factory=list)
+    lost: Changes = field(default_factory=Changes)
 
-    def updates(self, names: Sequence[str]) -> tuple[list[int], list[Any]]:
-        """What the function has assigned: which of the arrays of its modules, and the new values.
 
-        `names`: of its arguments, in the order of their leaves; for a message.
-        """
-        if not self._places:
-            return [], []
+class Inside:
+    """What one function gets, for as long as it is traced.
+
+    Args:
+      names: those of so many positional arguments, for messages.
+    """
+
+    def __init__(self, names: Callable[[int], list[str]]):
+        self._names = names
+        self._places: list[int] = []  # of modules, among the leaves of the arguments
+        self._states: States | None = None
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments (args, kwargs) for the user's function: with the Variables themselves, and
+        with modules made of traced arrays."""
+        self._given = args, kwargs
+        is_leaf = is_whole()
+        leaves, tree, variables = flattened(self._given, is_leaf)
+        if is_leaf is not None:
+            self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
+            if any(map(is_state, leaves)):
+                self._states = States({**dict(zip(self._names(len(args)), args)), **kwargs})
+        if self._places:
+            held = [leaves[i] for i in self._places]
+            self._structure: Structure = held[0].structure
+            self._modules = self._structure.build([array for one in held for array in one.arrays])
+            self._before = read(self._modules)
+            for i, module in zip(self._places, self._modules, strict=True):
+                leaves[i] = module
+        elif not variables:
+            return self._given
+        return with_variables(tree, leaves)
+
+    def leave(self, result: Any, outcome: Outcome) -> tuple[Any, list[Any]]:
+        """The result as JAX gets it, in which it finds arrays alone, and the new values of what
+        the function has assigned in its modules."""
+        values: list[Any] = []
+        if self._places:
+            outcome.updates, values = self._updates()
+        if self._states is not None:
+            outcome.lost = self._states.changes(result)
+        result = self._handed_out(result)
+        leaves, tree = jax.tree.flatten(result, is_leaf=is_variable)
+        if not are_arrays(leaves):
+            # JAX would read a Variable later, when nobody listens any more.
+            leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
+            fix(leaves, tree, is_result=True)
+            result = jax.tree.unflatten(tree, leaves)
+            tree = jax.tree.structure(result)
+        outcome.out_tree = tree
+        return result, values
+
+    def _updates(self) -> tuple[list[int], list[Any]]:
         before, now = self._before, read(self._modules)
         if now.key != before.key:
-            raise TypeError(_structure_changed(self._structure, self._modules, self._names(names)))
-        changed = [
-            i for i, (a, b) in enumerate(zip(before.arrays, now.arrays, strict=True)) if a is not b
-        ]
+            names = self._module_names()
+            raise TypeError(_structure_changed(self._structure, self._modules, names))
+        pairs = enumerate(zip(before.arrays, now.arrays, strict=True))
+        changed = [i for i, (old, new) in pairs if old is not new]
         return changed, [now.arrays[i] for i in changed]
 
-    def handed_out(self, result: Any) -> Any:
-        """A result in which JAX finds arrays alone: what it has of the modules that the function
-        was given are references to them, and a new module in which something is met twice, which
-        JAX would make two of, is `Held`."""
+    def _handed_out(self, result: Any) -> Any:
+        """A result without modules that the function was given: references stand for them; and a
+        new module in which something is met twice, which JAX would make two of, is `Held`."""
         is_leaf = is_whole()
         if is_leaf is None:
             return result
@@ -104,9 +148,10 @@ class Inside:
             hold(leaves)
         return jax.tree.unflatten(tree, leaves)
 
-    def _names(self, names: Sequence[str]) -> list[str]:
-        """Those of the modules: ``models['student']``."""
-        args, kwargs = self._held
+    def _module_names(self) -> list[str]:
+        """What modules are called: ``models['student']``."""
+        args, kwargs = self._given
+        names = [*self._names(len(args)), *sorted(kwargs)]
         arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
         paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_held_or_variable)
         return [
@@ -151,6 +196,8 @@ def put_together(result: Any, modules: Modules | None) -> Any:
 
 def hands_out(structure: Any) -> bool:
     """Whether results of a structure are to be put together."""
+    if nnx() is None:
+        return False
     result = jax.tree.unflatten(structure, range(structure.num_leaves))
     return any(map(_is_handed_out, jax.tree.leaves(result, is_leaf=_is_handed_out)))
 

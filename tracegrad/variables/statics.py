@@ -29,7 +29,13 @@ T = TypeVar("T")
 is_variable = Variable.__instancecheck__
 
 
-class Given:
+class Part:
+    """What in a tree belongs to its structure: a node without leaves."""
+
+    __slots__ = ()
+
+
+class Given(Part):
     """A Variable among arguments: a node of their tree, without leaves. There is one of each."""
 
     __slots__ = ("__weakref__", "_ref", "_text")
@@ -60,7 +66,7 @@ def given_of(variable: Variable) -> Given:
     return given
 
 
-class Static:
+class Static(Part):
     """A leaf that is no array, among arguments or results: a node of their tree, without leaves.
 
     JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
@@ -152,7 +158,13 @@ _ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct
 
 def is_kind_of_array(kind: type) -> bool:
     """Whether all of a type are traced: as nearly all leaves are."""
-    return kind in _ARRAYS or issubclass(kind, jax.Array)
+    return kind in _ARRAYS or issubclass(kind, (jax.Array, jax.core.Tracer))
+
+
+def are_arrays(leaves: Sequence[Any]) -> bool:
+    """Whether all leaves are arrays, whatever they are leaves of: as those of nearly all trees."""
+    kinds = set(map(type, leaves))
+    return all(map(is_kind_of_array, kinds)) and kinds.isdisjoint(_PLAIN_NUMBERS)
 
 
 def is_array(leaf: Any) -> bool:
@@ -188,6 +200,7 @@ def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
 
 
 _NUMBERS = (int, float, complex)  # and bool
+_PLAIN_NUMBERS = frozenset({bool, *_NUMBERS})
 
 
 def has_modules(tree: Any) -> bool:
@@ -225,8 +238,7 @@ def with_statics(result: T) -> T:
 def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
     """Puts `Static` in the places of what is no array in a list of the leaves of a tree; whether
     there was such."""
-    kinds = set(map(type, leaves))
-    if all(map(is_kind_of_array, kinds)) and kinds.isdisjoint({bool, *_NUMBERS}):
+    if are_arrays(leaves):
         return False
     fixed = False
     for i, is_traced in enumerate(are_traced(leaves, structure)):
@@ -243,6 +255,5 @@ def has_statics(structure: Any) -> bool:
     return len(jax.tree.leaves(jax.tree.unflatten(structure, range(count)))) != count
 
 
-def is_structure(node: Any) -> bool:
-    """For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array."""
-    return isinstance(node, (Given, Static))
+# For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array.
+is_structure = Part.__instancecheck__

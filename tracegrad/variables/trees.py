@@ -24,7 +24,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.variables.leaves import Leaf, path_name
 from tracegrad.variables.modules import Held, Structure, hold, is_whole, structures_in
-from tracegrad.variables.statics import Given, fix, given_of, is_variable
+from tracegrad.variables.statics import Given, are_arrays, fix, given_of, is_variable
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -155,9 +155,12 @@ def given_before(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Fixed,
 def _given(
     arguments: T, leaves: list[Any], tree: Any, found: list[Given], statics: bool
 ) -> tuple[T, tuple[Fixed, ...]]:
-    has_modules = statics and hold(leaves)
-    is_changed = (statics and fix(leaves, tree)) or found or has_modules
-    structures = structures_in(leaves) if statics else ()
+    structures: tuple[Structure, ...] = ()
+    is_changed = bool(found)
+    if statics and not are_arrays(leaves):
+        has_modules, has_statics = hold(leaves), fix(leaves, tree)
+        is_changed = is_changed or has_modules or has_statics
+        structures = structures_in(leaves)
     return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), (*structures, *found)
 
 
@@ -187,14 +190,16 @@ def taken(arguments: T) -> T:
     ]
     for i, module in modules:
         leaves[i] = module
-    if not found and not modules:
-        return arguments
+    return with_variables(tree, leaves) if found or modules else arguments
+
+
+def with_variables(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Unflattened, with the Variables that are parts of the structure in their places."""
     _pass.takes = True
     try:
-        new: T = jax.tree.unflatten(tree, leaves)
+        return jax.tree.unflatten(tree, leaves)
     finally:
         _pass.takes = False
-    return new
 
 
 def flattened(

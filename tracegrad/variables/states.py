@@ -61,6 +61,9 @@ class Changes:
     paths: list[str] = field(default_factory=list)
     values: list[tuple[Any, Any]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.structures or self.paths)
+
 
 def is_passed_on(before: Any, after: Any) -> bool:
     """Whether a value of a graph is another one, handed through calls of jitted functions."""
