@@ -198,7 +198,7 @@ def test_a_predicate_freezes_everything_but_the_biases():
 
     got = grad(loss, wrt=biases)(params, x)
     full = jax.grad(loss)(params, x)
-    assert seen == [("first/bias", (4,)), ("first/kernel", (3, 4)), ("last/kernel", (4, 2))]
+    assert seen == [("first.bias", (4,)), ("first.kernel", (3, 4)), ("last.kernel", (4, 2))]
     expected = jax.tree.map(jnp.zeros_like, full)
     expected["first"]["bias"] = full["first"]["bias"]
     assert_trees_close(got, expected, rtol=1e-6)
@@ -249,7 +249,7 @@ def test_none_for_what_has_no_gradient_is_what_equinox_works_with():
     assert_trees_close(got, expected, rtol=1e-6)
     assert eqx.apply_updates(model, got)(x).shape == ()
 
-    last_bias = grad(f, wrt=lambda path, leaf: path == "layers/2/bias")(model, x)
+    last_bias = grad(f, wrt=lambda path, leaf: path == "layers.2.bias")(model, x)
     assert last_bias.layers[2].bias == expected.layers[2].bias
     assert not last_bias.layers[0].weight.any()
     assert last_bias.activation is None
@@ -262,7 +262,7 @@ def test_flax_states_are_trees_like_others():
     def f(state, x):
         return jnp.sum(nnx.merge(definition, state)(x))
 
-    got = grad(f, wrt=lambda path, leaf: "bias" in path)(state, jnp.ones((4, 3)))
+    got = grad(f, wrt=lambda path, leaf: path == "bias")(state, jnp.ones((4, 3)))
     np.testing.assert_array_equal(got["bias"].get_value(), [4.0, 4.0])
     assert not got["kernel"].get_value().any()
 
@@ -352,7 +352,9 @@ def test_wrong_positions_and_names_are_told_the_parameters():
 
 def test_a_predicate_that_selects_nothing_is_told_the_leaves():
     params, x = params_and_x()
-    with pytest.raises(ValueError, match="selects nothing; the leaves are 'first/bias', 'first/"):
+    with pytest.raises(
+        ValueError, match=r"selects nothing; the leaves are 'first\.bias', 'first\."
+    ):
         grad(loss, wrt=lambda path, leaf: path.endswith("biases"))(params, x)
     with pytest.raises(ValueError, match="the tree has no leaves"):
         select({}, is_bias)

@@ -23,6 +23,18 @@ def test_trainable_variables_are_watched_at_their_first_read():
     assert tape.watched_variables() == (v,)
 
 
+def test_a_variable_that_a_traced_function_is_given_and_does_not_use_is_not_watched():
+    used, unused = Variable(3.0), Variable(2.0)
+    step = trace(lambda pair, x: pair[0] * x)
+    for _ in range(2):  # the call that traces it, and one that finds it compiled
+        with GradientTape() as tape:
+            y = step((used, unused), 2.0)
+        assert tape.watched_variables() == (used,)
+        gradients = tape.gradient(y, [used, unused])
+        assert float(gradients[0]) == 2.0
+        assert gradients[1] is None
+
+
 def test_nothing_is_watched_by_itself_if_the_tape_is_told_so():
     v, w = Variable(3.0), Variable(2.0, trainable=False)
     with GradientTape(watch_accessed_variables=False) as tape:

@@ -57,7 +57,7 @@ def grad(
           of a model that are no float or complex arrays (functions, counters) get None;
         - several of these: the answer is a tuple;
         - a predicate ``(path, leaf) -> bool`` over the leaves of the first argument, where ``path``
-          is ``"layers/0/kernel"``. The answer has the structure of that argument; leaves that are
+          is ``"layers.0.kernel"``. The answer has the structure of that argument; leaves that are
           not selected get zeros of their shape and dtype, Python numbers the zero of their type,
           and what is no number (functions, strings, random keys) gets None. They need not be
           differentiable. Zeros do not freeze a weight under weight decay: see `select`.

@@ -35,10 +35,8 @@ def select(tree: Any, predicate: Predicate) -> Any:
 
     Args:
       tree: a pytree.
-      predicate: ``(path, leaf) -> bool``; ``path`` is ``"layers/0/kernel"``, that is
-        ``jax.tree_util.keystr(path, simple=True, separator="/")``. Under the variables of flax.nnx
-        stands a ``value``: there it is ``"layers/0/kernel/value"``, and ``"kernel" in
-        path.split("/")`` selects in every library's models.
+      predicate: ``(path, leaf) -> bool``; ``path`` is what messages call the leaf,
+        ``"layers.0.kernel"`` in every library's models.
 
     Returns:
       A tree of Python bools with the structure of `tree`.
@@ -66,17 +64,17 @@ def select(tree: Any, predicate: Predicate) -> Any:
     >>> print(step(decaying), step(optax.masked(decaying, select(params, is_bias))))
     [0.9 0.9] [1. 1.]
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [path_text(path) for path, _ in leaves]
-    mask = [bool(predicate(path, leaf)) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _selected(predicate, leaves_of(tree), leaves))
+
+
+def _selected(predicate: Predicate, named: Sequence[Leaf], leaves: Sequence[Any]) -> list[bool]:
+    """Which leaves a predicate selects."""
+    names = [leaf.name for leaf in named]
+    mask = [bool(predicate(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
     if not any(mask):
-        raise ValueError(_nothing_selected(paths))
-    return jax.tree.unflatten(structure, mask)
-
-
-def path_text(path: Any) -> str:
-    """A leaf's path as predicates see it: ``layers/0/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+        raise ValueError(_nothing_selected(names))
+    return mask
 
 
 # --------------------------------------------------------------------------------- one argument
@@ -92,11 +90,6 @@ class Argument:
     structure: Any
     mask: list[bool]
     is_whole: bool  # whether `wrt` names it, rather than some of its leaves
-
-    @property
-    def paths(self) -> list[str]:
-        """The path of each leaf, as predicates see it."""
-        return [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.tree)[0]]
 
     @functools.cached_property
     def named_leaves(self) -> list[Leaf]:
@@ -294,10 +287,7 @@ def _argument(
     argument = Argument(key, tree, leaves, structure, [True] * len(leaves), predicate is None)
     if predicate is None:
         return argument
-    paths = argument.paths
-    mask = [bool(predicate(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-    if not any(mask):
-        raise ValueError(_nothing_selected(paths))
+    mask = _selected(predicate, argument.named_leaves, leaves)
     return dataclasses.replace(argument, mask=mask)
 
 

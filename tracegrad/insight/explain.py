@@ -20,6 +20,7 @@ from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
 from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.variables.leaves import path_name
 from tracegrad.variables.statics import Static
 
 
@@ -160,7 +161,7 @@ def _require_alive(args: Any, kwargs: Any) -> None:
                 "of jit, grad and vmap, with the arrays themselves"
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            where = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            where = path_name(path[1:])
             raise ValueError(
                 f"the argument {where} has been donated to a compiled function, and its buffer is "
                 "gone: explain before that call, pass what it returned, or leave out donate_argnums"
