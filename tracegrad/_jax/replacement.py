@@ -9,8 +9,11 @@ from typing import Any
 
 Function = Callable[..., Any]
 # The module or class that has the function, its name there, and what makes, of the original, the
-# function for its place.
-Place = tuple[Any, str, Callable[[Function], Function]]
+# function for its place. What a class inherits is put into the class itself; a descriptor, such as
+# a slot of a class, is a function here too.
+Place = tuple[Any, str, Callable[[Function], Any]]
+
+_INHERITED: Any = object()
 
 
 class Replacement:
@@ -31,8 +34,9 @@ class Replacement:
         with self._lock:
             for owner, name, make in places:
                 if (owner, name) not in self._originals:
-                    original = self._originals[owner, name] = vars(owner)[name]
-                    _put(owner, name, make(original))
+                    original = self._originals[owner, name] = vars(owner).get(name, _INHERITED)
+                    inherited = original is _INHERITED
+                    _put(owner, name, make(getattr(owner, name) if inherited else original))
             self._needed_by += 1
         try:
             yield
@@ -47,4 +51,7 @@ class Replacement:
 
 def _put(owner: Any, name: str, function: Function) -> None:
     # A metaclass may forbid what is asked of `type` itself here.
-    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
+    if function is _INHERITED:
+        (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
+    else:
+        (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)

@@ -75,6 +75,7 @@ class Graph(Body):
         self.taps: tuple[Tap, ...] = ()
         self.updates: tuple[int, ...] = ()
         self.loses: tuple[str, ...] = ()
+        self.surroundings: dict[str, weakref.ref[Any]] = {}
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
         # For a copy: the node of the original -> its node here, so that occurrences stay good.
         self._copies: weakref.WeakKeyDictionary[Node, Node] = weakref.WeakKeyDictionary()
@@ -187,7 +188,7 @@ class Graph(Body):
         new = Graph(self.name, function_source=self.function_source)
         new.in_tree, new.out_tree, new.signature = self.in_tree, self.out_tree, self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
-        new.updates, new.loses = self.updates, self.loses
+        new.updates, new.loses, new.surroundings = self.updates, self.loses, self.surroundings
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])
         values: dict[Value, Value | Literal] = dict(zip(self.inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))

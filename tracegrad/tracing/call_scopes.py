@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad.variables.outside import quietly
 
 # What JAX keeps of inner functions is kept apart from what it keeps of them elsewhere.
 _key = _jax.user_context()
@@ -103,7 +104,8 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
-        known = _tracing.paths[id(module)] = ref, _paths_in(module)
+        with quietly():
+            known = _tracing.paths[id(module)] = ref, _paths_in(module)
     # Transformations hand copies of modules to their functions, which are counted in each anew.
     name, around = type(module).__name__, "/".join(call.path for call in calls)
     place = name, around, weakref.ref(_jax.current_trace(None))

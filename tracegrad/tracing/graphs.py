@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.inside import Inside, Outcome
+from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, is_passed_on
 
 Rule = Callable[[Graph], Graph]
@@ -91,6 +93,7 @@ def trace_to_graph(
             ) from error
 
     def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Capture]:
+        outcome.outside = Outside()
         capture = Capture(lambda: attempt.leave(within))
         fresh = _fresh(fun, static_kwargs, within, capture, outcome)
         return jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1]), capture
@@ -116,6 +119,7 @@ def trace_to_graph(
     graph.variables = variables
     graph.assigned = tuple(capture.assigned)
     graph.updates = tuple(outcome.updates)
+    graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
     if outcome.lost:
         graph.loses = _lost(outcome.lost, fun, args, kwargs, static)
     return graph
@@ -240,9 +244,10 @@ def _call(
     """Calls the user's function: what is computed inside of this is its program."""
     inside = Inside(functools.partial(argument_names, fun))
     args, kwargs = inside.enter(args, kwargs)
-    with within(), call_scopes():
-        result = fun(*args, **kwargs)
-    return inside.leave(result, outcome)
+    with outcome.outside.watched():
+        with within(), call_scopes():
+            result = fun(*args, **kwargs)
+        return inside.leave(result, outcome)
 
 
 def _dynamic_signature(

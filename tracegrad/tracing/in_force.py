@@ -123,6 +123,7 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: boo
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph.variables, graph.assigned = traced.variables, traced.assigned
     graph.updates, graph.loses = traced.updates, traced.loses
+    graph.surroundings = traced.surroundings
     return graph
 
 

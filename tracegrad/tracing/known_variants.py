@@ -17,7 +17,7 @@ import jax
 
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.variants import Use, Variant
-from tracegrad.variables.trees import Fixed
+from tracegrad.variables.outside import Fixture
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -38,10 +38,10 @@ class KnownVariants:
         self._pipeline = weakref.ref(pipeline)
         self._all: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
-        self.only: OrderedDict[tuple[Fixed, ...], Variant | None] = OrderedDict()
+        self.only: OrderedDict[tuple[Fixture, ...], Variant | None] = OrderedDict()
         self._lock = threading.RLock()
 
-    def likely(self, variables: tuple[Fixed, ...], key: Any) -> Variant | None:
+    def likely(self, variables: tuple[Fixture, ...], key: Any) -> Variant | None:
         """What such arguments had the last time, or the only one that there is. No other: to try
         one reads its Variables, as a tape would notice.
 
@@ -71,7 +71,7 @@ class KnownVariants:
                 self._all[use.identity] = variant
             return variant
 
-    def remember(self, variant: Variant, variables: tuple[Fixed, ...], key: Any) -> bool:
+    def remember(self, variant: Variant, variables: tuple[Fixture, ...], key: Any) -> bool:
         """Notes of what variant a call was. Returns whether there is no other, and it is called
         with the arguments alone."""
         with self._lock:

@@ -24,21 +24,16 @@ from tracegrad.ir.wording import changes_lost
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import settle_call
+from tracegrad.tracing.donated_modules import donated_places, refuse_sharing
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.known_variants import KnownVariants, signature
 from tracegrad.tracing.retracing import Signature, TraceHistory
-from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant
-from tracegrad.variables.modules import (
-    Modules,
-    Structure,
-    array_places,
-    held_arrays,
-    held_paths,
-    modules_in,
-)
+from tracegrad.variables.modules import Modules, Structure, modules_in
+from tracegrad.variables.outside import Fixture, Surroundings, surroundings
 from tracegrad.variables.packed import Packing
 from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
 
@@ -84,6 +79,7 @@ class Pipeline:
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
         self.holds_modules = False  # whether any had modules of flax.nnx
+        self._outside: list[weakref.ref[Any]] = []  # modules of flax.nnx that it closes over
         self._left_to: Callable[..., Any] | None = None  # instead of coming here
         self._warned = False
 
@@ -98,7 +94,7 @@ class Pipeline:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         packed, named = args, kwargs
-        variables: tuple[Fixed, ...] = ()
+        variables: tuple[Fixture, ...] = ()
         modules = None
         found = None
         try:
@@ -143,16 +139,17 @@ class Pipeline:
 
     def _packed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...], Modules | None]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixture, ...], Modules | None]:
         """The arguments of a call as jit gets them, and what is in them besides arrays."""
         if not self.holds_modules:
-            return (*self._taken_apart(args, kwargs), None)
+            args, kwargs, variables = self._taken_apart(args, kwargs)
+            return args, kwargs, (*variables, *surroundings(self._outside)), None
         (args, kwargs), structures = self.static.given(args, kwargs, held)
         modules = modules_in((args, kwargs)) if structures else None
         if modules is not None and self._donates:
-            self._refuse_sharing(args, kwargs)
+            refuse_sharing(self.fun, self.options, self.static, args, kwargs)
         args, kwargs, variables = self._taken_apart(args, kwargs)
-        return args, kwargs, (*structures, *variables), modules
+        return args, kwargs, (*structures, *variables, *surroundings(self._outside)), modules
 
     def search(
         self,
@@ -174,14 +171,19 @@ class Pipeline:
             self.holds_modules = True
 
         key = signature(self.static, args, kwargs)
-        variant = None if found else self._variants.likely(variables, key)
+        around = surroundings(self._outside)
+        variant = None
+        if not found:
+            variant = self._variants.likely((*variables, *around), _keyed(key, around))
         for _ in range(_ATTEMPTS):
             if variant is None:
                 found = found or self.traced(args, kwargs)
                 variant = self._variants.of(found[1])
+                around = self._looking_at(found[1].modules)
             with Attempt(self, found) as attempt:
                 result = action(variant, args, kwargs)
-                if self._variants.remember(variant, variables, key) and not self.takes_apart:
+                fixed, signed = (*variables, *around), _keyed(key, around)
+                if self._variants.remember(variant, fixed, signed) and not self.takes_apart:
                     self._leave_to_jit(variant)
                 return result
             variant, found = None, attempt.found
@@ -189,6 +191,15 @@ class Pipeline:
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
         )
+
+    def _looking_at(self, modules: Sequence[weakref.ref[Any]]) -> tuple[Surroundings, ...]:
+        """Has calls look at modules that the function closes over. Returns what they are now."""
+        if modules:
+            known = {id(ref()) for ref in self._outside}
+            new = [ref for ref in modules if id(ref()) not in known]
+            self._outside = [ref for ref in (*self._outside, *new) if ref() is not None]
+            self.take_apart()
+        return surroundings(self._outside)
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
@@ -249,49 +260,11 @@ class Pipeline:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
         if not outer:  # else nothing is compiled for it
-            self._note(args, kwargs)
-        donated = self._donated(args, kwargs)
+            self._note(args, kwargs, graph)
+        donated: Sequence[int] = ()
+        if self._donates:
+            donated = donated_places(self.fun, self.options, self.static, args, kwargs)
         return graph, Use(graph, donated=donated, packs=self._packs_results)
-
-    def _donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Which of the arrays of modules among the arguments are donated."""
-        if not self._donates:
-            return []
-        options = self.options
-        donated = resolve(self.fun, options.get("donate_argnums"), options.get("donate_argnames"))
-        by_position = donated.within(args)
-        _, static, _ = self.static.apart(args, kwargs)
-        arguments = [(i in by_position, arg) for i, arg in enumerate(args) if i not in static]
-        arguments += [(name in donated.names, kwargs[name]) for name in sorted(kwargs)]
-        places: list[int] = []
-        start = 0
-        for is_donated, argument in arguments:
-            end = start + len(array_places(argument))
-            places += range(start, end) if is_donated else ()
-            start = end
-        return places
-
-    def _refuse_sharing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises for modules that share an array which is to be given away."""
-        arrays = held_arrays((args, kwargs))
-        identities = list(map(id, arrays))
-        if len(set(identities)) == len(identities):
-            return
-        names = [*argument_names(self.fun, len(args)), *sorted(kwargs)]
-        arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        paths = [
-            f"`{name}{path}`"
-            for name, argument in zip(names, arguments, strict=True)
-            for path in held_paths(argument)
-        ]
-        for i in self._donated(args, kwargs):
-            shared = [path for path, other in zip(paths, arrays, strict=True) if other is arrays[i]]
-            if len(shared) > 1:
-                raise ValueError(
-                    f"{self.__name__} donates {paths[i]}, and {' and '.join(shared)} are one "
-                    "array: after the call nobody would have it. Copy it first, as by "
-                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
-                )
 
     def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""
@@ -325,7 +298,7 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph) -> None:
         names = argument_names(self.fun, len(args))
         named = {**dict(zip(names, args, strict=True)), **kwargs}
         _, positions, static_kwargs = self.static.apart(args, kwargs)
@@ -334,12 +307,18 @@ class Pipeline:
             Signature.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
+                graph.surroundings,
             )
         )
 
     def clear_cache(self) -> None:
         """Forgets every program."""
         self._variants.clear()
+
+
+def _keyed(key: Any, around: tuple[Surroundings, ...]) -> Any:
+    """The signature of arguments, in these surroundings."""
+    return (key, around) if key is not None and around else key
 
 
 def with_jit() -> AbstractContextManager[None]:

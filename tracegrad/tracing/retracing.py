@@ -19,6 +19,7 @@ import jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.variables.modules import Structure, is_held, is_whole
 from tracegrad.variables.nnx_objects import differences
+from tracegrad.variables.outside import surroundings
 from tracegrad.variables.statics import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -49,9 +50,12 @@ class Signature:
     types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
     static: tuple[tuple[str, Any], ...]
     modules: tuple[tuple[str, Structure], ...] = ()  # those of flax.nnx, by path
+    outside: tuple[tuple[str, Structure], ...] = ()  # those that the function closes over
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
+    def of(
+        cls, args: Mapping[str, Any], static: Mapping[str, Any], outside: Mapping[str, Any]
+    ) -> Signature:
         leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_structure)
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
@@ -68,7 +72,9 @@ class Signature:
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
         ordered = sorted(values.items(), key=operator.itemgetter(0))
-        return cls(tree, tuple(types), tuple(ordered), _modules(args))
+        around = surroundings(list(outside.values()))
+        closed_over = tuple((name, each.structure) for each in around for name in outside)
+        return cls(tree, tuple(types), tuple(ordered), _modules(args), closed_over)
 
     def __str__(self) -> str:
         parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
@@ -217,7 +223,7 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
     What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
     ``"Variable"`` or ``"tree"``; of what a module consists of besides arrays, ``"structure"``.
     """
-    changes = []
+    changes = _in_modules(old.outside, new.outside)
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
     for name, before, after in _paired(old.static, new.static):
         if before != after:
@@ -228,7 +234,7 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
     if old.tree != new.tree:
-        if changed := _in_modules(old, new):
+        if changed := _in_modules(old.modules, new.modules):
             return [*changes, *changed]
         return [*changes, ("the arguments", "tree", _short(old.tree), _short(new.tree))]
     for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
@@ -252,16 +258,14 @@ def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
     return f"{'weak ' if weak else ''}{dtype}{shape}"
 
 
-def _in_modules(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
-    """What changed in the modules of flax.nnx among the arguments."""
-    descriptions = [
-        signature.modules[0][1].describe([name for name, _ in signature.modules])
-        for signature in (old, new)
-        if signature.modules
-    ]
-    if len(descriptions) < 2:
+def _in_modules(
+    old: Sequence[tuple[str, Structure]], new: Sequence[tuple[str, Structure]]
+) -> list[tuple[str, str, str, str]]:
+    """What changed in modules of flax.nnx."""
+    if old == new or not old or not new:
         return []
-    found = differences(*descriptions)
+    before, after = (of[0][1].describe([name for name, _ in of]) for of in (old, new))
+    found = differences(before, after)
     return [(where, "structure", before, now) for where, before, now in found]
 
 

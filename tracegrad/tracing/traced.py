@@ -194,7 +194,8 @@ def trace(
     trees too, is that Variable inside, and may be watched and assigned there; for each there is a
     program. One among its results is handed out as an array, its value at the end of the call.
     Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
-    under ``nnx.jit``, in about half the time; for each structure of them there is a program.
+    under ``nnx.jit``, in about half the time; for each structure of them there is a program. Those
+    that it closes over are read as they are at each call.
     Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 

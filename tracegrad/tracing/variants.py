@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -36,6 +36,7 @@ from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listened
 from tracegrad.variables.modules import Modules, array_places, modules_in
+from tracegrad.variables.outside import ModuleArray, surroundings
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
@@ -44,6 +45,8 @@ from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
+
+T = TypeVar("T")
 
 
 class Use:
@@ -54,13 +57,15 @@ class Use:
         held weakly.
       updates: which arrays of the modules of flax.nnx among the arguments it returns: those with
         new values, and those that would be gone after the call.
+      modules: those of flax.nnx outside of it, held weakly; what there is of them besides arrays
+        are its `surroundings`.
       calls_host: whether it calls code that XLA did not compile, where it has state.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
       has_statics: whether some of its result is no array.
       returns_statics: whether that is put back after the call.
       returns_modules: whether modules of flax.nnx in its result are put in their places then.
       is_plain: whether it is arguments in, result out.
-      is_over: a Variable is gone, and with it the use of the program.
+      is_over: a Variable or a module is gone, and with it the use of the program.
       identity: equal for uses of the same Variables in the same way.
     """
 
@@ -81,8 +86,15 @@ class Use:
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
         self.values = (*self.updated, *self.read)  # of these the program takes the values
         self.updates = tuple(sorted({*donated, *(graph.updates if graph else ())}))
+        outside = [ref() for ref in graph.surroundings.values()] if graph else []
+        self.modules = self._refs(m for m in outside if m is not None)
+        self.surroundings = surroundings(self.modules)
+        # A Variable is kept by whoever uses it; these by nobody.
+        self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
         self.returns_modules = graph is not None and hands_out(graph.out_tree)
-        self.has_state = bool(read or assigned or self.updates or self.returns_modules)
+        self.has_state = bool(
+            read or assigned or self.updates or self.returns_modules or self.modules
+        )
         self.calls_host = graph is not None and self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
@@ -94,11 +106,12 @@ class Use:
             frozenset(assigned),
             self.updates,
             self.returns_modules,
+            self.surroundings,
             self.calls_host,
             self.returns_statics,
         )
 
-    def _refs(self, variables: Iterable[Variable]) -> list[weakref.ref[Variable]]:
+    def _refs(self, variables: Iterable[T]) -> list[weakref.ref[T]]:
         me = weakref.ref(self)
 
         def over(_: object) -> None:

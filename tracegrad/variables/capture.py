@@ -26,6 +26,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
+from tracegrad.variables.outside import ModuleArray, states_around
 from tracegrad.variables.variable import Variable
 
 # What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
@@ -86,6 +87,7 @@ class Capture:
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[int] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
+        self._states: list[Any] | None = None  # of flax, around the function
         self._life = _Life()
         self._generations = ExitStack()
 
@@ -110,7 +112,7 @@ class Capture:
             _active.captures -= 1
             self._life.runs = False
             # They know the function, which has this: a circle, that would keep alive what it holds.
-            self._trace = None
+            self._trace, self._states = None, None
             self._current, self._readable = {}, {}
             for identity in self._handed:
                 _active.assigned.pop(identity, None)
@@ -118,6 +120,8 @@ class Capture:
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if isinstance(variable, ModuleArray) and not variable.is_outside(self._around()):
+            return outside()  # a function further inside closes over what was made in this one
         if _active.telling:
             is_assigned = id(variable) in self._current
             return self._assigned_value(variable) if is_assigned else stand_in(variable)
@@ -134,6 +138,11 @@ class Capture:
         if key in self._current:
             return self._assigned_value(variable)
         return self._value_at_entry(variable)
+
+    def _around(self) -> list[Any]:
+        if self._states is None:
+            self._states = states_around(self._trace)
+        return self._states
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
         key = id(variable)

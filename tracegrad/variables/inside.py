@@ -24,6 +24,7 @@ from tracegrad.variables.modules import (
     read,
 )
 from tracegrad.variables.nnx_objects import described, differences, is_module, is_state, nnx
+from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, States
 from tracegrad.variables.statics import are_arrays, fix, is_variable
 from tracegrad.variables.trees import flattened, with_variables
@@ -52,11 +53,13 @@ class Outcome:
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       lost: what it has changed in an nnx.State and does not return.
+      outside: the modules of flax.nnx that it has met outside of it.
     """
 
     out_tree: Any = None
     updates: list[int] = field(default_factory=list)
     lost: Changes = field(default_factory=Changes)
+    outside: Outside = field(default_factory=Outside)
 
 
 class Inside:

@@ -297,6 +297,16 @@ def structures_in(leaves: Sequence[Any]) -> tuple[Structure, ...]:
     return next(((leaf.structure,) for leaf in leaves if type(leaf) is Held), ())
 
 
+def structure_of(modules: Sequence[Any], reading: Reading) -> Structure:
+    """The structure of modules that were read."""
+    structure = _structures.get(reading.key)
+    if structure is None:
+        structure = _structures.put(reading.key, Structure(modules, reading))
+    elif not structure.is_of(reading.objects):
+        structure = _structures[reading.key] = Structure(modules, reading)
+    return structure
+
+
 def hold(leaves: list[Any]) -> bool:
     """Puts `Held` in the places of modules; whether there are any."""
     places = [i for i, leaf in enumerate(leaves) if is_kind_of_module(type(leaf))]
@@ -304,11 +314,7 @@ def hold(leaves: list[Any]) -> bool:
         return False
     modules = [leaves[i] for i in places]
     reading = read(modules)
-    structure = _structures.get(reading.key)
-    if structure is None:
-        structure = _structures.put(reading.key, Structure(modules, reading))
-    elif not structure.is_of(reading.objects):
-        structure = _structures[reading.key] = Structure(modules, reading)
+    structure = structure_of(modules, reading)
     starts, of = structure.starts, Modules(structure, modules, reading.objects)
     for index, i in enumerate(places):
         arrays = reading.arrays[starts[index] : starts[index + 1]]

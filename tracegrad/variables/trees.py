@@ -168,13 +168,14 @@ def held(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Structure, ...
     """As `given`, of modules alone."""
     if not statics:
         return arguments, ()
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_whole_or_variable)
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=is_whole_or_variable)
     is_changed = hold(leaves)
     structures = structures_in(leaves)
     return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), structures
 
 
-def _is_whole_or_variable(node: object) -> bool:
+def is_whole_or_variable(node: object) -> bool:
+    """For ``is_leaf=``: whether a node is a Variable, or a whole module; see `modules.is_whole`."""
     is_leaf = is_whole()
     return is_variable(node) or (is_leaf is not None and is_leaf(node))
 
