@@ -74,7 +74,7 @@ def residual_block(block, x):
 
 
 def is_trained(path, leaf):
-    """Everything but the stem. The path of a leaf reads "block_0/bias"."""
+    """Everything but the stem. The path of a leaf reads "block_0.bias"."""
     return not path.startswith("stem.")
 
 

@@ -156,11 +156,22 @@ def _drop_oldest(entries: dict[Any, Any]) -> None:
         del entries[next(iter(entries))]
 
 
-# ------------------------------------------------------------------------------ facts of programs
+# ------------------------------------------------------------- facts of functions and programs
 
-# Recursions over nested programs ask for each inner one once, however often it is called: without
-# it they take time exponential in the depth of calls.
+# By what each is. Recursions over nested programs ask for each inner one once, however often it is
+# called: without it they take time exponential in the depth of calls. And a function that is traced
+# anew for each call takes 0.3 ms with it and 70 ms without.
 _facts: WeakCache[dict[Any, Any]] = WeakCache()
+
+
+def facts_of(owner: Any) -> dict[Any, Any]:
+    """What is remembered of a function, a program or another object, as long as it lives; nothing
+    that holds it.
+
+    Raises TypeError if there are no weak references to it.
+    """
+    known = _facts.get(owner)
+    return _facts.put(owner, {}) if known is None else known
 
 
 def of_program(find: Callable[[Any], V]) -> Callable[[Any], V]:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, scopes
 from tracegrad.ir.occurrence import Path, calling_line
 from tracegrad.ir.selector import Found, Selector
@@ -26,6 +25,7 @@ from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
 from tracegrad.tape.keys import params_key
+from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tracing.importer import import_program, sub_programs
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
@@ -246,15 +246,18 @@ class _Overrides(OverridingTrace):
             return None
         # Two loops of one body may run round in different directions.
         key = (
+            "gradient_override_map",
             primitive,
             tuple(map(id, programs)),
             params_key(params),
             tuple(map(_jax.type_key, args)),
             frozenset(self._overrides.items()),
         )
-        known = _edited.get(key)
+        # With what it was made of, which keeps its identity.
+        known: tuple[Any, Callable[..., list[Any]] | None] | None = PROGRAMS.get(key)
         if known is None:
-            known = _edited.put(key, (programs, self._edited_program(primitive, params, args)))
+            made = self._edited_program(primitive, params, args)
+            known = PROGRAMS.put(key, (programs, made))
         run = known[1]
         if run is not None:
             self._refuse_differentiated(name)
@@ -317,11 +320,6 @@ def _times_differentiated() -> int:
     """How many times JAX is differentiating what is computed now, without rules in force."""
     stack = _jax.around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")
-
-
-# Edited programs of calls, and what they were made of, which keeps its identity: a jitted call in a
-# block takes 1 ms with it and 70 ms without.
-_edited: Cache[Any, tuple[list[Any], Callable[..., list[Any]] | None]] = Cache(256)
 
 
 def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:

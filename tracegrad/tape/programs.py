@@ -1,4 +1,7 @@
-"""The programs that tapes have traced and compiled, for the next operation or record like it."""
+"""The programs that were made for what runs operation by operation, for the next like it.
+
+Of tapes, and of calls with overridden gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,5 +10,6 @@ from typing import Any
 from tracegrad._jax.caches import Cache
 
 # By all that they depend on; the first part of a key says what was made. They save all of a step
-# but its last hundred microseconds: without them each would trace and compile its backward pass.
+# but its last hundred microseconds: without them each would trace and compile its backward pass,
+# and a jitted call with overrides would take 70 ms and not 1 ms.
 PROGRAMS: Cache[Any, Any] = Cache(1024)
