@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -87,55 +88,50 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(MOST_WORKERS, usable_cores())
 
 
-# Of many of a kind, those that .ci/run leaves to the newest JAX; the oldest takes the others.
-MANY = (
-    r"second_order.*_is_that_of_jax.*\[(traced|jit)-",
-    r"test_control_flow.*(_in_x64|\[.*-vmap\])",
-    r"test_show_flow",
-    r"test_forward\.py.*its_own_jvp\[(plain|in_(jit|cond|while|checkpoint))\]",
-    r"test_forward\.py.*hand_written_one\[(plain|in_(jit|cond|checkpoint))\]",
-    r"test_forward_accumulator.*_finite_differences\[[a-m]",
-    r"test_hlo_identical.*\[value_and_grad_(?!checkpointed|control_flow|nnx_transformer\])",
-    r"test_indexed_slices.*long_tables\[(127|128|200)\]",
-    r"test_linearised.*eager.*_second_order\[(call|call of a custom rule|recomputed|branch)\]",
-    r"test_linearised.*_compiled_gradient.*-by_gradients\]",
-    r"test_measured_plans.*no_more_than_the_budget\[(attention|scan)\]",
-    r"test_modules.*as_under_nnx_jit\[(Noisy-rewritten|Noisy-under a rule|Plain-(?!alone|donated))",
-    r"test_planned_regions.*recurrent_network",
-    r"test_planning_lowering.*those_of_the_original\[(convolutions|mlp)\]",
-    r"test_random_programs.*\[(loop|recompute|jit|.*of_inputs|lax_stop|gather|where|matmul)\]",
-    r"test_random_programs.*\[(vmap|grad|custom_jvp|identity|integers)\]",
-    r"test_returned_gradients.*inside_of\[custom_vjp-",
-    r"test_rules_at_second_order.*a_rule_(as|anywhere)_.*\[(scale|jitted)\]",
-    r"test_rules_in_force.*memory_budget.*\[jax\]",
-    r"test_surgery_on_models.*\[(linen|nnx)\]",
-)
-
-
-# Of many of a kind, those that take seconds, which the README's command leaves to .ci/run.
+# Of many of a kind, those that take seconds: the README's command leaves the long to .ci/run, and
+# both leave the slow to .ci/nightly.
 LONG = (
+    r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
+    r"test_random_programs.*\[(cond|scan|loop|jit|vmap|trace|custom_gradient_of_inputs)\]",
+    r"test_rules_in_force.*memory_budget.*\[tg\]",
+    r"test_save_random.*same_after_loading",
+)
+SLOW = (
     r"test_(linen|haiku|equinox)_programs.*\[(cnn_with_batch_stats|mlp_with_batch_norm|ensemble)\]",
     r"test_examples.*says_when_it_misses_its_goal",
     r"test_forward_programs.*\[linen_mlp\]",
     r"test_hlo_identical.*nnx_transformer_adamw_step\]",
     r"test_measured_plans.*no_more_than_the_budget\[attention\]",
-    r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
     r"test_planned_regions.*recurrent_network",
     r"test_planning_lowering.*(\[residual blocks\]|goes_piece_by_piece|other_budgets\[mlp)",
     r"test_planning_scans.*inside_scans.*\[layers\]",
-    r"test_random_programs.*\[(cond|scan|loop|jit|vmap|trace|custom_gradient_of_inputs)\]",
-    r"test_rules_in_force.*memory_budget.*\[tg\]",
-    r"test_save_random.*same_after_loading",
 )
+FEW = 2  # cases of a test that all run on each JAX
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks them: as lists, since each is no worse than those of its kind that stay."""
-    for mark, patterns in ((pytest.mark.many, MANY), (pytest.mark.long, LONG)):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what takes long, and deals the cases of a test that has many out to two runs.
+
+    What the oldest JAX runs of them in .ci/run, the newest does not, so that each case runs there
+    once; the README's command takes the newest's. By turns, in an order that mixes the parameters.
+    Where a file or a test is asked for, all of its cases run.
+    """
+    for mark, patterns in ((pytest.mark.long, LONG), (pytest.mark.slow, SLOW)):
         chosen = re.compile("|".join(patterns))
         for item in items:
             if chosen.search(item.nodeid):
                 item.add_marker(mark)
+    if config.args != config.getini("testpaths"):
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(item.iter_markers("long")) and not any(item.iter_markers("slow")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if len(cases) > FEW:
+            cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+            for turn, case in enumerate(cases):
+                case.add_marker(pytest.mark.oldest if turn % 2 else pytest.mark.newest)
 
 
 gc.disable()  # until all is imported, most of which stays

@@ -24,7 +24,7 @@ OTHERS = sorted(
     - {MAIN, WORDS, PLAN, ROOT / "examples" / "recompute_models.py"}
 )
 
-LONG = {"checkpoint_training", "gradient_reversal"}
+SLOW = {"checkpoint_training", "gradient_reversal"}
 
 pytestmark = pytest.mark.any_jax
 
@@ -47,7 +47,7 @@ def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, marks=[pytest.mark.long] * (example.stem in LONG), id=example.stem)
+        pytest.param(example, marks=[pytest.mark.slow] * (example.stem in SLOW), id=example.stem)
         for example in OTHERS
     ],
 )
@@ -56,7 +56,7 @@ def test_an_example_runs(example: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_main_example_reaches_its_goal(tmp_path: Path):
     done = run(MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -120,7 +120,7 @@ def test_an_example_refuses_before_it_trains(
     assert output == ""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_word_vectors_find_words_that_are_used_alike(tmp_path: Path):
     done = run(WORDS, tmp_path, "--no-progress")
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ def test_word_vectors_find_words_that_are_used_alike(tmp_path: Path):
     assert done.stderr == ""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_plan_of_a_gru_keeps_its_promises(tmp_path: Path):
     done = run(PLAN, tmp_path, "--model=gru", "--budget=40%", "--out=plan.png")
     assert done.returncode == 0, done.stderr

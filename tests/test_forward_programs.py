@@ -19,7 +19,7 @@ PROGRAMS = (
     programs.equinox_conv_net,
     programs.nnx_transformer,
 )
-LONG = (programs.mlp_sgd_step, programs.equinox_conv_net, programs.nnx_transformer)
+SLOW = (programs.mlp_sgd_step, programs.equinox_conv_net, programs.nnx_transformer)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ LONG = (programs.mlp_sgd_step, programs.equinox_conv_net, programs.nnx_transform
     [
         pytest.param(
             build,
-            marks=[pytest.mark.long] * (build in LONG),
+            marks=[pytest.mark.slow] * (build in SLOW),
             id=build.__name__,
         )
         for build in PROGRAMS

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom, and is stored as somebody wants to read it.
 
-In .ci/run on the newest JAX alone; .ci/nightly runs them in the environment that it is given.
+In .ci/run on the newest JAX alone, but for those that compile models for half a minute; .ci/nightly
+runs all of them in the environment that it is given.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 pytestmark = pytest.mark.any_jax
 
+SLOW = {"gradient_surgery", "recompute", "your_model"}
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@pytest.mark.long
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, marks=pytest.mark.slow if path.stem in SLOW else pytest.mark.long, id=path.stem
+        )
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # This checkout, not an installed one; and the examples, which are beside the notebooks.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "examples"))))

@@ -366,7 +366,7 @@ EXAMPLES = max(3, 3 * settings().max_examples // len(OPERATIONS))
 each_operation = pytest.mark.parametrize("op", OPERATIONS)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @each_operation
 @settings(max_examples=EXAMPLES // 3)
 @given(st.data(), st.integers(0, 100))

@@ -22,15 +22,10 @@ SIZES = {
     "resnet": {"width": 4, "blocks": 1, "size": 16},
     "unet": {"width": 8, "depth": 1, "size": 16},
 }
-MARKS = {
-    "mixer": pytest.mark.long,
-    "resnet": pytest.mark.long,
-    "transformer": pytest.mark.long,
-    "unet": pytest.mark.slow,
-}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in SIZES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 def test_a_planned_model_has_the_same_gradient_in_less_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):

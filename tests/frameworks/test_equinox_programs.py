@@ -337,7 +337,7 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
     Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, mark="slow"),
     Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", mark="slow"),
-    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "98%", mark="long"),
+    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "98%", mark="slow"),
     Program(ensemble, eqx.filter_jit, CLIP(match.call("softplus")), clipped, "98%"),
 )
 def test_a_program_of_equinox(program):

@@ -114,7 +114,7 @@ def transformer(compiled, edit):
         jax.jit,
         rules.scale_gradient(match.scope("head"), -1.0),
         reversed_,
-        mark="long",
+        mark="slow",
     ),
 )
 def test_a_program_of_haiku(program):

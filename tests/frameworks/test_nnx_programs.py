@@ -252,7 +252,7 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
         rules.scale_gradient(match.scope("MiniGPT/output_layer"), -1.0),
         reversed_,
         "75%",
-        mark="long",
+        mark="slow",
     ),
     Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "70%", mark="slow"),
     Program(rnn, nnx.jit, CLIP(match.op("tanh") & ~match.call("GRUCell")), clipped, mark="slow"),

@@ -56,9 +56,7 @@ class Program:
     rule: Any
     by_hand: Edit
     budget: str = "60%"
-    mark: str = (
-        ""  # "long" or "slow": the README's command takes what is quickest of each framework
-    )
+    mark: str = ""  # or "slow": what is quickest of each framework is not
 
 
 def each(*programs: Program) -> pytest.MarkDecorator:

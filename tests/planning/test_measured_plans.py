@@ -100,11 +100,11 @@ def held(fun: Any, shapes: tuple[Any, ...]) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-LONG = {"convolutions", "experts"}
+SLOW = {"convolutions", "experts"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in HELD_OUT]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in HELD_OUT]
 )
 def test_xla_holds_no_more_than_the_budget(name: str):
     fun, shapes = HELD_OUT[name]

@@ -308,7 +308,7 @@ def is_beaten(ways: Ways, count: int, budget: int, flops: int) -> bool:
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("count", [7, 10, pytest.param(EXACT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [7, 10, pytest.param(EXACT, marks=pytest.mark.slow)])
 def test_no_plan_of_a_small_program_is_beaten(count: int):
     m = random_model(count, count)
     planner, ways = Planner(m), all_ways(m)
@@ -321,7 +321,7 @@ def test_no_plan_of_a_small_program_is_beaten(count: int):
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.slow)])
 def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
     m = random_model(3, count)
     planner, again = Planner(m), Planner(m)

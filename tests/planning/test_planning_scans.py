@@ -218,7 +218,7 @@ NESTED: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["layers", pytest.param("chunks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["layers", pytest.param("chunks", marks=pytest.mark.slow)])
 def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
     """The gradients stay, XLA's memory falls as planned, and the plan is one like others."""
     fun, shapes, share = NESTED[name]
