@@ -49,6 +49,18 @@ COSTLY = (
     | _names("log log1p tanh logistic erf erfc sin cos tan atan atan2 asinh")
     | _names("sqrt rsqrt cbrt pow div rem lgamma digamma")
 )
+BY_ELEMENT = (
+    CHEAP
+    | COSTLY
+    | _names(
+        "copy copy_p convert_element_type erf_inv igamma igammac random_gamma_grad polygamma zeta"
+    )
+    | _names("bessel_i0e bessel_i1e regularized_incomplete_beta")
+) - {"iota"}
+# Whose result is linear in an operand; and what the other one is where the result is zero.
+FACTORS: Mapping[str, float] = {"mul": 0.0, "div": float("inf")}
+# The derivative is finite even where the operands are not.
+BOUNDED = _names("max min clamp select_n sign")
 
 # ------------------------------------------------------------------------ of many elements one
 

@@ -17,67 +17,27 @@ matched keeps its program. A rule of your own is any function from graph to grap
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Node, Occurrence
-from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.selector import Selector
-from tracegrad.lowering import evaluate, evaluate_node
-from tracegrad.rewriting.edits import (
-    Edit,
-    check_selector,
-    edited,
-    matches_of,
-    place_name,
-)
+from tracegrad.rewriting.edits import place_name
 from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
+from tracegrad.rewriting.match_rule import MatchRule as MatchRule
+from tracegrad.rewriting.match_rule import at_each as at_each
 from tracegrad.rewriting.norms import within_norm, within_value
-from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.overriding import GradientFunction as GradientFunction
+from tracegrad.rewriting.overriding import override as override
+from tracegrad.rewriting.overriding import with_gradient as with_gradient
 from tracegrad.rewriting.ports import with_taps
-from tracegrad.tracing.in_force import without_rules
-
-GradientFunction = Callable[..., Any]
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class MatchRule:
-    """A rule: what it is called, the selector that says where, and what is done at the matches.
-
-    `edit` gives a copy of a graph that is edited at some occurrences in it; see `at_each`.
-
-    Raises, when it is applied:
-      NoMatchError: nothing matches (unless `missing_ok`).
-      GraphError: a match lies in code that JAX has differentiated already, or inside of a custom
-        gradient, where an edit would do nothing; or its nodes cannot be taken together.
-    """
-
-    name: str
-    where: Selector
-    edit: Callable[[Graph, Sequence[Occurrence]], Graph]
-    missing_ok: bool = False
-
-    def __post_init__(self) -> None:
-        check_selector(self.where)
-
-    def __call__(self, graph: Graph) -> Graph:
-        matches = matches_of(self.where, graph, self.missing_ok, self)
-        return self.edit(graph, matches) if matches else graph
-
-    def __repr__(self) -> str:
-        return f"rules.{self.name}({self.where!r})"
-
-
-def at_each(edit: Edit) -> Callable[[Graph, Sequence[Occurrence]], Graph]:
-    """What edits the nodes of one match, for each match in the order of execution."""
-    return functools.partial(edited, edit=edit)
-
+from tracegrad.rewriting.repairs import finite_derivative as finite_derivative
+from tracegrad.rewriting.repairs import own_derivative as own_derivative
+from tracegrad.rewriting.repairs import straight_through as straight_through
+from tracegrad.rewriting.repairs import strong_zero as strong_zero
 
 # --------------------------------------------------------------------------- overriding a gradient
 
@@ -123,57 +83,6 @@ def override_gradient(
         override(graph, node, grad, match)
 
     return MatchRule("override_gradient", where, at_each(edit), missing_ok)
-
-
-def override(
-    graph: Graph, node: Node, grad: GradientFunction, match: Occurrence, name: str | None = None
-) -> None:
-    """Puts a node with another gradient in the place of one; `name`: what it is called there."""
-    is_group = isinstance(match, Fragment)
-
-    def primal(*args: Any) -> list[Any]:
-        if is_group:
-            return evaluate(node.region("jaxpr"), args)
-        return evaluate_node(node, args)
-
-    primal.__name__ = primal.__qualname__ = name or match.name
-    params = {} if is_group else node.params
-    rule = with_gradient(primal, grad, params, match.name, match.origin)
-    new = graph.insert(rule, node.inputs, after=node)
-    for old_value, new_value in zip(node.outputs, new, strict=True):
-        graph.replace_uses(old_value, new_value)
-    graph.erase(node)
-
-
-def with_gradient(
-    primal: Callable[..., list[Any]],
-    grad: GradientFunction,
-    params: Any,
-    name: str,
-    where: object,
-) -> Callable[..., list[Any]]:
-    """A function of arrays with the gradient that ``grad(op, *dys)`` gives it."""
-    rule = jax.custom_vjp(primal)
-
-    def forward(*inputs: Any) -> Any:
-        # By the rule again, so that derivatives of the outputs of any order go by it.
-        outputs = rule(*inputs)
-        return outputs, (inputs, outputs)
-
-    @CHANGES_GRADIENT
-    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        inputs, outputs = residuals
-        op = GradientOperation(inputs, outputs, params, name)
-        dys = [
-            dy if _jax.has_gradient(out) else jnp.zeros_like(out)
-            for dy, out in zip(cotangents, outputs, strict=True)
-        ]
-        with without_rules():  # or a derivative that `grad` takes would go by this very rule
-            answer = grad(op, *dys)
-        return checked_cotangents(answer, op, where, grad)
-
-    rule.defvjp(forward, backward)
-    return rule
 
 
 # ------------------------------------------------------------------------------- stop, recompute

@@ -1,0 +1,268 @@
+"""Rules that keep NaN and Inf out of gradients, and those that mend what has no gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+from tracegrad.ir import CustomGradient, operations
+
+# Programs of strangers: each with its argument, and what its author meant, written without the
+# trap: the argument is made safe before the operation.
+MASKED = {}
+
+
+def masked(x, meant):
+    def register(fun):
+        MASKED[fun.__name__] = fun, meant, jnp.asarray(x)
+        return fun
+
+    return register
+
+
+@masked([3.0, 0.0, -5.0], lambda a: jnp.arctan2(a[0], a[0]) + jnp.arctan2(a[2], a[2]))
+def angle_left_out(a):
+    b = jnp.arctan2(a, a)
+    return jnp.sum(jnp.where(jnp.array([0.0, 1.0, 0.0]) > 0.5, 0.0, b))
+
+
+@masked([[1.0, 2.0], [0.0, 0.0]], lambda x: jnp.sqrt(jnp.sum(x[0] ** 2)) + 1)
+def norms_of_rows(x):
+    n = jnp.sqrt(jnp.sum(x**2, axis=1))
+    return jnp.sum(jnp.where(n > 0.5, n, jnp.ones_like(n)))
+
+
+@masked(
+    [[0.1, 0.2], [1.0, 1.3], [2.4, -0.2]],
+    lambda x: 2 * sum(1 / jnp.linalg.norm(x[i] - x[j]) for i in range(3) for j in range(i)),
+)
+def charges_of_pairs(x):
+    keep = 1 - jnp.eye(3)
+    d = jnp.where(keep, jnp.linalg.norm(x[:, None] - x[None], axis=-1), 0.0)
+    return jnp.sum(jnp.where(keep, 1 / d, 0.0))
+
+
+@masked(1.5, lambda x: x**0.5)
+def root_by_a_power(x):
+    delta = jnp.array([0, 1]) * x
+    return jnp.sum(jnp.where(delta > 0, delta**0.5, 0.0))
+
+
+@masked([200.0, -1.0], lambda x: x[0] + jnp.expm1(x[1]))
+def exponential_that_overflows(x):
+    return jnp.sum(jnp.where(x > 0, x, jnp.expm1(x)))
+
+
+@masked([0.5, 0.5, 0.0], lambda p: jnp.sum(p[:2] * jnp.log(p[:2])))
+def entropy(p):
+    return jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0.0))
+
+
+@masked([[0.0, 2.0], [0.0, 3.0]], lambda x: x[0, 1] / x[1, 1])
+def quotient_of_zeros(x):
+    return jnp.sum(jnp.where(x[1] > 0, x[0] / x[1], 0.0))
+
+
+@masked([0.0, 1.5], lambda x: jnp.sin(1 / x[1]))
+def sine_of_infinity(x):
+    return jnp.sum(jnp.where(x > 0, jnp.sin(1 / x), 0.0))
+
+
+@masked([-jnp.inf, 1.0], lambda x: jnp.logaddexp(x[1], 2 * x[1]))
+def rule_of_jaxs_own(x):
+    return jnp.sum(jnp.where(x > -9, jnp.logaddexp(x, 2 * x), 0.0))
+
+
+@masked([[1.0, 2.0], [3.0, 4.0]], lambda x: jnp.sum(jax.nn.softmax(x[0]) * x[0]))
+def softmax_of_a_masked_row(x):
+    rows = jnp.array([[True], [False]])
+    p = jax.nn.softmax(jnp.where(rows, x, -jnp.inf))
+    return jnp.sum(jnp.where(rows, p * x, 0.0))
+
+
+@masked([0.0, 2.0], lambda x: x[1] ** -2 + x[1] ** 3)
+def integer_powers(x):
+    return jnp.sum(jnp.where(x > 0, x**-2 + jax.lax.pow(x, jnp.array([-1, 3])), 0.0))
+
+
+@masked([0.0, 2.0], lambda x: 3 * jnp.log(x[1]) + jnp.log(jnp.sqrt(x[1])))
+def loops_branches_and_batches(x):
+    def add(total, weight):
+        return total + jnp.where(x > 0, weight * jnp.log(x), 0.0), None
+
+    def root(x):
+        return jax.vmap(lambda v: jnp.where(v > 0, jnp.log(jnp.sqrt(v)), 0.0))(x)
+
+    total, _ = jax.lax.scan(add, jnp.zeros(2), jnp.arange(3.0))
+    return jnp.sum(total + jax.lax.cond(x[0] < 1, jax.checkpoint(root), jnp.sin, x))
+
+
+@masked(
+    np.array([0.0, 1.0 + 1.0j], np.complex64),
+    lambda z: jnp.log(z[1]).real + jnp.sqrt(z[1]).imag + jnp.abs(z[1]),
+)
+def complex_numbers(z):
+    terms = jnp.log(z).real + jnp.sqrt(z).imag + jnp.abs(z)
+    return jnp.sum(jnp.where(jnp.abs(z) > 0, terms, 0.0))
+
+
+def test_zeros_stay_zeros_whatever_the_derivative_is_and_finite_gradients_keep_their_bits():
+    @jax.jit
+    def gradients(arguments):
+        found = {}
+        for name, (fun, meant, _) in MASKED.items():
+            strong = tg.rewrite(fun, rules.strong_zero())
+            x = arguments[name]
+            found[name] = [jax.grad(f)(x) for f in (fun, strong, meant)]
+        return found
+
+    for name, found in gradients({name: x for name, (*_, x) in MASKED.items()}).items():
+        plain, strong, meant = map(np.asarray, found)
+        assert np.isnan(plain).any() or name == "softmax_of_a_masked_row", name
+        np.testing.assert_allclose(strong, meant, rtol=1e-5, err_msg=name)
+        finite = np.isfinite(plain)
+        assert plain[finite].tobytes() == strong[finite].tobytes(), name
+
+
+def test_second_derivatives_keep_zeros_too_in_any_order_of_modes():
+    def fun(x):
+        return jnp.sum(jnp.where(x > 0, x**1.5 * jnp.log(jnp.sqrt(x)) / x, 0.0))
+
+    strong = tg.rewrite(fun, rules.strong_zero())
+    x = jnp.array([0.0, 2.0])
+
+    @jax.jit
+    def hessians(x):
+        orders = [(jax.jacfwd, jax.grad), (jax.jacrev, jax.grad), (jax.jacrev, jax.jacfwd)]
+        return [outer(inner(strong))(x) for outer, inner in orders], jax.hessian(fun)(x[1:])
+
+    found, right = hessians(x)
+    for hessian in found:
+        np.testing.assert_allclose(hessian, np.diag([0.0, right[0, 0]]), rtol=1e-5)
+
+
+@pytest.mark.any_jax
+def test_values_and_forward_mode_are_what_they_were():
+    fun, strong = entropy, tg.rewrite(entropy, rules.strong_zero())
+    x, t = jnp.array([0.5, 2.0, 0.0]), jnp.array([1.0, -1.0, 0.5])
+
+    @jax.jit
+    def both(x, t):
+        return [(f(x), jax.jvp(f, (x,), (t,))) for f in (fun, strong)]
+
+    before, after = map(jax.tree.leaves, both(x, t))
+    assert [np.asarray(a).tobytes() for a in before] == [np.asarray(a).tobytes() for a in after]
+
+
+def test_a_healthy_program_has_the_very_same_gradient():
+    def loss(w, x):
+        h = jax.nn.gelu(x @ w) / jnp.linalg.norm(x, axis=1, keepdims=True)
+        return -jnp.mean(jax.nn.log_softmax(h * jax.nn.softmax(h))[:, 0] ** 3)
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 7), (9, 5)))
+    strong = tg.rewrite(loss, rules.strong_zero())
+    plain, kept = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (loss, strong))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+@pytest.mark.any_jax
+def test_only_operations_are_touched_whose_derivative_may_be_no_number():
+    def fun(x, y):
+        z = 2.0 * x - jnp.maximum(x, y) / 4.0 + jnp.where(x > 0, -x, y).astype(jnp.bfloat16)
+        return jax.nn.relu(z) * jnp.exp(jax.lax.stop_gradient(x)) + 1.0 / y + jnp.abs(y)
+
+    program = tg.graph(tg.rewrite(fun, rules.strong_zero()))(jnp.ones(2), jnp.ones(2))
+    rule = [o.node.name for o in program.walk() if isinstance(o.node, CustomGradient)]
+    assert rule == ["relu", "exp", "mul", "div"]  # relu has a rule by itself
+
+
+def test_the_table_of_bounded_derivatives_is_jaxs():
+    """At zeros, infinities and NaNs, by JAX's own derivative."""
+    points = jnp.array([0.0, 1.0, -1.0, jnp.inf, -jnp.inf, jnp.nan])
+    x, y = (v.reshape(-1) for v in jnp.meshgrid(points, points))
+    functions = {
+        "max": jnp.maximum,
+        "min": jnp.minimum,
+        "clamp": lambda x, y: jax.lax.clamp(-0.5, x, 0.5),
+        "select_n": lambda x, y: jax.lax.select(x > 0, x, y),
+        "sign": lambda x, y: jnp.sign(x),
+    }
+    assert set(functions) == operations.BOUNDED
+
+    @jax.jit
+    def derivatives(x, y):
+        return {name: jax.vjp(f, x, y)[1](jnp.ones_like(x)) for name, f in functions.items()}
+
+    assert all(bool(jnp.isfinite(ct).all()) for ct in jax.tree.leaves(derivatives(x, y)))
+
+
+@pytest.mark.any_jax
+def test_a_selector_says_where_zeros_are_kept():
+    x = jnp.array([0.5, 0.0])
+    only_log = tg.rewrite(entropy, rules.strong_zero(match.op("log")))
+    touched = [o.node for o in only_log.graph(x).walk() if isinstance(o.node, CustomGradient)]
+    assert [node.name for node in touched] == ["log"]
+    assert repr(rules.strong_zero(match.op("log"))) == "rules.strong_zero(match.op('log'))"
+    with pytest.raises(tg.NoMatchError):  # its derivative is 1
+        tg.rewrite(lambda x: x + x, rules.strong_zero(match.op("add")))(x)
+    with pytest.raises(TypeError, match="selector"):
+        rules.strong_zero("log")
+    unmasked = tg.rewrite(lambda x: jnp.sum(jnp.log(x)), rules.strong_zero())
+    np.testing.assert_array_equal(jax.grad(unmasked)(x), [2.0, np.inf])
+
+
+@pytest.mark.any_jax
+def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
+    @jax.custom_vjp
+    def length(x):
+        return jnp.sqrt(jnp.sum(x**2))
+
+    length.defvjp(lambda x: (length(x), x), lambda x, ct: (ct * x / length(x),))
+
+    def fun(x):
+        return jnp.arccos(x[0]) + jnp.arctan2(x[1], x[2]) + length(x[1:]) + x[1] ** 0.5
+
+    where = match.op("acos", "atan2", "pow") | match.call("length")
+    safe = tg.rewrite(fun, rules.finite_derivative(where))
+    points = jnp.array([[1.0, 0.0, 0.0], [0.5, 3.0, 4.0]])
+    plain, found = (jax.jit(jax.vmap(jax.grad(f)))(points) for f in (fun, safe))
+    np.testing.assert_array_equal(found[0], np.zeros(3))
+    np.testing.assert_array_equal(found[1], plain[1])
+    scaled = jax.vjp(safe, points[1])[1](jnp.float32(np.inf))[0]
+    assert not np.isfinite(scaled).any()  # what came in so is none of its business
+
+
+@pytest.mark.any_jax
+def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
+    def fun(x):
+        return jnp.sum(jnp.clip(jnp.round(x), -1, 1) * 3 + jax.lax.stop_gradient(x) * 5)
+
+    where = match.op("round", "stop_gradient") | match.call("clip")
+    through = tg.rewrite(fun, rules.straight_through(where))
+    x = jnp.array([0.4, 2.6])
+    assert fun(x) == through(x)
+    np.testing.assert_array_equal(jax.grad(through)(x), [8.0, 8.0])
+    assert jax.jvp(through, (x,), (jnp.ones(2),))[1] == 16
+    with pytest.raises(tg.GraphError, match="no float input of the type"):
+        tg.rewrite(lambda x: x @ x, rules.straight_through(match.op("dot_general")))(x)
+
+
+@pytest.mark.any_jax
+def test_a_function_gets_its_own_derivative_back():
+    @jax.custom_jvp
+    def product(x, y):
+        return x * y
+
+    @product.defjvp
+    def _(primals, tangents):
+        return product(*primals), tangents[0] * primals[1]
+
+    mended = tg.rewrite(product, rules.own_derivative(match.call("product")))
+    assert jax.grad(mended, (0, 1))(2.0, 3.0) == (3.0, 2.0)
+    with pytest.raises(tg.GraphError, match="no call of a function with a custom gradient"):
+        tg.rewrite(jnp.sin, rules.own_derivative(match.op("sin")))(1.0)

@@ -1,0 +1,253 @@
+"""Keeps NaN and Inf out of gradients where a derivative is not finite and nothing depends on it.
+
+The transpose of what JAX's own derivative does to a tangent (``0.5 / sqrt(x) * t``) multiplies a
+cotangent by the same factor, and zero times infinity is NaN. So an operation gets a
+`jax.custom_jvp` whose rule is JAX's derivative, in which each operation on tangents with a factor
+that is no constant has a transpose of its own: JAX's, but for what it makes of zeros. All
+operations in the rule and in that transpose are treated likewise when they are differentiated in
+their turn, to any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from tracegrad import _jax
+from tracegrad._jax.caches import Cache
+from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, Value, operations
+from tracegrad.ir.occurrence import Occurrence
+from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering.partial import of_some
+from tracegrad.tracing.importer import import_program
+
+# Of values and tangents the results and their tangents, or the other way round.
+Run = Callable[..., list[Any]]
+
+
+# ------------------------------------------------------------------------------ which are concerned
+
+
+def may_make_nan(found: Occurrence) -> bool:
+    """Whether the derivative at a node may be NaN or Inf where its operands are numbers or not: of
+    an operation element by element, or of a rule of kind jvp that is made of such.
+
+    What is inside of a custom gradient is no node that is differentiated.
+    """
+    if any(isinstance(node, CustomGradient) for node, _ in found.path):
+        return False
+    return _is_concerned(found.node)
+
+
+def _is_concerned(node: Node) -> bool:
+    if isinstance(node, CustomGradient):
+        return node.kind == "jvp" and _has_factors(node.face("jvp"), _tangents_of(node))
+    return _is_by_element(node) and node.op not in operations.BOUNDED and _is_nonlinear(node)
+
+
+def _is_by_element(node: Node) -> bool:
+    if not isinstance(node, Apply) or node.op not in operations.BY_ELEMENT:
+        return False
+    (result,) = node.outputs
+    values = [value for value in node.inputs if isinstance(value, Value)]
+    flows = result.has_gradient and any(value.has_gradient for value in values)
+    # Of a number and an array JAX's operations take the number for an array that is filled with it.
+    return flows and all(value.shape in (result.shape, ()) for value in values)
+
+
+# Whether the derivative of an operation has factors that are no constants.
+_nonlinear: Cache[Any, bool] = Cache(1024)
+
+
+def _is_nonlinear(node: Node) -> bool:
+    dtypes = tuple(value.aval.dtype for value in node.inputs)
+    literals = tuple(None if isinstance(v, Value) else str(v.value) for v in node.inputs)
+    key = node.primitive, str(dict(node.params)), dtypes, literals
+    if key not in _nonlinear:
+        given = [value for value in node.inputs if isinstance(value, Value)]
+        active = [i for i, value in enumerate(given) if value.has_gradient]
+        try:  # of one element it says the same as of many
+            scalars = [_jax.struct((), value.dtype) for value in given]
+            graph = _with_tangents(_of_values(node), scalars, active)
+        except Exception:  # it has no derivative, and JAX will say so
+            _nonlinear[key] = False
+        else:
+            _nonlinear[key] = _has_factors(graph, range(len(given), len(graph.inputs)))
+    return _nonlinear[key]
+
+
+def _has_factors(graph: Graph, tangents: Sequence[int]) -> bool:
+    for node, along in _along(graph, tangents):
+        if node.primitive is _jax.JIT:
+            if _has_factors(node.region("jaxpr"), along):
+                return True
+        elif _has_factor(node, along):
+            return True
+    return False
+
+
+def _has_factor(node: Node, along: Sequence[int]) -> bool:
+    """Whether an operation that is linear in some operands multiplies them by others."""
+    if node.op not in operations.FACTORS or not along or not _is_by_element(node):
+        return False
+    if any(node.inputs[i].aval.shape != node.outputs[0].shape for i in along):
+        return False
+    return any(isinstance(v, Value) and i not in along for i, v in enumerate(node.inputs))
+
+
+def _along(graph: Graph, tangents: Sequence[int]) -> Iterator[tuple[Node, list[int]]]:
+    """Every node with the positions of those operands that depend on some inputs."""
+    depends = {graph.inputs[i] for i in tangents}
+    for node in graph.nodes:
+        along = [i for i, value in enumerate(node.inputs) if value in depends]
+        if along:
+            depends.update(node.outputs)
+        yield node, along
+
+
+def _tangents_of(node: CustomGradient) -> range:
+    """Which inputs of the face of a rule of kind jvp are tangents."""
+    return range(len(node.inputs), len(node.face("jvp").inputs))
+
+
+# ------------------------------------------------------------------------------------- in a graph
+
+
+def keep_zeros(graph: Graph, node: Node, every: bool, primal: Run | None = None) -> None:
+    """Puts a node in the place of one that is concerned, of the same values and tangents.
+
+    `every`: whether any finite cotangent stays finite, and not only zeros stay zeros. `primal`:
+    what gives the values, if it is not the node itself.
+    """
+    run = _of_values(node)
+    function = _with_rule(primal or run, node.name, functools.partial(_derivative, run, every))
+    values = [value for value in node.inputs if isinstance(value, Value)]
+    results = graph.insert(function, values, before=node)
+    for old, new in zip(node.outputs, results, strict=True):
+        graph.replace_uses(old, new)
+    graph.erase(node)
+
+
+def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:
+    """A copy of a graph that is linear in its tangents, in which their cotangents keep zeros."""
+    new = graph.copy()
+    for node, along in _along(graph, tangents):
+        here = new.node_here(node)
+        if node.primitive is _jax.JIT:
+            new.set_region(here, "jaxpr", _kept(node.region("jaxpr"), along, every))
+        elif _has_factor(node, along):
+            (linear,) = along
+            keep_zeros(new, here, every, _keeping(node, linear, every))
+        elif not along and _is_concerned(node):
+            keep_zeros(new, here, every)
+    return new
+
+
+# -------------------------------------------------------------------------------------- one by one
+
+
+def _of_values(node: Node) -> Run:
+    """A node as a function of those of its operands that are no literals."""
+    places = [i for i, value in enumerate(node.inputs) if isinstance(value, Value)]
+    literals = [value.value if isinstance(value, Literal) else None for value in node.inputs]
+
+    def run(*values: Any) -> list[Any]:
+        operands = list(literals)
+        for i, value in zip(places, values, strict=True):
+            operands[i] = value
+        return evaluate_node(node, operands)
+
+    return run
+
+
+def _with_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
+    """The program of the results of a function and of their tangents; its inputs are the operands,
+    and the tangents of some of them."""
+
+    def both(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        places = [operands[i] for i in active]
+        return jax.jvp(of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
+
+    return import_program(jax.make_jaxpr(both)(list(avals), [avals[i] for i in active]))
+
+
+def _with_rule(primal: Run, name: str, differentiated: Callable[..., Any]) -> Run:
+    """A function of arrays with a JVP: ``differentiated(primals, active, tangents)`` gives the
+    results, and their tangents from those of the operands at the positions `active`."""
+    primal.__name__ = primal.__qualname__ = name
+    rule: Any = jax.custom_jvp(primal)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        active = [
+            i
+            for i, (value, tangent) in enumerate(zip(primals, tangents, strict=True))
+            if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(value))
+        ]
+        return differentiated(primals, active, [tangents[i] for i in active])
+
+    rule.defjvp(jvp, symbolic_zeros=True)
+    return rule  # type: ignore[no-any-return]
+
+
+def _derivative(
+    run: Run, every: bool, primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """JAX's own derivative, in which the transpose of each operation with a factor keeps zeros."""
+    graph = _with_tangents(run, list(map(jax.typeof, primals)), active)
+    kept = _kept(graph, range(len(primals), len(graph.inputs)), every)
+    outs = evaluate(kept, [*primals, *tangents])
+    return outs[: len(outs) // 2], outs[len(outs) // 2 :]
+
+
+def _keeping(node: Node, linear: int, every: bool) -> Run:
+    """An operation that multiplies an operand by a factor, as a function of both: its transpose
+    keeps zeros.
+
+    `linear`: the position of the operand.
+    """
+    run = _of_values(node)
+    is_first = all(isinstance(value, Literal) for value in node.inputs[:linear])
+
+    def product(x: Any, factor: Any) -> Any:
+        (result,) = run(x, factor) if is_first else run(factor, x)
+        return result
+
+    def back(cotangent: Any, factor: Any) -> Any:
+        """What JAX's transpose gives for the operand."""
+        (given,) = jax.linear_transpose(lambda x: product(x, factor), cotangent)(cotangent)
+        return given
+
+    def stays(cotangent: Any, factor: Any) -> Any:
+        counts = ~jnp.isfinite(cotangent) if every else cotangent != 0
+        return counts | jnp.isfinite(back(cotangent, factor))
+
+    @jax.custom_jvp
+    def transpose(cotangent: Any, factor: Any) -> Any:
+        # Another factor, and not another product: XLA goes on to fuse that with what it is added
+        # to, and rounds as it did.
+        safe = jnp.where(stays(cotangent, factor), factor, operations.FACTORS[node.op])
+        return back(cotangent, safe)
+
+    @transpose.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        kept = _kept(import_program(jax.make_jaxpr(back)(*map(jax.typeof, primals))), (), every)
+
+        def selected(cotangent: Any, factor: Any) -> Any:
+            # Of a cotangent that is zero the product is zero however the factor changes.
+            factor = jnp.where(cotangent != 0, factor, jax.lax.stop_gradient(factor))
+            (given,) = evaluate(kept, [cotangent, factor])
+            return jnp.where(stays(cotangent, factor), given, jnp.zeros_like(given))
+
+        return transpose(*primals), jax.jvp(selected, primals, tangents)[1]
+
+    def keeping(*values: Any) -> list[Any]:
+        operand, factor = values if is_first else reversed(values)
+        factor = jnp.broadcast_to(factor, jnp.shape(operand))
+        return [_jax.linear_by_element(product, transpose, operand, factor)]
+
+    return keeping

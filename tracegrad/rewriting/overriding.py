@@ -1,0 +1,69 @@
+"""Nodes with a gradient that somebody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import Fragment, Graph, Node, Occurrence
+from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.tracing.in_force import without_rules
+
+GradientFunction = Callable[..., Any]
+
+
+def override(
+    graph: Graph, node: Node, grad: GradientFunction, match: Occurrence, name: str | None = None
+) -> None:
+    """Puts a node with another gradient in the place of one; `name`: what it is called there."""
+    is_group = isinstance(match, Fragment)
+
+    def primal(*args: Any) -> list[Any]:
+        if is_group:
+            return evaluate(node.region("jaxpr"), args)
+        return evaluate_node(node, args)
+
+    primal.__name__ = primal.__qualname__ = name or match.name
+    params = {} if is_group else node.params
+    rule = with_gradient(primal, grad, params, match.name, match.origin)
+    new = graph.insert(rule, node.inputs, after=node)
+    for old_value, new_value in zip(node.outputs, new, strict=True):
+        graph.replace_uses(old_value, new_value)
+    graph.erase(node)
+
+
+def with_gradient(
+    primal: Callable[..., list[Any]],
+    grad: GradientFunction,
+    params: Any,
+    name: str,
+    where: object,
+) -> Callable[..., list[Any]]:
+    """A function of arrays with the gradient that ``grad(op, *dys)`` gives it."""
+    rule = jax.custom_vjp(primal)
+
+    def forward(*inputs: Any) -> Any:
+        # By the rule again, so that derivatives of the outputs of any order go by it.
+        outputs = rule(*inputs)
+        return outputs, (inputs, outputs)
+
+    @CHANGES_GRADIENT
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        inputs, outputs = residuals
+        op = GradientOperation(inputs, outputs, params, name)
+        dys = [
+            dy if _jax.has_gradient(out) else jnp.zeros_like(out)
+            for dy, out in zip(cotangents, outputs, strict=True)
+        ]
+        with without_rules():  # or a derivative that `grad` takes would go by this very rule
+            answer = grad(op, *dys)
+        return checked_cotangents(answer, op, where, grad)
+
+    rule.defvjp(forward, backward)
+    return rule

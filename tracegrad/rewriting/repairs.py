@@ -1,0 +1,223 @@
+"""Rules that cure what `explain` finds: they leave values as they are, and mend gradients.
+
+`strong_zero` and `finite_derivative` change what is NaN or Inf and nothing else; `straight_through`
+and `own_derivative` change finite gradients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Fragment, Graph, GraphError, Node, Occurrence, match
+from tracegrad.ir.selector import Selector
+from tracegrad.lowering import evaluate_node
+from tracegrad.lowering.partial import vjp_of_some
+from tracegrad.rewriting.edits import check_selector
+from tracegrad.rewriting.kept_zeros import keep_zeros, may_make_nan
+from tracegrad.rewriting.match_rule import MatchRule, at_each
+from tracegrad.rewriting.overriding import override
+
+
+def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
+    """Keeps zeros zero on their way back: 0 * inf is 0 in the gradient, and so is 0 * nan.
+
+    `jnp.where` takes one side, and gives the other a cotangent of zero. If the derivative is
+    infinite there, JAX makes NaN of that zero, and the whole gradient is lost. With this rule zero
+    leaves an operation element by element where zero comes in, whatever its derivative is.
+
+    Args:
+      where: a selector; what lies in its matches and may have a derivative that is not finite is
+        concerned. None: the whole program.
+      missing_ok: whether nothing of that kind may be there; always with None.
+
+    Returns:
+      A rule. Nothing is changed but NaN and Inf that come of a cotangent of zero: values, forward
+      mode and every gradient that is finite stay as they are, bit by bit (compiled, as far as XLA
+      rounds the same in a program that has some selections more). Rules of kind JVP
+      (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of kind VJP are
+      left alone. It holds at any order.
+
+    The gradient at a place where the function itself is on the side that counts, and has no finite
+    derivative, is not finite as before; see `finite_derivative`.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def entropy(p):
+    ...     return -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0.0))
+    >>> p = jnp.array([0.5, 0.5, 0.0])
+    >>> print(jax.grad(entropy)(p))
+    [-0.30685282 -0.30685282         nan]
+    >>> print(jax.grad(tg.rewrite(entropy, tg.rules.strong_zero()))(p))
+    [-0.30685282 -0.30685282  0.        ]
+
+    The name is Enzyme's; the way round without it is to choose twice (jax.numpy's FAQ).
+    """
+    concerned = match.where(may_make_nan)
+    edit = at_each(lambda graph, nodes, match: keep_zeros(graph, nodes[0], every=False))
+    if where is None:
+        return MatchRule("strong_zero", concerned, edit, True, text="")
+    check_selector(where)
+    return MatchRule("strong_zero", where & concerned, edit, missing_ok, text=repr(where))
+
+
+def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
+    """Puts zero in the place of a gradient that is NaN or Inf, where a derivative is not finite.
+
+    At the kink of a norm, at the end of the domain of `arccos`, at 0 / 0: there is no derivative,
+    and zero is the usual choice (of a norm at zero it is a subgradient: that of a safe norm).
+
+    Args:
+      where: a selector; what lies in its matches and may have such a derivative is concerned:
+        operations element by element, rules of kind JVP, and calls of functions with a rule of kind
+        VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`), of which as a whole.
+      missing_ok: whether nothing of that kind may be there.
+
+    Returns:
+      A rule. Nothing is changed but NaN and Inf that come of finite cotangents; values and forward
+      mode stay as they are, with an infinite tangent there. What is infinite by rights is hidden
+      as well: so there is no default for `where`, as `strong_zero` has it.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def distance(x):
+    ...     return jnp.sqrt(jnp.sum(x**2))
+    >>> safe = tg.rewrite(distance, tg.rules.finite_derivative(tg.match.op("sqrt")))
+    >>> print(jax.grad(distance)(jnp.zeros(2)), jax.grad(safe)(jnp.zeros(2)))
+    [nan nan] [0. 0.]
+    >>> print(jax.grad(safe)(jnp.array([3.0, 4.0])))
+    [0.6 0.8]
+    """
+    check_selector(where)
+
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        (node,) = nodes
+        if isinstance(node, CustomGradient) and node.kind == "vjp":
+            override(graph, node, _finite_gradient(node), match)
+        else:
+            keep_zeros(graph, node, every=True)
+
+    concerned = where & match.where(lambda found: may_make_nan(found) or _is_vjp_rule(found))
+    return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok, text=repr(where))
+
+
+def _is_vjp_rule(found: Occurrence) -> bool:
+    return isinstance(found.node, CustomGradient) and found.node.kind == "vjp"
+
+
+def _finite_gradient(node: Node) -> Any:
+    """What the rule of a node gives, with zeros for what is NaN or Inf though all that came in was
+    finite."""
+
+    def gradient(op: Any, *dys: Any) -> list[Any]:
+        active = [i for i, value in enumerate(op.inputs) if _jax.has_gradient(value)]
+        _, back = vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
+        avals = list(map(jax.typeof, op.outputs))
+        flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
+        is_bad = [~jnp.all(jnp.isfinite(dy)) for dy in flowing]
+        came_in = jnp.any(jnp.stack(is_bad))
+        given: list[Any] = [None] * len(op.inputs)
+        for i, ct in zip(active, back(_jax.align(avals, flowing)), strict=True):
+            given[i] = jnp.where(came_in | jnp.isfinite(ct), ct, jnp.zeros_like(ct))
+        return given
+
+    return gradient
+
+
+# ------------------------------------------------------------ what changes finite gradients too
+
+
+def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
+    """Hands the gradient past what matches, as if that were the identity.
+
+    For what has a derivative of zero, or none: a rounding, a sign, a bound that cuts everything
+    off, a rectifier that is never active, a `stop_gradient` in somebody else's code.
+
+    Args:
+      where: a selector; each match is one function, of which one input has the type of its one
+        result. Of several it is the first.
+      missing_ok: whether it may match nothing.
+
+    Returns:
+      A rule. It gives up the true derivative of what matches, finite or not. Tangents of forward
+      mode go the same way, and other inputs get no gradient. It raises GraphError, when it is
+      applied, for a match without such an input.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def loss(w):
+    ...     return jnp.sum(jnp.round(w) ** 2)
+    >>> f = tg.rewrite(loss, tg.rules.straight_through(tg.match.op("round")))
+    >>> print(jax.grad(loss)(jnp.array([0.7, 1.8])), jax.grad(f)(jnp.array([0.7, 1.8])))
+    [0. 0.] [2. 4.]
+
+    The straight-through estimator (Bengio et al., 2013), as `tracegrad.grad_pass_through`.
+    """
+    check_selector(where)
+
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
+        through = _past(node, match)
+        for old, new in zip(node.outputs, graph.insert(through, node.inputs, before=node)):
+            graph.replace_uses(old, new)
+        graph.erase(node)
+
+    return MatchRule("straight_through", where, at_each(edit), missing_ok)
+
+
+def _past(node: Node, match: Occurrence) -> Any:
+    types = [(value.aval.shape, value.aval.dtype) for value in node.inputs]
+    wanted = [(value.shape, value.dtype) for value in node.outputs]
+    if len(wanted) != 1 or wanted[0] not in types or not node.outputs[0].has_gradient:
+        raise GraphError(
+            f"rules.straight_through: {match} has no float input of the type of its one result, to "
+            "which a gradient could be handed on. Match the function around it, or write one by "
+            "rules.override_gradient"
+        )
+    position = types.index(wanted[0])
+
+    @jax.custom_jvp
+    def straight_through(*operands: Any) -> list[Any]:
+        return evaluate_node(node, operands)
+
+    @straight_through.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return straight_through(*primals), [tangents[position]]
+
+    return straight_through
+
+
+def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
+    """Gives functions with a custom gradient the derivative of what they compute.
+
+    Args:
+      where: a selector of calls of such functions: ``match.call("square")``.
+      missing_ok: whether it may match nothing.
+
+    Returns:
+      A rule. It takes the rule of each match away, of `jax.custom_vjp`, `jax.custom_jvp` and
+      `tracegrad.custom_gradient`. It raises GraphError, when it is applied, for what has none.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> @tg.custom_gradient
+    ... def square(x):
+    ...     return x**2, lambda dy: dy * x  # forgets the 2
+    >>> mended = tg.rewrite(square, tg.rules.own_derivative(tg.match.call("square")))
+    >>> print(jax.grad(square)(3.0), jax.grad(mended)(3.0))
+    3.0 6.0
+    """
+    check_selector(where)
+
+    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        (node, *more) = nodes
+        if more or not isinstance(node, CustomGradient):
+            raise GraphError(
+                f"rules.own_derivative: {match} is no call of a function with a custom gradient; "
+                "match one by its name, match.call(...)"
+            )
+        for old, new in zip(node.outputs, graph.insert(node.primal, node.inputs, before=node)):
+            graph.replace_uses(old, new)
+        graph.erase(node, with_effects=True)  # the new nodes have them
+
+    return MatchRule("own_derivative", where, at_each(edit), missing_ok)
