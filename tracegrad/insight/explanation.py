@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Occurrence, Origin
 from tracegrad.ir.occurrence import at
@@ -192,15 +193,9 @@ class Explanation:
         """One foldable section for each finding, and one with the table."""
         sections = [_section(f, is_open=f is self.findings[0]) for f in self.findings]
         ordered = sorted(self.sources, key=lambda r: r.rank)
-        rows = [_row("th", _COLUMNS), *(_row("td", _cells(report)) for report in ordered)]
-        return (
-            f'<div style="line-height:1.5"><b>{html.escape(self._headline())}</b>'
-            f"{''.join(sections)}"
-            f'<details><summary style="cursor:pointer">{_counted(self.sources)}</summary>'
-            '<div style="overflow-x:auto;margin-left:1.5em">'
-            f'<table style="border-collapse:collapse;margin:0">{"".join(rows)}</table>'
-            "</div></details></div>"
-        )
+        rows = folding.table([_COLUMNS, *map(_cells, ordered)])
+        sections.append(folding.section(_counted(self.sources), rows))
+        return folding.report(self._headline(), *sections)
 
     # ------------------------------------------------------------------------------------ plot
 
@@ -243,17 +238,8 @@ def _cells(report: SourceReport) -> tuple[str, ...]:
     return report.path, report.type, report.gradient, zeros, report.reason
 
 
-def _row(tag: str, cells: tuple[str, ...]) -> str:
-    style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
-    inner = "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{inner}</tr>"
-
-
 def _section(finding: Finding, is_open: bool) -> str:
-    """A finding that folds.
-
-    Its text has the colour of the text around it, which is right on light and on dark pages.
-    """
+    """A finding that folds."""
     hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
     body = [html.escape(finding.what + _in_step(finding))]
     if finding.origin:
@@ -264,12 +250,8 @@ def _section(finding: Finding, is_open: bool) -> str:
     if finding.cure:
         cure = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(finding.cure))
         body.append(f"<b>cure:</b> {cure}")
-    return (
-        f"<details{' open' if is_open else ''}>"
-        f'<summary style="cursor:pointer"><b style="color:{hue}">{sign}</b> '
-        f"{html.escape(finding.short)}</summary>"
-        f'<div style="margin:0 0 .4em 1.5em">{"<br>".join(body)}</div></details>'
-    )
+    title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.short)}'
+    return folding.section(title, "<br>".join(body), is_open=is_open)
 
 
 def _in_step(finding: Finding) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad.insight import folding
 from tracegrad.insight.live_ranges import Held, Peak, find_peak, is_backward
 from tracegrad.insight.memory_advice import Advice, advice_for
 from tracegrad.ir import Occurrence
@@ -134,18 +135,14 @@ class MemoryReport:
             share = size / max(1, self.modelled)
             title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
             bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
-            sections.append(
-                f'<details><summary style="cursor:pointer">{bar} {title}</summary>'
-                f'<div style="overflow-x:auto;margin-left:1.5em">{_html_table(rows)}</div>'
-                "</details>"
-            )
+            sections.append(folding.section(f"{bar} {title}", folding.table(rows)))
         below = [self._difference()] if self.measured_on else []
         below += map(str, self.advice)
-        return (
-            f'<div style="line-height:1.5"><b>{html.escape(self._headline())}</b>'
-            f"<pre>{_sparkline(self.timeline)}</pre>"
-            f"at the peak, {html.escape(self.at)}:{''.join(sections)}"
-            f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in below)}</ul></div>"
+        return folding.report(
+            self._headline(),
+            f"<pre>{_sparkline(self.timeline)}</pre>at the peak, {html.escape(self.at)}:",
+            *sections,
+            f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in below)}</ul>",
         )
 
 
@@ -289,13 +286,3 @@ def _sparkline(sizes: Sequence[int]) -> str:
 def _range(alive: tuple[float, float]) -> str:
     first, last = (round(20 * share) for share in alive)
     return "·" * first + "━" * max(1, last - first) + "·" * (20 - max(first + 1, last))
-
-
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
-    lines = [
-        "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(itertools.chain(["th"], itertools.repeat("td")), rows, strict=False)
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table style="border-collapse:collapse;margin:0">{body}</table>'

@@ -1,0 +1,35 @@
+"""What notebooks show of a report: a headline, sections that fold, tables.
+
+Texts have the colour of the text around them, which is right on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+
+
+def report(headline: str, *parts: str) -> str:
+    """All of it: a headline in words, and parts in HTML."""
+    return f'<div style="line-height:1.5"><b>{html.escape(headline)}</b>{"".join(parts)}</div>'
+
+
+def section(title: str, body: str, *, is_open: bool = False) -> str:
+    """A section that folds; both in HTML."""
+    return (
+        f"<details{' open' if is_open else ''}>"
+        f'<summary style="cursor:pointer">{title}</summary>'
+        f'<div style="overflow-x:auto;margin:0 0 .4em 1.5em">{body}</div></details>'
+    )
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of words; the first one is the head."""
+    style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
+    lines = [
+        "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(itertools.chain(["th"], itertools.repeat("td")), rows, strict=False)
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table style="border-collapse:collapse;margin:0">{body}</table>'
