@@ -15,20 +15,23 @@ from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, from_json
+from tracegrad.saving.placement import asked_for, of_words, where_it_was
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
+from tracegrad.saving.stored import StoredArray
 from tracegrad.saving.structure import Leaf, leaf_of
 from tracegrad.saving.tensors import Array
-from tracegrad.saving.variables import own_copy
 from tracegrad.variables.variable import Variable
 
 _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
     """Reads what `save` wrote; nothing of it is executed before it is called.
 
     Arguments:
       path: the file.
+      sharding: how the Variables shall lie on devices, as of `load_variables`. Default: as they
+        were when they were saved, where a mesh is set.
 
     Returns:
       A `LoadedFunction`, or for several functions `LoadedFunctions`.
@@ -38,21 +41,24 @@ def load(path: str | os.PathLike[str]) -> Any:
         read what the one that wrote it has written; then both versions are named. Its checksums
         show damage, not malice: load files that you trust.
       OSError: there is no such file, or it may not be read.
-      ValueError: the functions compute with 64 bits, and JAX is not set to.
+      ValueError: the functions compute with 64 bits, and JAX is not set to; the mesh that is set
+        has not the axes along which a Variable was or shall be split.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     See `save` for an example. As ``tf.saved_model.load``.
     """
     program.check_installed()
     with open_container(path) as container:
-        return load_container(container)
+        return load_container(container, sharding)
 
 
-def load_container(container: Container) -> Any:
+def load_container(container: Container, sharding: Any = None) -> Any:
     """What `load` returns, of an open file."""
     manifest = from_json(container.manifest, container.tensors)
     _check_width(manifest)
-    variables = [_variable(record, container.array(record.key)) for record in manifest.variables]
+    variables = [
+        _variable(record, container.array(record.key), sharding) for record in manifest.variables
+    ]
     keys = [record.key for record in manifest.variables]
     functions = {
         record.name: _function(container, manifest, record, variables, keys)
@@ -80,11 +86,17 @@ def _check_width(manifest: Manifest) -> None:
         )
 
 
-def _variable(record: VariableRecord, array: Array) -> Variable:
+def _variable(record: VariableRecord, array: Array, sharding: Any) -> Variable:
     # Compared as it is stored: JAX would convert 64 bits to 32.
     if record.key_type is None and array.dtype.name != record.dtype:
         raise _another(record, array)
-    value = own_copy(array)
+    what = f"the Variable {record.key!r}"
+    asked = asked_for(sharding, record.key, what)
+    if asked is None:
+        asked = where_it_was(record.placement, what)
+    elif record.key_type is not None:
+        asked = of_words(asked)
+    value = StoredArray.of(array).on(asked, what)
     if record.key_type is not None:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)

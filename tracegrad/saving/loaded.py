@@ -128,8 +128,9 @@ class LoadedFunction:
             if "was exported for" in str(error):
                 error.add_note(
                     "It can be saved for several platforms at once, save(..., platforms=[...]). "
-                    "What was traced for a mesh of devices (jax.shard_map) wants arguments that "
-                    "lie on as many: jax.device_put(x, sharding)."
+                    "What was traced for a mesh of devices (jax.shard_map, "
+                    "jax.lax.with_sharding_constraint) wants arguments and Variables that lie on "
+                    "as many: jax.device_put(x, sharding), tracegrad.load(path, sharding=...)."
                 )
             raise
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from tracegrad.saving import documents, structure
 from tracegrad.saving.container import MANIFEST
 from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.placement import Placement
 from tracegrad.saving.program_tree import ProgramTree
 from tracegrad.saving.tensors import HEADER
 
@@ -35,7 +36,8 @@ class VariableRecord:
     """One Variable: `key` is the name of its array, `name` its own.
 
     `dtype` and `shape` are those of the Variable. `key_type` is the random number generator of
-    one that holds keys, whose array has the keys' words as ``uint32``; else None.
+    one that holds keys, whose array has the keys' words as ``uint32``; else None. `placement`: how
+    its array was split.
     """
 
     key: str
@@ -44,6 +46,7 @@ class VariableRecord:
     shape: tuple[Natural, ...]
     trainable: bool
     key_type: str | None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,15 @@ def to_json(manifest: Manifest) -> Manifest:
 # ---------------------------------------------------------------------------------- from a file
 
 
-def from_json(document: dict[str, Any], arrays: Iterable[str]) -> Manifest:
+def from_json(document: dict[str, Any], arrays: Collection[str]) -> Manifest:
     """What the document says of a file with these arrays.
 
     Raises ArtefactError, naming the field, where it is no manifest of saved functions in such a
     file.
     """
+    if not arrays:
+        reason = "it names parts of Variables, which load_variables reads, and no functions"
+        raise ArtefactError(MANIFEST, reason)
     manifest = documents.parse(Manifest, document, MANIFEST)
     _check_unique([v.key for v in manifest.variables], "variables")
     _check_unique([f.name for f in manifest.functions], "functions")

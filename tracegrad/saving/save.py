@@ -27,8 +27,9 @@ from tracegrad.saving.manifest import (
     Versions,
     to_json,
 )
+from tracegrad.saving.placement import placement_of
 from tracegrad.saving.tensors import Array, in_order
-from tracegrad.saving.variables import array_of, is_key
+from tracegrad.saving.variables import array_of, is_key, stored_form
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
@@ -216,6 +217,7 @@ class _Variables:
                 shape=variable.shape,
                 trainable=variable.trainable,
                 key_type=_key_type(variable) if is_key(variable) else None,
+                placement=placement_of(stored_form(peek([variable])[0]).sharding),
             )
         )
         return len(self.records) - 1

@@ -56,6 +56,8 @@ _UNNAMED = {"complex128": np.dtype(np.complex128)} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _UNNAMED_KINDS if hasattr(ml_dtypes, name)
 }
 
+_BY_OWN_NAME = {dtype.name: dtype for dtype in (*_DTYPES.values(), *_UNNAMED.values())}
+
 # Elements that do not fill their byte: the largest that it can be.
 _LARGEST_BYTE = {np.dtype(np.bool_): 1} | {
     _UNNAMED[name]: 2**bits - 1
@@ -271,6 +273,11 @@ def read_tensor(view: memoryview, name: str, tensor: Tensor) -> Array:
         reason = f"an array of {tensor.dtype.name} has bytes beyond {most}, which are no elements"
         raise ArtefactError(name, reason)
     return np.frombuffer(stored, tensor.dtype).reshape(tensor.shape)
+
+
+def dtype_named(name: str) -> np.dtype[Any] | None:
+    """The dtype that NumPy calls by this name; None if arrays in files cannot have it."""
+    return _BY_OWN_NAME.get(name)
 
 
 def read_tensors(view: memoryview) -> dict[str, Array]:

@@ -22,16 +22,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.container import map_file, naming
+from tracegrad.saving.parts import names_parts, parts_named_by, read_parts, remove, write_parts
+from tracegrad.saving.placement import Placement, asked_for, of_words, placement_of, where_it_was
+from tracegrad.saving.stored import StoredArray
 from tracegrad.saving.structure import is_namedtuple
-from tracegrad.saving.tensors import bytes_of, header_of, in_order, read_tensors
+from tracegrad.saving.tensors import (
+    Array,
+    bytes_of,
+    header_of,
+    in_order,
+    read_header,
+    read_tensor,
+)
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
 Path = str | os.PathLike[str]
+
+_PLACEMENTS = "tracegrad.placements"  # in the metadata: how arrays were split, as JSON
 
 # Objects of these hold no Variables of the user's.
 _CLOSED = (
@@ -104,16 +117,23 @@ def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
                 yield name, member.__get__(item)
 
 
-def save_variables(tree: Any, path: Path) -> None:
+def save_variables(tree: Any, path: Path, *, timeout: float = 600.0) -> None:
     """Writes the values of the Variables in a tree of objects to a safetensors file.
 
     Arguments:
       tree: as of `variables_of`, whose paths name the arrays. Random keys are written as their
         words, ``u32[..., words]``.
       path: the file; it is replaced in one step.
+      timeout: how long to wait for another process, in seconds.
+
+    Of Variables that are spread over several processes each writes its part, to a file beside
+    `path`, in a folder that all see, and `path` names the parts: call it on all processes. Whenever
+    any of them is killed, the old state is there, or the new one, whole.
 
     Raises:
-      ValueError: there is no Variable in the tree, or one is spread over several processes.
+      ValueError: there is no Variable in the tree, or the processes have not the same.
+      TimeoutError: some processes did not call this; it names them.
+      RuntimeError: another process failed.
       OSError: the file cannot be written; nothing is left behind then.
 
     >>> import os, tempfile
@@ -127,33 +147,46 @@ def save_variables(tree: Any, path: Path) -> None:
     >>> weights["w"]
     <Variable Variable: f32[2] = [1. 2.]>
     """
-    variables = _some(tree)
-    values = peek(list(variables.values()))
-    arrays = {
-        name: array_of(variable.name, value)
-        for (name, variable), value in zip(variables.items(), values, strict=True)
+    variables, path = _some(tree), os.fspath(path)
+    values = dict(zip(variables, map(stored_form, peek(list(variables.values()))), strict=True))
+    if not all(value.is_fully_addressable for value in values.values()):
+        write_parts(path, values, timeout)
+        return
+    placements = {
+        name: placement
+        for name, value in values.items()
+        if (placement := placement_of(value.sharding)) is not None
     }
-    arrays = in_order(arrays)
-    header = header_of(arrays, {})
+    metadata = {_PLACEMENTS: documents.write(placements)} if placements else {}
+    arrays = in_order({name: np.asarray(value) for name, value in values.items()})
+    header = header_of(arrays, metadata)
+    replaced = parts_named_by(path)
     with replacing(path) as file:
         file.write(header)
         for array in arrays.values():
             file.write(bytes_of(array))
+    remove(replaced)
 
 
-def load_variables(tree: Any, path: Path) -> None:
+def load_variables(tree: Any, path: Path, *, sharding: Any = None) -> None:
     """Assigns to the Variables in a tree of objects what is in a safetensors file.
 
-    Nothing is assigned unless all of it fits.
+    Nothing is assigned unless all of it fits. What was written by any number of processes, on any
+    mesh, is read by any other; each process reads what its devices get.
 
     Arguments:
       tree: as of `variables_of`.
       path: a file by `save_variables`, or of any program that writes the format, with an array for
         each Variable, called by its path.
+      sharding: how the Variables shall lie on devices: a `jax.sharding.Sharding`, or a
+        `PartitionSpec` on the mesh that is set, or a dictionary of these by the Variables' paths.
+        Default, and for those that are not in the dictionary: as the Variable is; one that was
+        never put on any device as the saved one was, where a mesh is set.
 
     Raises:
-      ArtefactError: the file is damaged, or none of the format.
-      ValueError: an array is missing, or there is one too many, or one of another shape.
+      ArtefactError: a file is damaged, none of the format, or missing, or of another run.
+      ValueError: an array is missing, or there is one too many, or one of another shape, or the
+        mesh that is set has not the axes along which it was or shall be split.
       TypeError: one of another dtype.
       OSError: there is no such file, or it may not be read.
 
@@ -162,7 +195,7 @@ def load_variables(tree: Any, path: Path) -> None:
     variables = _some(tree)
     shown = os.fspath(path)
     with naming(shown):
-        arrays = read_tensors(map_file(shown))
+        arrays = _arrays_in(shown)
     missing = [name for name in variables if name not in arrays]
     more = [name for name in arrays if name not in variables]
     if missing or more:
@@ -175,11 +208,30 @@ def load_variables(tree: Any, path: Path) -> None:
             )
         )
     values = [
-        _value_for(variable, arrays[name], f"the array {name!r} of {shown}")
+        _value_for(
+            variable,
+            arrays[name],
+            asked_for(sharding, name, f"the Variable {name!r}"),
+            f"the array {name!r} of {shown}",
+        )
         for name, variable in variables.items()
     ]
     for variable, value in zip(variables.values(), values, strict=True):
         variable.assign(value)
+
+
+def _arrays_in(path: str) -> dict[str, StoredArray]:
+    view = map_file(path)
+    header = read_header(view)
+    if names_parts(header.tensors):
+        return read_parts(path)
+    text = header.metadata.get(_PLACEMENTS, "{}").encode("utf-8")
+    document = documents.read(text, _PLACEMENTS, most=2 * len(view))
+    placements = documents.parse(dict[str, Placement], document, _PLACEMENTS)
+    return {
+        name: StoredArray.of(read_tensor(view, name, tensor), placements.get(name))
+        for name, tensor in header.tensors.items()
+    }
 
 
 def _some(tree: Any) -> dict[str, Variable]:
@@ -194,33 +246,39 @@ def is_key(variable: Variable) -> bool:
     return bool(jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key))
 
 
-def array_of(name: str, value: Any) -> np.ndarray[Any, Any]:
+def stored_form(value: Any) -> Any:
+    """The array that is written of a Variable's value: of random keys their words."""
+    is_words = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_words else value
+
+
+def array_of(name: str, value: Any) -> Array:
     """The value of a Variable in NumPy, on the CPU without a copy; of random keys their words."""
     if not value.is_fully_addressable:
         raise ValueError(
-            f"the Variable {name!r} is spread over several processes, of which this one "
-            "holds a part: gather it first, with jax.experimental.multihost_utils"
+            f"the Variable {name!r} is spread over several processes, of which this one holds a "
+            "part, and a function is written by one process, with all of its Variables. Write "
+            "these with save_variables, on all processes; load them on one, and save the function "
+            "there"
         )
-    is_words = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(value) if is_words else value)
+    return np.asarray(stored_form(value))
 
 
-def own_copy(array: np.ndarray[Any, Any]) -> Any:
-    """An array of JAX's with a buffer of its own: files can change under the map of their bytes,
-    and the buffer of a Variable may be donated."""
-    return jax.device_put(array, may_alias=False)
-
-
-def _value_for(variable: Variable, array: np.ndarray[Any, Any], what: str) -> Any:
-    shape, dtype = variable.shape, variable.dtype
-    if is_key(variable):
-        words = jax.random.key_data(peek([variable])[0])
-        shape, dtype = words.shape, words.dtype
-    if array.shape != shape:
-        raise ValueError(f"{what} has the shape {list(array.shape)}, {variable!r} {list(shape)}")
-    if array.dtype != dtype:
-        raise TypeError(f"{what} has the dtype {array.dtype}, {variable!r} {dtype}")
-    value = own_copy(array)
+def _value_for(variable: Variable, stored: StoredArray, sharding: Any, what: str) -> Any:
+    (own,) = peek([variable])
+    form = stored_form(own)
+    if stored.shape != form.shape:
+        raise ValueError(
+            f"{what} has the shape {list(stored.shape)}, {variable!r} {list(form.shape)}"
+        )
+    if stored.dtype != form.dtype:
+        raise TypeError(f"{what} has the dtype {stored.dtype}, {variable!r} {form.dtype}")
+    if sharding is None:
+        is_placed = own.committed or len(own.sharding.device_set) > 1
+        sharding = form.sharding if is_placed else where_it_was(stored.placement, what)
+    elif is_key(variable):
+        sharding = of_words(sharding)
+    value = stored.on(sharding, what)
     if not is_key(variable):
         return value
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(peek([variable])[0]))
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(own))

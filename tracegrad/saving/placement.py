@@ -1,0 +1,96 @@
+"""How an array was split over devices: as it is written down, and where that can be had again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from tracegrad.saving.documents import Natural
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The axes of a mesh with their sizes, and for each axis of an array those it is split along.
+
+    In the file it is JSON; None there: not split.
+    """
+
+    mesh: tuple[tuple[str, Natural], ...]
+    spec: tuple[tuple[str, ...] | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.partition_spec} of a mesh {dict(self.mesh)}"
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """The same as JAX has it."""
+        return PartitionSpec(*self.spec)  # type: ignore[no-untyped-call]
+
+
+def placement_of(sharding: Any) -> Placement | None:
+    """What is written down of a sharding; None where there is nothing: of one device, or one of
+    another kind than `NamedSharding`, which names no axes that could be found again."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.device_set) == 1:
+        return None
+    names = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
+    return Placement(names, tuple(map(_names, sharding.spec)))
+
+
+def _names(entry: Any) -> tuple[str, ...] | None:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return None
+    return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
+
+
+def where_it_was(placement: Placement | None, what: str) -> Sharding | None:
+    """The sharding that was written down, on the mesh that is set; None where none is set.
+
+    That mesh may have other sizes: a state that was written on eight devices is read on four.
+
+    Raises ValueError where the mesh has not those axes.
+    """
+    mesh = jax.sharding.get_mesh()
+    if placement is None or mesh.empty:
+        return None
+    return _on_mesh(placement.partition_spec, mesh, f"{what}, saved as {placement}")
+
+
+def asked_for(sharding: Any, name: str, what: str) -> Sharding | None:
+    """What `sharding=` says of the Variable of this name; None: nothing.
+
+    Raises ValueError where a mesh is not set, or has not those axes.
+    """
+    if isinstance(sharding, Mapping):
+        sharding = sharding.get(name)
+    if sharding is None or isinstance(sharding, Sharding):
+        return sharding
+    if not isinstance(sharding, PartitionSpec):
+        raise TypeError(
+            "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary from the "
+            f"names of Variables to these, and is {sharding!r}"
+        )
+    return _on_mesh(sharding, jax.sharding.get_mesh(), f"{what}, to be split as {sharding}")
+
+
+def of_words(sharding: Sharding) -> Sharding:
+    """How the words of random keys lie where the keys lie like this: they have one more axis."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, None)  # type: ignore[no-untyped-call]
+        return NamedSharding(sharding.mesh, spec)
+    return sharding
+
+
+def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
+    used = [name for entry in spec for name in _names(entry) or ()]
+    unknown = [name for name in used if name not in mesh.shape]
+    if unknown:
+        there = f"has the axes {dict(mesh.shape)}" if not mesh.empty else "is none"
+        raise ValueError(
+            f"{what}: the mesh that is set {there}, without {', '.join(map(repr, unknown))}. Set "
+            "one that has them (jax.set_mesh), or say by `sharding=` how it shall be split"
+        )
+    return NamedSharding(mesh, spec)
