@@ -1,21 +1,24 @@
 """Starts a function of a file in several processes that are one program of JAX, on this machine.
 
 ``started(file, "name", argument, ..., count=2, devices=2)`` calls ``name(argument, ...)`` in each,
-after `jax.distributed.initialize`, and gives what it returns there: JSON, in the order of the
-processes. A process that fails or hangs ends all of them, and the test, with what they printed.
+after `jax.distributed.initialize`, and gives what it returns there, or yields last: JSON, in the
+order of the processes. A process that fails or hangs ends all of them, and the test, with what
+they printed.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +41,19 @@ class Running:
     outputs: list[Path]
     results: list[Path]
 
-    def result(self) -> list[Any]:
-        """What each returned, once all have; raises ProcessesFailed if one did not."""
-        codes = [process.wait() for process in self.processes]
-        if any(codes):
+    def result(self, timeout: float, ends: Sequence[int]) -> list[Any]:
+        """What each returned, once all have ended with these exit statuses; raises ProcessesFailed
+        if one did not."""
+        until = time.monotonic() + timeout
+        while None in (codes := [process.poll() for process in self.processes]):
+            if any(code not in (None, end) for code, end in zip(codes, ends, strict=True)):
+                # The others wait for it, some for minutes; give them the time to say why.
+                time.sleep(1)
+                raise self.failed("one failed, and the others were ended")
+            if time.monotonic() > until:
+                raise self.failed(f"they did not end within {timeout:g} seconds")
+            time.sleep(0.02)
+        if codes != list(ends):
             raise self.failed(f"they ended with the exit statuses {codes}")
         return [json.loads(each.read_text()) for each in self.results]
 
@@ -98,22 +110,25 @@ def start(
     return running
 
 
-def started(file: str | Path, function: str, *arguments: Any, **options: Any) -> Sequence[Any]:
-    """Starts them and waits for what they return; of `start`'s options."""
-    timeout = options.setdefault("timeout", 120)
+def started(
+    file: str | Path,
+    function: str,
+    *arguments: Any,
+    timeout: float = 120,
+    ends: Sequence[int] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Starts them and waits for what they return.
+
+    Args:
+        ends: the exit statuses with which they shall end; default: 0. One that is killed gives
+            what it yielded before.
+        options: as of `start`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        running = start(Path(folder), file, function, *arguments, **options)
+        running = start(Path(folder), file, function, *arguments, timeout=timeout, **options)
         try:
-            until = time.monotonic() + timeout + 10
-            while any(process.poll() is None for process in running.processes):
-                if any(process.poll() for process in running.processes):
-                    # The others wait for it, some for minutes; give them the time to say why.
-                    time.sleep(1)
-                    raise running.failed("one failed, and the others were ended")
-                if time.monotonic() > until:
-                    raise running.failed(f"they did not end within {timeout} seconds")
-                time.sleep(0.02)
-            return running.result()
+            return running.result(timeout + 10, ends or [0] * len(running.processes))
         finally:
             running.end()
 
@@ -124,11 +139,21 @@ def _main(given: str, result: str) -> None:
     faulthandler.dump_traceback_later(timeout, exit=True)
     import jax
 
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, place)
-    sys.path.insert(0, str(Path(file).parent))
-    returned = runpy.run_path(file)[function](*arguments)
-    Path(result).write_text(json.dumps(returned))
-    jax.distributed.shutdown()
+    code = 1
+    try:
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, place)
+        sys.path.insert(0, str(Path(file).parent))
+        returned = getattr(importlib.import_module(Path(file).stem), function)(*arguments)
+        for each in returned if isinstance(returned, types.GeneratorType) else [returned]:
+            Path(result).write_text(json.dumps(each))
+        if not isinstance(returned, types.GeneratorType):  # of these one may be dead by now
+            jax.distributed.shutdown()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for who has died
 
 
 if __name__ == "__main__":

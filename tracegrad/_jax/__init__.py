@@ -41,6 +41,7 @@ from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.processes import agree as agree
+from tracegrad._jax.processes import in_numpy as in_numpy
 from tracegrad._jax.programs import COND as COND
 from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
 from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP

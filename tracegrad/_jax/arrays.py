@@ -53,7 +53,7 @@ def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     if sharding is None:
         typed = getattr(aval, "sharding", None)
         if typed is not None and not typed.mesh.empty:
-            sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), typed.spec)
+            sharding = typed
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )

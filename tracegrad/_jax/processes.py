@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 _SLICE = 1.0  # seconds that are waited at a time: between them Python sees Ctrl-C
@@ -27,6 +28,15 @@ def _service() -> Any:
     """
     # By `vars`, as the module does not declare what it imports.
     return vars(multihost_utils)["distributed"].global_state.client
+
+
+def in_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """An array in NumPy; of one that is spread over processes the whole, which they all ask for."""
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]], str]) -> str:

@@ -62,7 +62,8 @@ def _difference(
     fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any, limits: Limits
 ) -> Estimate:
     """The derivative of the weighed results along a direction in one leaf."""
-    spread = float(np.sqrt(np.mean(np.abs(at[which]) ** 2))) if np.size(at[which]) else 0.0
+    here = _jax.in_numpy(at[which])
+    spread = float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0
     step = limits.step * (spread or 1.0)
     if limits.exact:
         exact = _complex_step(fun, at, which, direction, weights)
@@ -74,14 +75,14 @@ def _difference(
         moved[which] = at[which] + distance * direction
         return weighed(fun(moved), weights)
 
-    here = along(0.0)
+    value_here = along(0.0)
     best = Estimate(direction, math.nan, math.inf, False)
     for scale in (1.0, 0.1, 0.01):
         h = step * scale
         ahead, behind, near, nearer = along(h), along(-h), along(h / 2), along(-h / 2)
         wide, narrow = (ahead - behind) / (2 * h), (near - nearer) / h
         # The one-sided derivatives of a smooth function meet as the step shrinks; at a kink not.
-        bend, less = (abs(x - 2 * here + y) for x, y in ((ahead, behind), (near, nearer)))
+        bend, less = (abs(x - 2 * value_here + y) for x, y in ((ahead, behind), (near, nearer)))
         bend, less = bend / h, 2 * less / h
         value, error = (4 * narrow - wide) / 3, abs(narrow - wide)
         noise = limits.rtol * max(abs(value), abs(wide)) + limits.atol
@@ -142,7 +143,7 @@ def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> float:
     total = 0.0
     for out, weight in zip(outs, weights, strict=True):
         if weight is not None:
-            total += float(np.sum(np.real(np.asarray(out) * weight)))
+            total += float(np.sum(np.real(_jax.in_numpy(out) * weight)))
     return total
 
 

@@ -110,23 +110,25 @@ def write_parts(path: str, values: Mapping[str, Any], timeout: float) -> None:
     except Exception as error:
         fault = error
 
+    new = [os.path.join(folder, name) for name in names]
+    replaced = parts_named_by(path) if own == 0 else ()
+
+    def tidy() -> None:
+        """Removes the parts that are not named; process 0 alone knows whether they may be."""
+        remove({*replaced, *new} - {*parts_named_by(path)})
+
     def commit(faults: Sequence[str]) -> str:
-        replaced = parts_named_by(path)
-        new = [os.path.join(folder, name) for name in names]
-        try:
-            if fault is not None:
-                raise fault
-            for process, told in enumerate(faults):
-                if told:
-                    raise RuntimeError(f"process {process} could not write its part: {told}")
-            for k, owner in enumerate(owners):
-                _check_written(new[k], Part(run, k), owner)
-            records = tuple(_record(name, values[name], plans[name], owners) for name in values)
-            document = Parts(Versions(__version__, **_jax.versions()), run, names, records)
-            write_container(path, {}, document)
-        finally:
-            # The file may be in place where writing it raised: its folder could not be flushed.
-            remove({*replaced, *new} - {*parts_named_by(path)})
+        if fault is not None:
+            raise fault
+        for process, told in enumerate(faults):
+            if told:
+                raise RuntimeError(f"process {process} could not write its part: {told}")
+        for k, owner in enumerate(owners):
+            _check_written(new[k], Part(run, k), owner)
+        records = tuple(_record(name, values[name], plans[name], owners) for name in values)
+        document = Parts(Versions(__version__, **_jax.versions()), run, names, records)
+        write_container(path, {}, document)
+        tidy()
         return run
 
     told = "" if fault is None else f"{type(fault).__name__}: {fault}"
@@ -134,6 +136,9 @@ def write_parts(path: str, values: Mapping[str, Any], timeout: float) -> None:
         _jax.agree(f"{topic}, run {run}", told, timeout, commit)
     except RuntimeError as error:
         raise fault or error from None
+    finally:
+        if own == 0:
+            tidy()  # where it failed, or some were late; or the folder could not be flushed
 
 
 def _record(

@@ -1,0 +1,129 @@
+"""What is saved by several processes, and what goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rows import W, X, compute, mesh_of, on
+
+import tracegrad as tg
+
+
+def variables(mesh: Mesh, factor: float = 1.0) -> dict[str, tg.Variable]:
+    """Split along both axes of a mesh, along one, not at all; keys; and one for each process."""
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 4))
+    words = on(mesh, np.asarray(jax.random.key_data(keys)), "data", None)
+    return {
+        "both": tg.Variable(on(mesh, X * factor, "data", "model"), name="both"),
+        "one": tg.Variable(on(mesh, W * factor, None, "model"), name="one"),
+        "none": tg.Variable(on(mesh, W[0] * factor, None), name="none"),
+        "keys": tg.Variable(jax.random.wrap_key_data(words), name="keys"),
+        "step": tg.Variable(np.int32(factor), name="step"),
+    }
+
+
+def here(tree: dict[str, tg.Variable], factor: float) -> bool:
+    """Whether what this process has of Variables is what it should be."""
+    expected = {"both": X * factor, "one": W * factor, "none": W[0] * factor, "step": factor}
+    for name, whole in expected.items():
+        for shard in tree[name].value.addressable_shards:
+            if not np.array_equal(np.asarray(shard.data), np.asarray(whole)[shard.index]):
+                return False
+    return True
+
+
+def refused(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def all_of_it(kinds: list[str], folder: str) -> Iterator[dict[str, Any]]:
+    """All rows, then what is saved; at last the second process dies while it saves."""
+    me, path, mesh = jax.process_index(), os.path.join(folder, "two.safetensors"), mesh_of("Auto")
+    told: dict[str, Any] = {"rows": {kind: compute(mesh_of(kind)) for kind in kinds}}
+
+    tree = variables(mesh, 2.0)
+    tg.load_variables(tree, os.path.join(folder, "one.safetensors"))
+    told["loads what one process wrote"] = here(tree, 1.0)
+    told["split as it was"] = str(tree["both"].value.sharding.spec)
+    tg.save_variables(variables(mesh, 3.0), path)
+    tg.save_variables(tree, path)
+    told["files"] = sorted(os.listdir(folder))
+
+    told["numpy"] = refused(tree["both"].numpy)
+    over = Path(folder + ".over")
+    if me == 0:
+        told["alone"] = refused(lambda: tg.save_variables(tree, path, timeout=0.2))
+        over.touch()
+    while not over.exists():
+        time.sleep(0.01)
+    tree["step"].assign(me)
+    told["different"] = refused(lambda: tg.save_variables(tree, path, timeout=20))
+    told["afterwards"] = sorted(os.listdir(folder))
+
+    yield told
+    newer = variables(mesh, 4.0)
+    if me == 1:
+        _die_before("os.replace(")
+    told["died"] = refused(lambda: tg.save_variables(newer, path, timeout=5))
+    yield told
+
+
+def _die_before(text: str) -> None:
+    """Kills this process before the first line of the package that has this text."""
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        if f"{os.sep}tracegrad{os.sep}saving{os.sep}" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            line = Path(frame.f_code.co_filename).read_text().splitlines()[frame.f_lineno - 1]
+            if text in line:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+
+
+def over_and_over(folder: str, started_at: int) -> None:
+    """Saves states until it is killed; process 0 writes down which were saved."""
+    mesh, path = mesh_of("Auto"), os.path.join(folder, "state.safetensors")
+    step = started_at
+    if os.path.exists(path):
+        tree = variables(mesh, 0.0)
+        tg.load_variables(tree, path)
+        step = int(tree["step"])
+        assert here(tree, float(step)), "what was left is not whole"
+    while True:
+        step += 1
+        tg.save_variables(variables(mesh, float(step)), path, timeout=20)
+        if jax.process_index() == 0:
+            with open(os.path.join(folder, "saved"), "a") as log:
+                log.write(f"{step}\n")
+        time.sleep(0.001)
+
+
+def rows_on(kind: str) -> dict[str, Any]:
+    return compute(mesh_of(kind))
+
+
+def one_fails() -> None:
+    if jax.process_index() == 1:
+        raise ValueError("this one fails")
+    time.sleep(60)
+
+
+def they_hang() -> None:
+    time.sleep(60)

@@ -1,0 +1,147 @@
+"""Two processes of two devices compute what one does, and save what one can load."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from processes import ProcessesFailed, start, started
+from rows import ROWS, W, X, mesh_of, put_together
+from states import here, variables
+
+import tracegrad as tg
+from tracegrad.saving import ArtefactError
+
+HERE = Path(__file__).parent
+KILLS = 100
+
+
+def whole(factor=0.0):
+    """The Variables of `states`, on one device."""
+    values = {"both": X, "one": W, "none": W[0], "step": np.int32(1)}
+    found = {name: tg.Variable(value * value.dtype.type(factor)) for name, value in values.items()}
+    return found | {"keys": tg.Variable(jax.random.split(jax.random.key(1), 4))}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {
+        name: [np.asarray(each) for each in jax.tree.leaves(jax.jit(row.expected)(W, X))]
+        for name, row in ROWS.items()
+    }
+
+
+def assert_expected(processes, expected):
+    for name in ROWS:
+        found = put_together([told[name] for told in processes])
+        for ours, theirs in zip(found, expected[name], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
+    tg.save_variables(variables(mesh_of("Auto")), tmp_path / "one.safetensors")
+    told = started(
+        HERE / "states.py",
+        "all_of_it",
+        ["Auto", "Explicit"],
+        str(tmp_path),
+        ends=[0, -signal.SIGKILL],
+        timeout=240,
+    )
+    for kind in told[0]["rows"]:
+        assert_expected([each["rows"][kind] for each in told], expected)
+
+    for each in told:
+        assert each["loads what one process wrote"]
+        assert each["split as it was"] == "P('data', 'model')"
+        one, *parts, two = each["files"]
+        assert (one, two) == ("one.safetensors", "two.safetensors")
+        runs = {part.split(".")[1] for part in parts}
+        (run,) = runs  # the parts of the first time are gone
+        assert parts == [f"two.{run}.0-of-2.safetensors", f"two.{run}.1-of-2.safetensors"]
+        assert each["afterwards"] == each["files"]
+        assert "the Variable 'both' (f32[8,4]) is spread over several processes" in each["numpy"]
+        assert "process_allgather" in each["numpy"]
+        assert "want to save different things: 'step'" in each["different"]
+    assert "process 1 of 2 did not come within 0.2 seconds" in told[0]["alone"]
+    assert "process 1 of 2 did not come within 5 seconds" in told[0]["died"]
+
+    # What the second process was writing when it died was given up.
+    found = whole()
+    tg.load_variables(found, tmp_path / "two.safetensors")
+    assert here(found, 1.0)
+    other = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(other), pytest.raises(ValueError, match=r"axes {'all': 4}, without 'data'"):
+        tg.load_variables(found, tmp_path / "two.safetensors")
+    longer = jax.make_mesh((4, 1), ("data", "model"), axis_types=other.axis_types * 2)
+    with jax.set_mesh(longer):
+        tg.load_variables(found, tmp_path / "two.safetensors", sharding={"one": jax.P("data")})
+    assert found["both"].value.sharding == jax.NamedSharding(longer, jax.P("data", "model"))
+    assert found["one"].value.sharding == jax.NamedSharding(longer, jax.P("data"))
+    assert here(found, 1.0)
+
+    first, second = sorted(tmp_path.glob("two.*-of-2.safetensors"))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ArtefactError, match=r"0-of-2.*it is the part 1, and should be the part 0"):
+        tg.load_variables(whole(), tmp_path / "two.safetensors")
+    first.write_bytes(data[:-200] + data[-100:])
+    with pytest.raises(ArtefactError, match="0-of-2"):
+        tg.load_variables(whole(), tmp_path / "two.safetensors")
+    first.unlink()
+    with pytest.raises(ArtefactError, match=rf"not beside it: {first.name}\."):
+        tg.load_variables(found, tmp_path / "two.safetensors")
+    assert here(found, 1.0)
+    with pytest.raises(ArtefactError, match="load_variables reads"):
+        tg.load(tmp_path / "two.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_four_devices_compute_the_same_however_many_processes_have_them(count, kind, expected):
+    told = started(HERE / "states.py", "rows_on", kind, count=count, devices=4 // count)
+    assert_expected(told, expected)
+
+
+@pytest.mark.any_jax
+def test_a_process_that_fails_or_hangs_ends_the_others_with_what_they_printed():
+    with pytest.raises(ProcessesFailed, match=r"(?s)process 1 printed:.*this one fails"):
+        started(HERE / "states.py", "one_fails")
+    with pytest.raises(ProcessesFailed, match=r"(?s)Timeout.*in they_hang"):
+        started(HERE / "states.py", "they_hang", timeout=10)
+
+
+@pytest.mark.slow
+def test_whichever_process_is_killed_while_they_save_there_is_one_whole_state(tmp_path):
+    choose = random.Random(0)
+    path, log = tmp_path / "state.safetensors", tmp_path / "saved"
+    saved = 0
+    for kill in range(KILLS):
+        folder = tmp_path / f"run-{kill}"
+        folder.mkdir()
+        running = start(folder, HERE / "states.py", "over_and_over", str(tmp_path), saved)
+        try:
+            until = time.monotonic() + 120
+            while not (log.exists() and int(log.read_text().split()[-1]) > saved):
+                if time.monotonic() > until or any(p.poll() for p in running.processes):
+                    raise running.failed("they do not save")
+                time.sleep(0.005)
+            time.sleep(choose.uniform(0, 0.1))
+            os.kill(running.processes[kill % 2].pid, signal.SIGKILL)
+            time.sleep(0.05)
+        finally:
+            running.end()
+        told = int(log.read_text().split()[-1])
+        tree = whole()
+        tg.load_variables(tree, path)
+        saved = int(tree["step"])
+        assert saved in (told, told + 1)
+        assert here(tree, float(saved)), f"after kill {kill} the state {saved} is not whole"
+        log.write_text(f"{saved}\n")
