@@ -46,7 +46,7 @@ class VariableRecord:
     shape: tuple[Natural, ...]
     trainable: bool
     key_type: str | None
-    placement: Placement | None = None
+    placement: Placement | None
 
 
 @dataclass(frozen=True)
