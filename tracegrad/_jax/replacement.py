@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,11 +32,13 @@ class Replacement:
     @contextmanager
     def in_place(self, places: Iterable[Place]) -> Iterator[None]:
         with self._lock:
+            new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
                 if (owner, name) not in self._originals:
                     original = self._originals[owner, name] = vars(owner).get(name, _INHERITED)
                     inherited = original is _INHERITED
-                    _put(owner, name, make(getattr(owner, name) if inherited else original))
+                    new[owner, name] = make(getattr(owner, name) if inherited else original)
+            _put(new)
             self._needed_by += 1
         try:
             yield
@@ -44,14 +46,14 @@ class Replacement:
             with self._lock:
                 self._needed_by -= 1
                 if not self._needed_by:
-                    for (owner, name), original in self._originals.items():
-                        _put(owner, name, original)
+                    _put(self._originals)
                     self._originals.clear()
 
 
-def _put(owner: Any, name: str, function: Function) -> None:
-    # A metaclass may forbid what is asked of `type` itself here.
-    if function is _INHERITED:
-        (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
-    else:
-        (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
+def _put(functions: Mapping[tuple[Any, str], Function]) -> None:
+    for (owner, name), function in functions.items():
+        # A metaclass may forbid what is asked of `type` itself here.
+        if function is _INHERITED:
+            (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
+        else:
+            (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad.ir import Graph
-from tracegrad.tracing import to_callable
-from tracegrad.tracing.callable import tap_zeros
-from tracegrad.tracing.graphs import Rule, graph
+from tracegrad.tracing.callable import call_traced, tap_zeros
+from tracegrad.tracing.graphs import Rule, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.static import Indices, Names, resolve
+from tracegrad.tracing.user_errors import explain
 
 
 class RewrittenFunction:
@@ -36,12 +36,11 @@ class RewrittenFunction:
     ):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
-        self._trace = graph(fun, static_argnums=static_argnums, static_argnames=static_argnames)
         self._static = resolve(fun, static_argnums, static_argnames)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return traced_under(self.rules, lambda: self._trace(*args, **kwargs), taps=True)
+        return self._traced(*self._static.given(args, kwargs)[0])
 
     def taps(self, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
         """The taps at these arguments: by name and by place zeros of the value's shape and dtype,
@@ -49,12 +48,22 @@ class RewrittenFunction:
         return tap_zeros(self.graph(*args, **kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        taps = {"taps": kwargs.pop("taps")} if self._has_taps(kwargs) else {}
-        program = self.graph(*args, **kwargs)
-        if taps and not program.taps:
+        has_taps = self._has_taps(kwargs)
+        taps = kwargs.pop("taps") if has_taps else None
+        args, kwargs = self._static.given(args, kwargs)[0]
+        program = self._traced(args, kwargs)
+        if has_taps and not program.taps:
             raise TypeError(f"{self!r} has no taps: no rule of it is a tap_gradient")
-        (given, named), *_ = self._static.apart(args, kwargs)
-        return to_callable(program)(*given, **named, **taps)
+        return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0], taps)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        def trace() -> Graph:
+            return trace_to_graph(self.__wrapped__, args, kwargs, self._static)
+
+        try:
+            return traced_under(self.rules, trace, taps=True)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     def _has_taps(self, kwargs: dict[str, Any]) -> bool:
         return "taps" in kwargs and "taps" not in inspect.signature(self.__wrapped__).parameters

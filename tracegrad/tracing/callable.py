@@ -46,20 +46,33 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                     f"it was called with {tree}"
                 )
-        if graph.loses:
-            raise TypeError(changes_lost(graph.name, graph.loses))
-        flat += [variable.value for variable in graph.variables]
-        flat += _tap_values(graph, taps)
-        _check_types(graph, flat)
-        outs = evaluate(graph, flat, Lowering(rebuild=rebuild))
-        if graph.out_tree is None:
-            return outs
-        return settle_call(graph, arguments, outs)
+        values = [*flat, *(v.value for v in graph.variables), *_tap_values(graph, taps)]
+        _check_types(graph, values)
+        return _run(graph, arguments, values, Lowering(rebuild=rebuild))
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
         call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
+
+
+def call_traced(graph: Graph, arguments: Any, dynamic: Any, taps: Any = None) -> Any:
+    """Calls what a graph computes with the arguments that it was traced for.
+
+    Args:
+      arguments: of the call, as `given` makes them.
+      dynamic: those of them that are not static.
+    """
+    flat = jax.tree.leaves(dynamic)
+    values = [*flat, *(v.value for v in graph.variables), *_tap_values(graph, taps)]
+    return _run(graph, arguments, values, Lowering())
+
+
+def _run(graph: Graph, arguments: Any, values: list[Any], lowering: Lowering) -> Any:
+    if graph.loses:
+        raise TypeError(changes_lost(graph.name, graph.loses))
+    outs = evaluate(graph, values, lowering)
+    return outs if graph.out_tree is None else settle_call(graph, arguments, outs)
 
 
 def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
@@ -68,15 +81,19 @@ def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
 
     `arguments`: of the call, as `given` makes them.
     """
-    last = graph.result_count + len(graph.assigned)
-    for variable, value in zip(graph.assigned, outs[graph.result_count : last], strict=True):
+    count = graph.result_count
+    last = count + len(graph.assigned)
+    for variable, value in zip(graph.assigned, outs[count:last], strict=True):
         variable.assign(value)
+    result = jax.tree.unflatten(graph.out_tree, outs[:count])
+    returns_modules = hands_out(graph.out_tree)
+    if not graph.updates and not returns_modules:
+        return result
     modules = modules_in(arguments)
     if graph.updates:
         assert modules is not None, "the arguments are of the structure that was traced"
         modules.assign(graph.updates, outs[last : last + len(graph.updates)])
-    result = jax.tree.unflatten(graph.out_tree, outs[: graph.result_count])
-    return put_together(result, modules) if hands_out(graph.out_tree) else result
+    return put_together(result, modules) if returns_modules else result
 
 
 def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:
@@ -88,6 +105,8 @@ def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:
 
 
 def _tap_values(graph: Graph, taps: Any) -> list[Any]:
+    if not graph.taps:
+        return []
     values = tap_zeros(graph)
     if taps is not None:
         expected: Any = jax.tree.structure(values)

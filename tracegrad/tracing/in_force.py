@@ -11,6 +11,7 @@ key under which it does, so that a trace made under some rules is not found unde
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, apply_rules, graph
 
 _key = _jax.user_context()
+_numbers = itertools.count()
 
 
 class Force:
@@ -33,16 +35,16 @@ class Force:
 
     Each trace of a function has one of its own, so that whether a rule matches is decided for the
     signature that is traced, and by nothing that was traced before or is on another thread: what
-    JAX keeps of inner functions is kept under the `Force`.
+    JAX keeps of inner functions is kept under its `key`.
 
     `everywhere`: they act on every traced function inside the block, not only on what is
-    differentiated there. Those of equal `key` (default: itself) are one to JAX's caches.
+    differentiated there. Those of equal `key` (default: none other has it) are one to JAX's caches.
     """
 
     def __init__(self, rules: Sequence[Rule], *, everywhere: bool = False, key: Any = None):
         self.rules = tuple(rules)
         self.everywhere = everywhere
-        self.key = id(self) if key is None else key
+        self.key = next(_numbers) if key is None else key
         self._matched: set[int] = set()  # by place
         self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
 
@@ -67,7 +69,7 @@ class Force:
     def finish(self, program: Graph, *, taps: bool = False) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before. `taps`: whether there may be such without a callback."""
-        missed, self._missed = self._missed, {}  # they hold graphs, and JAX's caches hold this
+        missed, self._missed = self._missed, {}  # they hold graphs, and keys of programs hold this
         for place, rule in enumerate(self.rules):
             try:
                 program = apply_rules(program, [rule])
@@ -102,7 +104,7 @@ def in_force(force: Force) -> Iterator[None]:
     before = _in_force.forces
     _in_force.forces = (force, *before)
     try:
-        with _key(_in_force.forces), engine.derivatives_by_rules():
+        with _key(tuple([each.key for each in _in_force.forces])), engine.derivatives_by_rules():
             yield
     except BaseException:
         force._missed.clear()  # nobody will ask

@@ -21,9 +21,8 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
-from tracegrad.tracing.callable import settle_call
+from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donated_places, refuse_sharing
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
@@ -209,9 +208,7 @@ class Pipeline:
             return without_variables(self.fun(*args, **kwargs))
         args, kwargs = self.static.given(args, kwargs)[0]
         graph, _ = self.traced(args, kwargs)
-        values = [variable.value for variable in graph.variables]
-        outs = evaluate(graph, [*self.flatten(args, kwargs)[0], *values], Lowering())
-        return settle_call(graph, (args, kwargs), outs)
+        return call_traced(graph, (args, kwargs), self.static.apart(args, kwargs)[0])
 
     # ------------------------------------------------------------------------------- wrappers
 
