@@ -109,12 +109,25 @@ class Looked:
         programs = [traced.lower(*args) for traced, args in self.calls.items()]
         return sum(program.as_text().count("optimization_barrier") for program in programs)
 
+    def check_memory(self) -> None:
+        """`tg.memory` has what XLA says."""
+        for traced, args in self.calls.items():
+            report, stats = (
+                tg.memory(traced)(*args),
+                traced.lower(*args).compile().memory_analysis(),
+            )
+            given = stats.argument_size_in_bytes + stats.output_size_in_bytes
+            total = stats.temp_size_in_bytes + given - stats.alias_size_in_bytes
+            assert report.measured_on
+            assert abs(report.total - total) <= 0.02 * total
+
 
 def check(program: Program) -> None:
-    """As it stands, under a rule, within a budget."""
+    """As it stands, under a rule, within a budget; and what holds its memory."""
     expected = program.run(program.jit, unedited)
     plain, fitted = Looked(), Looked(memory_budget=program.budget)
     assert_same(program.run(plain, unedited), expected)
+    plain.check_memory()
     assert_same(program.run(fitted, unedited), expected)
     assert fitted.barriers() > plain.barriers()
 

@@ -182,6 +182,28 @@ def test_arguments_that_results_replace_are_advised_to_be_donated():
     assert donated.total < report.total
 
 
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A tree of arrays alone."""
+
+    def __init__(self, leaf: Any):
+        self.leaf = leaf
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.leaf if hasattr(self.leaf, "shape") else str(self.leaf),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: tuple[Any]) -> Packed:
+        return cls(*leaves)
+
+
+def test_arguments_are_advised_to_be_donated_whatever_tree_they_are():
+    report = tg.memory(lambda a, b: (Packed(jnp.sin(b)), a.leaf[0]))(
+        Packed(jnp.ones((64, 64))), jnp.ones((64, 64))
+    )
+    assert any("donate_argnums=(0,)" in advice.what for advice in report.advice)
+
+
 def test_rules_of_a_traced_function_are_seen():
     shapes = ([WIDE] * 4, f32(512, 8))
     rule = tg.rules.recompute(tg.match.scope("block_*"))

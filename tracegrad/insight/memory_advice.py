@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import jax
 
 from tracegrad import _jax
 from tracegrad.insight.live_ranges import Held, Peak, is_backward
@@ -121,10 +120,10 @@ def _donations(program: Graph) -> list[Advice]:
     if program.in_tree is None:
         return []
     free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
-    numbered = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
+    inputs = iter(program.inputs)
     found, size = [], 0
-    for position, argument in enumerate(numbered[0]):
-        values = [program.inputs[i] for i in jax.tree.leaves(argument)]
+    for position, argument in enumerate(program.in_tree.children()[0].children()):
+        values = list(itertools.islice(inputs, argument.num_leaves))
         types = Counter(_jax.type_text(v.aval) for v in values)
         if values and types <= free:
             free -= types
