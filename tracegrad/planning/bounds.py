@@ -16,9 +16,7 @@ from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-
-MOMENTS = 4
-PRICES = 24
+from tracegrad.planning.tuning import TUNING
 
 
 def lowest_peak_bound(whole: MemoryModel) -> int:
@@ -45,7 +43,7 @@ def _least_flops(network: Network, room: int) -> float:
     best, low, high = 0.0, 0.0, None
     price = 2.0 * network.flops / max(1, room)
     # The bound is concave in the price; its slope is the bytes saved less the room.
-    for _ in range(PRICES if network.values else 0):
+    for _ in range(TUNING.prices if network.values else 0):
         cut = network.cut(price)
         best = max(best, cut.value - price * room)
         if cut.bytes > room:
@@ -65,12 +63,12 @@ def _moments(whole: MemoryModel) -> list[int]:
     come before the backward passes of scans."""
     steps: list[int] = []
     stop, length = len(whole), 8
-    while stop > 0 and len(steps) < MOMENTS:
+    while stop > 0 and len(steps) < TUNING.moments:
         start = max(0, stop - length)
         steps.append(max(range(start, stop), key=lambda i: step_bytes(whole, i)))
         stop, length = start, 4 * length
     scans = [i for i in range(len(whole)) if _is_scan(whole, i)]
-    scans = sorted(scans, key=lambda i: -whole.extra[i])[:MOMENTS]
+    scans = sorted(scans, key=lambda i: -whole.extra[i])[: TUNING.moments]
     steps += [min(i + 1, len(whole) - 1) for i in scans]
     return list(dict.fromkeys(steps))
 

@@ -13,13 +13,12 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
-from tracegrad.planning.fitting import Fit
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan
-from tracegrad.planning.plan_recompute import graph_of, plan_of
-from tracegrad.planning.search import Search
+from tracegrad.planning.plan_recompute import plan_of
+from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, simulate
 from tracegrad.tracing.graphs import graph as trace_graph
 
@@ -99,7 +98,7 @@ def _measured_again(
 ) -> tuple[Fit, None, str]:
     """A plan with what XLA holds here, and where that is."""
     try:
-        held = Gradient(graph_of(search), search.whole.active, shardings).held(fit.rewritten())
+        held = Gradient(search.graph, search.whole.active, shardings).held(fit.rewritten())
     except NotMeasuredError as error:
         return replace(fit, held=None), None, str(error)
     if held > budget:

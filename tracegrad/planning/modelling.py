@@ -67,8 +67,7 @@ class _Modelling:
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.residuals = residuals
         self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
-        sources = (*graph.inputs, *graph.constants)
-        self.active = active_values(graph, sources, self.is_output) if active is None else active
+        self.active = active_values(graph) if active is None else active
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
         self.fusion = Fusion(graph, self.active, fused, residuals)

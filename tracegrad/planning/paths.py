@@ -7,26 +7,27 @@ rest.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Segment
+from tracegrad.planning.tuning import TUNING
 
 
 @dataclass(frozen=True)
 class Choices:
     """The ways to run parts of a program that are alike, one row of the table for each.
 
-    A way is one segment or several, counted from the part's start. The columns of `table` are the
+    A way is one segment, counted from the part's start. The columns of `table` are the
     extra FLOPs, the bytes of the forward and of the backward peak, and those that stay for the
     part's backward pass. `leaves[k]` has the values that others read and the way does not keep for
     itself.
     """
 
-    ways: list[tuple[Segment, ...]]
+    ways: list[Segment]
     table: np.ndarray
     leaves: list[tuple[int, ...]]
 
@@ -36,15 +37,13 @@ class Labels:
     """Prefixes that end at one cut, one row for each.
 
     `held[l, j]`: bytes that it keeps during the backward pass of a part from here to cut j;
-    `kept`: during the forward pass. `forward` and `backward`: its peaks. `last`: where it came
-    from: cut, row there, and the way for the part between.
+    `kept`: during the forward pass. `last`: where it came from: cut, row there, and the way for
+    the part between.
     """
 
     flops: np.ndarray
     kept: np.ndarray
     held: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
     last: np.ndarray
 
     def __getitem__(self, rows: Sequence[int] | np.ndarray) -> Labels:
@@ -60,45 +59,54 @@ class Paths:
     Args:
       model: the program.
       cuts: places in it, in order.
-      choices: the ways to run the part between two cuts, for the pairs that may be one part.
-      chosen: which of the labels of a cut to go on with.
+      choices: the ways to run the part between any two cuts.
     """
 
     def __init__(
-        self,
-        model: MemoryModel,
-        cuts: Sequence[int],
-        choices: Mapping[tuple[int, int], Choices],
-        chosen: Callable[[Labels, int], Sequence[int]],
+        self, model: MemoryModel, cuts: Sequence[int], choices: Mapping[tuple[int, int], Choices]
     ):
-        self.model, self.cuts, self.choices, self.chosen = model, cuts, choices, chosen
+        self.model, self.cuts, self.choices = model, cuts, choices
         self._deltas_known: dict[tuple[int, int], np.ndarray] = {}
 
-    def run(self, budget: float) -> list[Labels | None]:
-        """The labels of every cut; None where none is within `budget` bytes, counted above what the
-        gradients of arguments that wait at the last cut take."""
+    def cheapest(self, budget: int) -> list[Segment] | None:
+        """The segments of the way of the least FLOPs within `budget` bytes, counted above what the
+        gradients of arguments that wait at the last cut take; of equal FLOPs the one that keeps
+        least. None if there is none."""
+        at = self._run(budget)
+        final = at[-1]
+        if final is None:
+            return None
+        row: int = np.lexsort((final.kept, final.flops))[0].item()
+        segments: list[Segment] = []
+        i = len(self.cuts) - 1
+        while i > 0:
+            labels = at[i]
+            assert labels is not None
+            before, row, chosen = labels.last[row].tolist()
+            segments.append(self.choices[before, i].ways[chosen].shifted(self.cuts[before]))
+            i = before
+        return segments[::-1]
+
+    def _run(self, budget: int) -> list[Labels | None]:
+        """The labels of every cut; None where none is within the budget."""
         count = len(self.cuts) - 1
         gathered = [self.model.gathered[cut - 1] for cut in self.cuts]
         nothing = np.zeros(1)
         at: list[Labels | None] = [None] * (count + 1)
-        at[0] = Labels(
-            *(nothing, nothing, np.zeros((1, count + 1)), nothing, nothing),
-            np.zeros((1, 3), np.int64),
-        )
+        start = np.zeros((1, count + 1)), np.zeros((1, 3), np.int64)
+        at[0] = Labels(nothing, nothing, *start)
         found: list[list[Labels]] = [[] for _ in self.cuts]
         for i in range(count + 1):
             if found[i]:
                 labels = Labels(
                     *(np.concatenate(c) for c in zip(*map(_columns, found[i]), strict=True))
                 )
-                at[i] = labels[self.chosen(labels, i)]
+                at[i] = labels[frontier(labels.flops, labels.kept, TUNING.labels)]
                 found[i] = []
             here = at[i]
             if here is None:
                 continue
             for j in range(i + 1, count + 1):
-                if (i, j) not in self.choices:
-                    continue
                 flops, forward, backward, _ = self.choices[i, j].table.T
                 above = gathered[j] - gathered[count]
                 forwards = here.kept[:, None] + forward
@@ -106,20 +114,18 @@ class Paths:
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 if not len(rows):
                     continue
-                delta = self.deltas(i, j)
+                delta = self._deltas(i, j)
                 found[j].append(
                     Labels(
                         here.flops[rows] + flops[ways],
                         here.kept[rows] + delta[ways, -1],
                         here.held[rows] + delta[ways, :-1],
-                        np.maximum(here.forward[rows], forwards[rows, ways]),
-                        np.maximum(here.backward[rows], backwards[rows, ways]),
                         np.column_stack([np.full(len(rows), i), rows, ways]),
                     )
                 )
         return at
 
-    def deltas(self, i: int, j: int) -> np.ndarray:
+    def _deltas(self, i: int, j: int) -> np.ndarray:
         """For each way of a part the bytes that it leaves for the backward pass of a part that ends
         at each of the cuts (read by nobody before it, a value is not there any more), and last what
         it leaves in the forward pass."""
@@ -132,20 +138,6 @@ class Paths:
                     delta[k, bisect.bisect_right(self.cuts, first) :] += self.model.sizes[start + v]
             self._deltas_known[i, j] = delta
         return self._deltas_known[i, j]
-
-    def way(self, at: Sequence[Labels | None], row: int) -> list[Segment]:
-        """The segments of a label of the last cut."""
-        parts: list[list[Segment]] = []
-        i = len(self.cuts) - 1
-        while i > 0:
-            labels = at[i]
-            assert labels is not None
-            before, row, chosen = labels.last[row].tolist()
-            parts.append(
-                [s.shifted(self.cuts[before]) for s in self.choices[before, i].ways[chosen]]
-            )
-            i = before
-        return [segment for part in reversed(parts) for segment in part]
 
 
 def _columns(labels: Labels) -> list[np.ndarray]:

@@ -183,9 +183,9 @@ class RecomputePlan:
         found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
             budget = self.peak_without + (lowest - self.peak_without) * k // points
-            case, _, simulation = search.best(budget)
-            flops = simulation.flops + case.variant.flops
-            found.append((simulation.peak, flops, search.flops_bound(budget, flops)))
+            fit = search.best(budget)
+            bound = search.flops_bound(budget, fit.flops)
+            found.append((fit.simulation.peak, fit.flops, bound))
         return found
 
     def plot(self) -> Any:

@@ -11,12 +11,12 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes
-from tracegrad.planning.fitting import Fit, fitted, planned
+from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.search import Progress, Search
+from tracegrad.planning.search import Fit, Search
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
@@ -94,35 +94,29 @@ def plan_graph(
     shardings: Sequence[Any] | None = None,
 ) -> RecomputePlan:
     """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known."""
-    flat = flatten(graph)
-    bar = Progress()
-    search = Search(model(flat), bar)
+    search = Search(model(flatten(graph)))
+    if not measure:
+        return _by_the_model(search, memory_budget, "measure=False")
     try:
-        if not measure:
-            return _by_the_model(search, memory_budget, "measure=False")
-        try:
-            return _measured(search, memory_budget, shardings)
-        except NotMeasuredError as error:
-            return _by_the_model(search, memory_budget, str(error))
-    finally:
-        bar.close()
+        return _measured(search, memory_budget, shardings)
+    except NotMeasuredError as error:
+        return _by_the_model(search, memory_budget, str(error))
 
 
 def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> RecomputePlan:
     budget = budget_bytes(memory_budget, search.kept.peak)
-    return plan_of(search, planned(search, budget), budget, None, why)
+    return plan_of(search, search.best(budget), budget, None, why)
 
 
 def _measured(
     search: Search, memory_budget: MemoryBudget, shardings: Sequence[Any] | None
 ) -> RecomputePlan:
     """Raises NotMeasuredError where the program cannot be compiled."""
-    flat = graph_of(search)
-    gradient = Gradient(flat, search.whole.active, shardings)
-    without = gradient.held(flat)
+    gradient = Gradient(search.graph, search.whole.active, shardings)
+    without = gradient.held(search.graph)
     budget = budget_bytes(memory_budget, without)
     if without <= budget:
-        fit = replace(planned(search, search.kept.peak), held=without)
+        fit = replace(search.best(search.kept.peak), held=without)
     else:
         fit = fitted(search, budget, gradient.held, without)
     return plan_of(search, fit, budget, without, _jax.compiled_by())
@@ -133,7 +127,7 @@ def plan_of(
 ) -> RecomputePlan:
     whole = search.whole
     return RecomputePlan(
-        graph=graph_of(search),
+        graph=search.graph,
         budget=budget,
         held=fit.held,
         held_without=without,
@@ -153,8 +147,3 @@ def plan_of(
         _whole=whole,
         _variant=fit.case.number,
     )
-
-
-def graph_of(search: Search) -> Graph:
-    assert search.whole.graph is not None
-    return search.whole.graph

@@ -30,10 +30,8 @@ from tracegrad.planning.paths import frontier
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
+from tracegrad.planning.tuning import TUNING
 from tracegrad.tracing import to_callable
-
-MOST_SAVE_SETS = 4
-MOST_OPTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
             )
         piece = Piece(body, 0, len(body))
         must_run = [i for i, size in enumerate(piece.extra) if size]
-        for cut in Network(piece, piece.needed, must_run).hull(MOST_SAVE_SETS):
+        for cut in Network(piece, piece.needed, must_run).hull(TUNING.scan_save_sets):
             yield _Option(
                 partial(_recomputed, node, body, cut.saved, 1),
                 length * (variant.flops + cut.flops),
@@ -151,7 +149,7 @@ def _best(options: Iterable[_Option], count: int) -> list[_Option]:
     found = list(options)
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
-    return [found[k] for k in frontier(flops, size, MOST_OPTIONS)]
+    return [found[k] for k in frontier(flops, size, TUNING.scan_options)]
 
 
 def _recomputed(

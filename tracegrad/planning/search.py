@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from tracegrad.ir import Graph
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.planning.planner import BudgetTooSmall, Planner
+from tracegrad.planning.planner import Planner
+from tracegrad.planning.regions import with_regions
 from tracegrad.planning.scans import Variant, variants
 from tracegrad.planning.simulation import Segment, Simulation, keep_all
+
+
+class BudgetTooSmall(ValueError):
+    """No plan was found within the budget.
+
+    Attributes:
+      lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
+      bound: bytes, below which no plan can be, in the planner's model.
+      measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
+    """
+
+    def __init__(self, budget: int, lowest: int, bound: int, measured_on: str = ""):
+        held = f" as XLA held it ({measured_on})" if measured_on else ""
+        model = " in the planner's model" if measured_on else ""
+        super().__init__(
+            f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
+            f"{lowest:,} bytes{held}, and none below {bound:,} bytes is possible{model}"
+        )
+        self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
 
 
 @dataclass(frozen=True)
@@ -24,23 +42,39 @@ class Case:
     number: int
     variant: Variant
     model: MemoryModel
-    progress: Callable[[float], None]
-
-    @functools.cached_property
-    def kept(self) -> Simulation:
-        """With nothing recomputed but in its scans."""
-        return keep_all(self.model)
 
     @functools.cached_property
     def planner(self) -> Planner:
-        return Planner(self.model, self.progress)
+        return Planner(self.model)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan, and what XLA holds for it: None if it was not measured.
+
+    `target`: bytes that it was planned for in the model.
+    """
+
+    case: Case
+    segments: tuple[Segment, ...]
+    simulation: Simulation
+    target: int
+    held: int | None = None
+
+    @property
+    def flops(self) -> int:
+        return self.simulation.flops + self.case.variant.flops
+
+    def rewritten(self) -> Graph:
+        return with_regions(self.case.model, self.segments)
 
 
 class Search:
     """Plans for one program, for any number of budgets, over all ways to run its scans."""
 
-    def __init__(self, whole: MemoryModel, progress: Callable[[float], None] = lambda share: None):
-        self.whole, self._progress = whole, progress
+    def __init__(self, whole: MemoryModel):
+        assert whole.graph is not None
+        self.whole, self.graph = whole, whole.graph
         self._variants = enumerate(variants(whole))
         self._known: list[Case] = []
 
@@ -56,66 +90,35 @@ class Search:
             planned = self.whole
             if number:
                 planned = model(variant.graph, residuals=self.whole.residuals)
-            case = Case(number, variant, planned, self._progress)
+            case = Case(number, variant, planned)
             self._known.append(case)
             yield case
 
-    def best(self, budget: int) -> tuple[Case, list[Segment], Simulation]:
-        """The plan within a budget that computes the least again.
+    def best(self, target: int) -> Fit:
+        """The plan within so many bytes of the model that computes the least again.
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
-        best: tuple[Case, list[Segment], Simulation] | None = None
-        least = 0
+        best: Fit | None = None
         for case in self.cases():
-            if best is not None and case.variant.flops >= least:
+            if best is not None and case.variant.flops >= best.flops:
                 continue
-            found = _segments(case, budget)
+            found = case.planner.find(target)
             if found is None:
                 continue
-            segments, simulation = found
-            flops = simulation.flops + case.variant.flops
-            if best is None or flops < least:
-                best, least = (case, segments, simulation), flops
-            if least == 0:
+            fit = Fit(case, tuple(found[0]), found[1], target)
+            if best is None or fit.flops < best.flops:
+                best = fit
+            if best.flops == 0:
                 break
         if best is None:
-            raise BudgetTooSmall(budget, self.lowest_peak(), lowest_peak_bound(self.whole))
+            raise BudgetTooSmall(target, self.lowest_peak(), lowest_peak_bound(self.whole))
         return best
 
     def lowest_peak(self) -> int:
+        """The lowest in the model."""
         return min(case.planner.lowest_peak() for case in self.cases())
 
     def flops_bound(self, budget: int, flops: int) -> int:
         """What no plan within a budget is below; `flops` is what one of them needs."""
         return min(flops, flops_bound(self.whole, budget)) if flops else 0
-
-
-def _segments(case: Case, budget: int) -> tuple[list[Segment], Simulation] | None:
-    if case.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-        return [Segment(0, len(case.model))], case.kept
-    return case.planner.find(budget)
-
-
-class Progress:
-    """A bar, if tqdm is there, once planning has taken more than a second."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.bar: Any = None
-
-    def __call__(self, share: float) -> None:
-        if self.bar is None:
-            if time.monotonic() - self.began < 1:
-                return
-            try:
-                # Not tqdm.auto, which warns in a notebook that has no ipywidgets.
-                tqdm = importlib.import_module("tqdm").tqdm
-            except ImportError:
-                return
-            self.bar = tqdm(total=100, desc="planning what to recompute", unit="%", leave=False)
-        self.bar.update(round(100 * share) - self.bar.n)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

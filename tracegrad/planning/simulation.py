@@ -54,7 +54,7 @@ class Local:
       flops: extra FLOPs.
       recomputed: the operations that are run again, in that order; some twice, if in pieces.
       stored: what is kept from its forward to its backward pass.
-      extra: bytes kept beside buffers.
+      staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
       forward: bytes of its own buffers alive at each operation.
       backward: bytes of its own buffers and of cotangents alive at each step, the last one first,
@@ -64,7 +64,7 @@ class Local:
     flops: int
     recomputed: tuple[int, ...]
     stored: frozenset[int]
-    extra: int
+    staying: int
     unread: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -153,13 +153,14 @@ class Piece:
     def _local(self, stored: frozenset[int], phases: list[_Phase], kept_extra: int) -> Local:
         order = [i % len(self.sizes) for phase in phases for i, _ in phase.runs]
         again = set(order)
+        staying = kept_extra + sum([self.sizes[v] for v in stored])
         return Local(
             flops=sum([self.flops[i] for i in order]),
             stored=stored,
-            extra=kept_extra,
+            staying=staying,
             unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
             forward=self._forward(stored, kept_extra == 0),
-            backward=self._backward(phases, stored, kept_extra),
+            backward=self._backward(phases, staying),
             recomputed=tuple(order),
         )
 
@@ -219,9 +220,8 @@ class Piece:
             for phase in phases
         ]
 
-    def _backward(
-        self, phases: list[_Phase], stored: AbstractSet[int], kept_extra: int
-    ) -> tuple[int, ...]:
+    def _backward(self, phases: list[_Phase], live: int) -> tuple[int, ...]:
+        """Bytes alive at each step; `live`: before the first."""
         sizes = self.sizes if len(phases) == 1 else self.sizes * 2
         extra = self.extra if len(phases) == 1 else [*self.extra, *([0] * len(self.extra))]
         reads = [0] * len(sizes)
@@ -232,7 +232,6 @@ class Piece:
             for _, operands in phase.steps:
                 for v in operands:
                     reads[v] += 1
-        live = kept_extra + sum([sizes[v] for v in stored])
         peak = live
         peaks = []
         for phase in phases:
@@ -300,25 +299,15 @@ def run_segment(model: MemoryModel, segment: Segment) -> Local:
 # ------------------------------------------------------------------------------------ whole plans
 
 
-@dataclass(frozen=True)
-class Leaving:
-    """Bytes that a segment leaves behind: those that stay until its own backward pass, and for
-    others the first operation behind it that reads them, after whose segment they go."""
-
-    staying: int
-    until_read: tuple[tuple[int, int], ...]  # (that operation, bytes)
-
-
-def leaving(model: MemoryModel, segment: Segment, local: Local) -> Leaving:
-    """What is kept of a segment while later ones run, forward and backward."""
-    staying = local.extra + sum(model.sizes[v] for v in local.stored)
-    until_read = []
+def until_read(model: MemoryModel, segment: Segment, local: Local) -> list[tuple[int, int]]:
+    """What a segment leaves for later ones, and does not keep for itself: the first operation that
+    reads it, after whose segment it goes, and the bytes."""
+    left = []
     for v in range(segment.start, segment.stop):
         uses = model.uses[v]
         if uses and uses[-1] >= segment.stop and v not in local.stored and model.sizes[v]:
-            first = next(u for u in uses if u >= segment.stop)
-            until_read.append((first, model.sizes[v]))
-    return Leaving(staying, tuple(until_read))
+            left.append((next(u for u in uses if u >= segment.stop), model.sizes[v]))
+    return left
 
 
 @dataclass(frozen=True)
@@ -357,10 +346,10 @@ def simulate(
         forward += [kept + size for size in local.forward]
         backward.append([held + size for size in local.backward])
         peaks.append(max(kept + local.forward_peak, held + local.backward_peak))
-        left = leaving(model, segment, local)
-        staying += left.staying
-        waiting += left.until_read
-        kept += left.staying + sum(size for _, size in left.until_read) - local.unread
+        left = until_read(model, segment, local)
+        staying += local.staying
+        waiting += left
+        kept += local.staying + sum(size for _, size in left) - local.unread
         found.append(local)
     return Simulation(
         peak=max(peaks, default=0),
