@@ -40,6 +40,11 @@ from tracegrad._jax.derivatives import linearize as linearize
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.linear import linear_by_element as linear_by_element
+from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
+from tracegrad._jax.loop_schedule import replayed as replayed
+from tracegrad._jax.loops import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE
+from tracegrad._jax.loops import WHILES as WHILES
+from tracegrad._jax.loops import checkpointed_while_loop as checkpointed_while_loop
 from tracegrad._jax.processes import agree as agree
 from tracegrad._jax.processes import in_numpy as in_numpy
 from tracegrad._jax.programs import COND as COND
@@ -60,6 +65,7 @@ from tracegrad._jax.programs import constants_of as constants_of
 from tracegrad._jax.programs import equation_context as equation_context
 from tracegrad._jax.programs import eval_program as eval_program
 from tracegrad._jax.programs import identity_primitive as identity_primitive
+from tracegrad._jax.programs import is_debugging as is_debugging
 from tracegrad._jax.programs import is_plain_jit as is_plain_jit
 from tracegrad._jax.programs import jit_settings as jit_settings
 from tracegrad._jax.programs import opened as opened

@@ -46,6 +46,20 @@ def calls_host(primitive: str) -> bool:
     return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
 
 
+def _effects_of_debugging() -> frozenset[Any]:
+    program = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))()
+    return frozenset(program.effects)
+
+
+_OF_DEBUGGING = in_a_new_thread(_effects_of_debugging)
+
+
+def is_debugging(effect: Any) -> bool:
+    """Whether an effect is that of `jax.debug.callback` and its like where they have no order: it
+    may happen more often, or never."""
+    return effect in _OF_DEBUGGING
+
+
 def constants_of(program: Any) -> Sequence[Any]:
     """The values of ``program.constvars``; an open program has none."""
     return getattr(program, "consts", ())

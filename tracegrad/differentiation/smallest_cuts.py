@@ -255,7 +255,7 @@ class _Search:
     def _through_regions(
         self, node: Node, masks: dict[str, Masks], k: int
     ) -> Iterator[tuple[int, _Ways]]:
-        if node.primitive is _jax.SCAN or node.primitive is _jax.WHILE:
+        if node.primitive is _jax.SCAN or node.primitive in _jax.WHILES:
             yield from self._through_loop(node, masks, k)
             return
         shift = 1 if node.primitive is _jax.COND else 0

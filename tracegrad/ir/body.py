@@ -314,7 +314,8 @@ class Body:
         primitive: Any = None,
         everywhere: bool = False,
     ) -> None:
-        """Gives a node other parameters, or makes it another operation without regions.
+        """Gives a node other parameters, or makes it another operation: one without regions, or
+        another kind of loop.
 
         That it takes its inputs and gives its outputs still, `verify` checks.
 
@@ -325,7 +326,7 @@ class Body:
           everywhere: in a region that several places enter, for all of them.
         """
         self._check_node(node)
-        if primitive is not None and isinstance(node, RegionNode):
+        if isinstance(node, RegionNode) and primitive not in (None, *_jax.WHILES):
             raise GraphError(f"{node!r} has regions: insert another operation, and replace_uses")
         self._edited(everywhere=everywhere)
         set_field(node, "params", MappingProxyType(dict(params)))

@@ -117,7 +117,7 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
         return outs, dict.fromkeys(names, ins[1:])
     if node.primitive is _jax.SCAN:
         return _enter_scan(node, ins, run)
-    if node.primitive is _jax.WHILE:
+    if node.primitive in _jax.WHILES:
         return _enter_while(node, ins, run)
     return None
 
@@ -181,7 +181,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
 def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
     """Which outputs of a node's region flow to the chosen results of the node."""
     region = node.regions[name]
-    if node.primitive is _jax.WHILE:
+    if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
 
     def back(wanted: list[bool]) -> list[bool]:
@@ -209,7 +209,7 @@ def back_around(
     first, carried = 0, 0
     if node.primitive is _jax.SCAN:
         first, carried = _jax.scan_split(node.params)
-    elif node.primitive is _jax.WHILE:
+    elif node.primitive in _jax.WHILES:
         first, carried = node.params["body_nconsts"], len(outputs)
     found = list(outputs)
     while carried:

@@ -96,7 +96,7 @@ def _operands(node: Node, region: str) -> Sequence[Any] | None:
         return None
     if node.primitive is _jax.COND:
         return avals[1:]
-    if node.primitive is _jax.WHILE:
+    if node.primitive in _jax.WHILES:
         conditions, bodies = node.params["cond_nconsts"], node.params["body_nconsts"]
         carry = avals[conditions + bodies :]
         own = avals[:conditions] if region == "cond_jaxpr" else avals[conditions:][:bodies]

@@ -221,7 +221,7 @@ def _bind_publicly(
     if node.primitive is _jax.COND:
         branches = [function_of(name) for name in node.regions]
         return list(lax.switch(args[0], branches, *args[1:]))
-    if node.primitive is _jax.WHILE:
+    if node.primitive in _jax.WHILES:
         return _while(node, args, function_of)
     raise GraphError(
         f"an edit made a region of {node.op} close over a value that is being traced outside of "
@@ -278,12 +278,16 @@ def _while(
     condition, body = function_of("cond_jaxpr"), function_of("body_jaxpr")
     split = node.params["cond_nconsts"]
     end = split + node.params["body_nconsts"]
-    final = lax.while_loop(
-        lambda state: condition(*args[:split], *state)[0],
-        lambda state: body(*args[split:end], *state),
-        list(args[end:]),
-    )
-    return list(final)
+
+    def goes_on(state: Any) -> Any:
+        return condition(*args[:split], *state)[0]
+
+    def step(state: Any) -> Any:
+        return body(*args[split:end], *state)
+
+    if node.primitive is _jax.WHILE:
+        return list(lax.while_loop(goes_on, step, list(args[end:])))
+    return list(_jax.checkpointed_while_loop(goes_on, step, list(args[end:]), node.params))
 
 
 def _shard_map(

@@ -1,0 +1,333 @@
+"""Rules for while loops: reverse mode by replaying, and by the implicit function theorem."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import tracegrad as tg
+from tests.harnesses import same_program
+from tracegrad import _jax, match, rules
+
+LOOPS = match.op("while")
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def checkpointed(fun, checkpoints=3):
+    return tg.rewrite(fun, rules.checkpointed_loop(LOOPS, checkpoints))
+
+
+# ------------------------------------------------------------------------------------- programs
+
+
+def newton(a):
+    return lax.while_loop(lambda x: jnp.abs(x * x - a) > 1e-9, lambda x: 0.5 * (x + a / x), a)
+
+
+def traced_bound(x, n=11):
+    def step(i, carry):
+        return {"y": jnp.sin(carry["y"] * x[0]) + 0.9 * carry["y"], "n": carry["n"] + i}
+
+    out = lax.fori_loop(jnp.asarray(2), jnp.asarray(2 + n), step, {"y": x, "n": 0})
+    return out["y"] * out["n"]
+
+
+def nested(x):
+    def inner(i, y):
+        return lax.fori_loop(0, i + 2, lambda j, y: jnp.sin(y) * x + 0.1 * j * y, y)
+
+    return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, inner(*c)), (0, x))[1]
+
+
+def in_scan_cond_jit(x):
+    def step(c, x):
+        c = lax.cond(x > 0, lambda c: jax.jit(newton)(c * x * x), lambda c: 2.0 * c, c)
+        return c, c * x
+
+    return lax.scan(step, x[0] ** 2, x)
+
+
+def with_keys_and_integers(x):
+    def step(carry):
+        key, y, i = carry
+        key, sub = jax.random.split(key)
+        return key, y * x + jax.random.normal(sub, y.shape), i + 1
+
+    start = (jax.random.key(0), x, jnp.uint8(0))
+    return lax.while_loop(lambda c: c[2] < 7, step, start)[1]
+
+
+def batch(x):  # the numbers of steps differ, and one is 0
+    def halved(x):
+        return lax.while_loop(lambda c: c[0] > 1.0, lambda c: (0.4 * c[0], jnp.exp(-c[1])), (x, x))
+
+    return jax.vmap(halved)(x * jnp.array([0.01, 3.0, 50.0]))
+
+
+def complex_carry(x):
+    return lax.while_loop(
+        lambda c: c[0] < 6, lambda c: (c[0] + 1, c[1] * (0.5 + 0.7j) + jnp.sin(c[1])), (0, x + 1j)
+    )[1]
+
+
+def no_steps(x):
+    return traced_bound(x, 0)
+
+
+def many_steps(x):
+    return traced_bound(x, 70)
+
+
+def power_iteration(x):
+    matrix = jnp.outer(x, x) + jnp.diag(jnp.arange(3.0))
+
+    def step(carry):
+        v, _ = carry
+        new = matrix @ v
+        new = new / jnp.linalg.norm(new)
+        return new, jnp.linalg.norm(new - v)
+
+    return lax.while_loop(lambda c: c[1] > 1e-6, step, (jnp.ones(3) / 3**0.5, 1.0))[0]
+
+
+def adaptive_steps(x):  # of Euler's method: their number and size depend on x
+    def step(carry):
+        t, y = carry
+        size = 0.1 / (1 + jnp.abs(y))
+        return t + size, y - size * jnp.sin(y) * x[1]
+
+    return lax.while_loop(lambda c: c[0] < 0.8, step, (x[0] * 0, x[2]))
+
+
+def recomputed(x):
+    return jax.checkpoint(traced_bound)(x) + x
+
+
+def custom_rules_in_the_body(x):
+    def step(carry):
+        i, y = carry
+        return i + 1, jax.nn.relu(y) + jax.nn.logsumexp(y * x)
+
+    return lax.while_loop(lambda c: c[0] < 5, step, (0, x))[1]
+
+
+def scan_in_the_body(x):
+    def step(carry):
+        i, y = carry
+        return i + 1, lax.scan(lambda c, a: (jnp.cos(c * a), c), y, x)[1]
+
+    return lax.while_loop(lambda c: c[0] < 4, lambda c: step((c[0], c[1][0])), (0, x))[1]
+
+
+def mixed_types(x):
+    def step(carry):
+        i, y, table = carry
+        y = y * 0.5 + jnp.sin(table[i % 3])
+        return i + 1, y, table.at[i % 3].multiply(y.astype(jnp.float32))
+
+    return lax.while_loop(lambda c: c[0] < 8, step, (0, x[0], x.astype(jnp.float32)))
+
+
+def of_scipy(x):
+    from jax.scipy.optimize import minimize
+
+    return minimize(lambda y: jnp.sum((y - x) ** 4 + y**2), jnp.zeros(3), method="BFGS").x
+
+
+X = np.array([0.7, 1.3, 0.4])
+FEW = {f.__name__: f for f in (nested, with_keys_and_integers, in_scan_cond_jit)}
+MORE = {
+    f.__name__: f
+    for f in (
+        *(traced_bound, batch, complex_carry, no_steps, many_steps, power_iteration, of_scipy),
+        *(adaptive_steps, recomputed, custom_rules_in_the_body, scan_in_the_body, mixed_types),
+    )
+}
+MORE["newton"] = lambda x: newton(x[1])
+
+
+def inner(a, b):
+    """Of two trees of float arrays, as real vectors."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum(np.sum(np.real(np.asarray(x) * np.asarray(y)), dtype=float) for x, y in pairs)
+
+
+def floats(tree):
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def check_transpose(fun, tolerance=1e-9):
+    """That <v, J u> = <J^T v, u>, where J u is JAX's forward mode of the function as it was."""
+    random = np.random.default_rng(0)
+    x, u = jnp.asarray(X), random.normal(size=X.shape)
+
+    def of_floats(x):
+        return floats(fun(x))
+
+    outs, tangents = jax.jit(lambda x: jax.jvp(of_floats, (x,), (jnp.asarray(u),)))(x)
+    v = [jnp.asarray(random.normal(size=out.shape), out.dtype) for out in outs]
+    edited = checkpointed(of_floats)
+
+    @jax.jit
+    def with_cotangents(x):
+        values, back = jax.vjp(edited, x)
+        return values, back(v)[0]
+
+    values, back = with_cotangents(x)
+    for ours, expected in zip(values, outs, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    forward, backward = inner(v, tangents), inner(back, u)
+    assert abs(forward - backward) <= tolerance * max(1.0, abs(forward))
+    assert np.any(back) or not np.any(forward)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_backward_pass_is_the_transpose_of_forward_mode(name):
+    check_transpose(FEW[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_the_backward_pass_is_the_transpose_of_forward_mode_in_more_programs(name):
+    check_transpose(MORE[name], 1e-6 if name == "mixed_types" else 1e-9)
+
+
+def test_derivatives_of_second_order_in_either_order_of_modes():
+    edited = checkpointed(lambda a: newton(a) ** 3, 2)
+
+    @jax.jit
+    def second(a):
+        forward_over_reverse = jax.jvp(jax.grad(edited), (a,), (1.0,))[1]
+        forward_first = jax.grad(lambda a: jax.jvp(edited, (a,), (1.0,))[1])(a)
+        return jax.grad(jax.grad(edited))(a), forward_over_reverse, forward_first
+
+    np.testing.assert_allclose(second(4.0), [3 / 8] * 3, rtol=1e-6)
+
+
+def test_a_batch_of_gradients_is_that_of_each():
+    gradient = jax.jit(jax.grad(checkpointed(lambda x, n: jnp.sum(traced_bound(x, n) ** 2), 2)))
+    counts, x = jnp.array([0, 5, 3]), jnp.asarray(X)
+    for n, row in zip(counts, jax.vmap(gradient, (None, 0))(x, counts), strict=True):
+        np.testing.assert_allclose(row, gradient(x, n), rtol=1e-12)
+
+
+def test_elements_of_a_batch_that_are_done_add_no_nan():
+    def f(x, n):  # one step more would divide by zero
+        return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] / c[0]), (n, x))[1]
+
+    def loss(x, n):
+        return jnp.sum(jax.vmap(f, (None, 0))(x, n))
+
+    n = jnp.array([1.0, 3.0])
+    assert jax.grad(checkpointed(loss))(2.0, n) == 1 + 1 / 6
+
+
+@pytest.mark.any_jax
+def test_without_reverse_mode_the_program_is_the_one_before():
+    edited, a = checkpointed(newton), jnp.asarray(4.0)
+    assert same_program(jax.jit(edited).lower(a), jax.jit(newton).lower(a))
+
+    def forward(fun):
+        return jax.jit(lambda a: jax.jvp(fun, (a,), (a,))).lower(a)
+
+    assert same_program(forward(edited), forward(newton))
+    batch = jnp.ones(3)
+    assert same_program(*(jax.jit(jax.vmap(f)).lower(batch) for f in (edited, newton)))
+
+
+def test_rules_of_a_trace_and_tapes_reach_loops():
+    rule = rules.checkpointed_loop(LOOPS)
+    a = jnp.asarray(4.0)
+
+    @tg.trace(rules=[rule])
+    def step(a):
+        return jax.grad(newton)(a), tg.grad(newton)(a)
+
+    np.testing.assert_allclose(step(a), 0.25, rtol=1e-6)
+    with tg.GradientTape() as tape:
+        tape.watch(a)
+        y = tg.rewrite(newton, rule)(a)
+    np.testing.assert_allclose(tape.gradient(y, a), 0.25, rtol=1e-6)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("slots", [1, 2, 3, 6, 16])
+def test_no_more_steps_are_replayed_than_by_the_best_placement(slots):
+    """The optimum of each number of steps: by trying all places for each checkpoint."""
+    most = 120
+    between = [[_reversal(m, s) for m in range(most + 1)] for s in range(slots + 1)]
+    best = between[1]
+    for s in range(2, slots + 1):
+        best = [
+            min(between[s][m] + best[n - m] for m in range(n + 1)) if n else 0
+            for n in range(most + 1)
+        ]
+    for n in range(most + 1):
+        # Two are too few to be placed well while the end is not known.
+        assert _jax.replayed(n, slots) <= (4 / 3 if slots == 2 else 1.1) * best[n], n
+    for n in (300, 1000, 10_000) if slots > 1 else ():
+        assert _jax.replayed(n, slots) <= 1.1 * _jax.fewest_replayed(n, slots), n
+    assert _jax.replayed(slots, slots) == 0
+
+
+@functools.cache
+def _reversal(length, slots):
+    """The fewest steps that reverse so many, from a state that is kept (Griewank 1992)."""
+    if length <= 1:
+        return 0
+    if slots == 1:
+        return length * (length - 1) // 2
+    return min(k + _reversal(length - k, slots - 1) + _reversal(k, slots) for k in range(1, length))
+
+
+def test_memory_does_not_grow_with_the_number_of_steps():
+    size, slots = 1 << 12, 4
+
+    def f(x, n):
+        return jnp.sum(lax.fori_loop(0, n, lambda i, y: jnp.sin(y) * x, x))
+
+    compiled = jax.jit(jax.grad(checkpointed(f, slots))).lower(jnp.ones(size), 5).compile()
+    held = compiled.memory_analysis().temp_size_in_bytes / (8 * size)
+    one_step = 4  # a state, its cotangent, that of what is closed over, sin or cos of the state
+    assert held <= 2 * slots + one_step
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.any_jax
+def test_what_is_no_loop_or_cannot_be_run_again_is_refused_by_its_line():
+    with pytest.raises(ValueError, match="one checkpoint or more, not 0"):
+        rules.checkpointed_loop(LOOPS, 0)
+    with pytest.raises(tg.GraphError, match=r"sin.*test_loops.py:\d+.*is no while loop"):
+        tg.rewrite(lambda x: jnp.sin(x), rules.checkpointed_loop(match.op("sin")))(1.0)
+
+    def prints(x):
+        def step(x):
+            jax.debug.print("{}", x, ordered=True)
+            return 2 * x
+
+        return lax.while_loop(lambda x: x < 3, step, x)
+
+    with pytest.raises(tg.GraphError, match=r"effect in each step \(debug\S+ at test_loops.py:\d+"):
+        checkpointed(prints)(1.0)
+
+
+def test_loops_inside_of_what_matches_are_meant():
+    def solver(a):
+        return newton(newton(a))
+
+    edited = tg.rewrite(
+        lambda a: 2 * jax.jit(solver)(a), rules.checkpointed_loop(match.call("solver"))
+    )
+    np.testing.assert_allclose(jax.grad(edited)(16.0), 2 / 32, rtol=1e-5)
