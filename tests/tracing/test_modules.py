@@ -340,7 +340,6 @@ def test_modules_come_back_as_what_they_are(run):
 
 
 CHANGED_STRUCTURE = {
-    "in evaluation": (lambda model, x: model.eval(), r"`model\.\w+\.\w+` is True, and was False"),
     "a new Variable": (new_variable, r"`model\.extra` is a Variable, and was absent"),
     "another value": (
         lambda model, x: model.linear.bias.set_value((x, x)),
@@ -356,6 +355,44 @@ def test_a_change_of_structure_inside_raises_and_names_it(run, case):
     model = Noisy(nnx.Rngs(0))
     with pytest.raises(TypeError, match=f"changes the structure.*{message}.*before the call"):
         run(lambda model, x: change(model, x))(model, X)
+
+
+SETTING = {"alone": tg.trace, "in another": lambda f: tg.trace(lambda *args: tg.trace(f)(*args))}
+
+
+@pytest.mark.parametrize("run", SETTING)
+def test_settings_that_a_function_changes_are_changed(run):
+    def evaluate(model, x):
+        model.eval()
+        return model(x)
+
+    def step(model, x):
+        model.train()
+        trained = model(x)
+        model.eval()
+        return trained, model(x)
+
+    def results(compile):
+        model = Noisy(nnx.Rngs(0))
+        compiled = [compile(evaluate), compile(step)]
+        values = [jnp.stack(compiled[i](model, X)) for i in (0, 1, 1, 0)]
+        return [*values, model.norm.use_running_average, *arrays_of(model)]
+
+    assert_same(results(SETTING[run]), results(lambda fun: fun))
+
+
+def test_what_is_sown_in_a_capture_comes_out():
+    class Sowing(Plain):
+        def __call__(self, x):
+            hidden = super().__call__(x)
+            self.sow(nnx.Intermediate, "hidden", hidden)
+            return hidden
+
+    captured = tg.trace(lambda model, x: nnx.capture(model, nnx.Intermediate)(x))
+    model = Sowing(nnx.Rngs(0))
+    for _ in range(2):
+        result, state = captured(model, X)
+        np.testing.assert_array_equal(jax.tree.leaves(state)[0], result)
 
 
 def test_calls_with_arrays_and_then_with_a_module_lose_nothing():

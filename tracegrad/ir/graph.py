@@ -54,6 +54,7 @@ class Graph(Body):
       taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
+      settings: attributes of these modules that are no data, and that the function changes.
       updates: which of the inputs that are arrays of modules of flax.nnx, counted by themselves,
         the function gives new values: the very last outputs. Not counted in `out_tree` either.
       loses: paths of what the function changes in a state that it is given, and nobody would see.
@@ -74,6 +75,7 @@ class Graph(Body):
         self.assigned: tuple[Any, ...] = ()
         self.taps: tuple[Tap, ...] = ()
         self.updates: tuple[int, ...] = ()
+        self.settings: tuple[Any, ...] = ()
         self.loses: tuple[str, ...] = ()
         self.surroundings: dict[str, weakref.ref[Any]] = {}
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again
@@ -188,7 +190,8 @@ class Graph(Body):
         new = Graph(self.name, function_source=self.function_source)
         new.in_tree, new.out_tree, new.signature = self.in_tree, self.out_tree, self.signature
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
-        new.updates, new.loses, new.surroundings = self.updates, self.loses, self.surroundings
+        new.updates, new.settings, new.loses = self.updates, self.settings, self.loses
+        new.surroundings = self.surroundings
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])
         values: dict[Value, Value | Literal] = dict(zip(self.inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))

@@ -87,12 +87,13 @@ def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
         variable.assign(value)
     result = jax.tree.unflatten(graph.out_tree, outs[:count])
     returns_modules = hands_out(graph.out_tree)
-    if not graph.updates and not returns_modules:
+    if not graph.updates and not graph.settings and not returns_modules:
         return result
     modules = modules_in(arguments)
-    if graph.updates:
+    if graph.updates or graph.settings:
         assert modules is not None, "the arguments are of the structure that was traced"
         modules.assign(graph.updates, outs[last : last + len(graph.updates)])
+        modules.set(graph.settings)
     return put_together(result, modules) if returns_modules else result
 
 

@@ -118,7 +118,7 @@ def trace_to_graph(
     graph.signature = _dynamic_signature(fun, set(positions), static.names)
     graph.variables = variables
     graph.assigned = tuple(capture.assigned)
-    graph.updates = tuple(outcome.updates)
+    graph.updates, graph.settings = tuple(outcome.updates), tuple(outcome.settings)
     graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
     if outcome.lost:
         graph.loses = _lost(outcome.lost, fun, args, kwargs, static)

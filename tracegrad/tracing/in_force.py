@@ -124,7 +124,7 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: boo
     graph = force.finish(traced, taps=taps)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph.variables, graph.assigned = traced.variables, traced.assigned
-    graph.updates, graph.loses = traced.updates, traced.loses
+    graph.updates, graph.settings, graph.loses = traced.updates, traced.settings, traced.loses
     graph.surroundings = traced.surroundings
     return graph
 

@@ -57,6 +57,7 @@ class Use:
         held weakly.
       updates: which arrays of the modules of flax.nnx among the arguments it returns: those with
         new values, and those that would be gone after the call.
+      settings: attributes of these modules that get another value.
       modules: those of flax.nnx outside of it, held weakly; what there is of them besides arrays
         are its `surroundings`.
       calls_host: whether it calls code that XLA did not compile, where it has state.
@@ -86,15 +87,15 @@ class Use:
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
         self.values = (*self.updated, *self.read)  # of these the program takes the values
         self.updates = tuple(sorted({*donated, *(graph.updates if graph else ())}))
+        self.settings = graph.settings if graph else ()
         outside = [ref() for ref in graph.surroundings.values()] if graph else []
         self.modules = self._refs(m for m in outside if m is not None)
         self.surroundings = surroundings(self.modules)
         # A Variable is kept by whoever uses it; these by nobody.
         self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
         self.returns_modules = graph is not None and hands_out(graph.out_tree)
-        self.has_state = bool(
-            read or assigned or self.updates or self.returns_modules or self.modules
-        )
+        of_modules = self.updates, self.settings, self.returns_modules, self.modules
+        self.has_state = bool(read or assigned or any(of_modules))
         self.calls_host = graph is not None and self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
         self.recomputes = graph is not None and needed is not None and graph.recomputes
@@ -105,6 +106,7 @@ class Use:
             frozenset(read),
             frozenset(assigned),
             self.updates,
+            self.settings,
             self.returns_modules,
             self.surroundings,
             self.calls_host,
@@ -316,9 +318,11 @@ class Variant:
 
     def _update(self, modules: Modules | None, new: Sequence[Any]) -> None:
         """Assigns the new values of arrays of modules, which are the last ones."""
-        if updates := self.use.updates:
+        updates, settings = self.use.updates, self.use.settings
+        if updates or settings:
             assert modules is not None, "the program was made for such"
             modules.assign(updates, new[len(new) - len(updates) :])
+            modules.set(settings)
 
     def _held(
         self,

@@ -16,6 +16,8 @@ import jax
 from tracegrad.variables.modules import (
     Held,
     Modules,
+    Reading,
+    Setting,
     Structure,
     hold,
     is_held,
@@ -23,10 +25,17 @@ from tracegrad.variables.modules import (
     is_whole,
     read,
 )
-from tracegrad.variables.nnx_objects import described, differences, is_module, is_state, nnx
+from tracegrad.variables.nnx_objects import (
+    described,
+    differences,
+    is_module,
+    is_state,
+    nnx,
+    static_attributes,
+)
 from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import are_arrays, fix, is_variable
+from tracegrad.variables.statics import Static, are_arrays, fix, is_variable
 from tracegrad.variables.trees import flattened, with_variables
 from tracegrad.variables.variable import Variable
 
@@ -52,12 +61,14 @@ class Outcome:
     Attributes:
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
+      settings: attributes of its modules that it has changed, and that are no data.
       lost: what it has changed in an nnx.State and does not return.
       outside: the modules of flax.nnx that it has met outside of it.
     """
 
     out_tree: Any = None
     updates: list[int] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     lost: Changes = field(default_factory=Changes)
     outside: Outside = field(default_factory=Outside)
 
@@ -100,7 +111,11 @@ class Inside:
         the function has assigned in its modules."""
         values: list[Any] = []
         if self._places:
-            outcome.updates, values = self._updates()
+            now = read(self._modules)
+            outcome.settings = self._settings(now)
+            pairs = enumerate(zip(self._before.arrays, now.arrays, strict=True))
+            outcome.updates = [i for i, (old, new) in pairs if old is not new]
+            values = [now.arrays[i] for i in outcome.updates]
         if self._states is not None:
             outcome.lost = self._states.changes(result)
         result = self._handed_out(result)
@@ -114,14 +129,24 @@ class Inside:
         outcome.out_tree = tree
         return result, values
 
-    def _updates(self) -> tuple[list[int], list[Any]]:
-        before, now = self._before, read(self._modules)
-        if now.key != before.key:
+    def _settings(self, now: Reading) -> list[Setting]:
+        """The settings that the function has changed, as by ``model.eval()``. All else that
+        programs are made for must be as it was."""
+        if now.key == self._before.key:
+            return []
+        as_before = self._structure.build(self._before.arrays)
+        settings = []
+        for i, (old, new) in enumerate(zip(read(as_before).objects, self._before.objects)):
+            known = {name: Static(value) for name, value in static_attributes(old).items()}
+            for name, value in static_attributes(new).items():
+                setting = Setting(i, name, Static(value))
+                if known.get(name) != setting.value:
+                    setattr(old, name, value)
+                    settings.append(setting)
+        if read(as_before).key != now.key:
             names = self._module_names()
-            raise TypeError(_structure_changed(self._structure, self._modules, names))
-        pairs = enumerate(zip(before.arrays, now.arrays, strict=True))
-        changed = [i for i, (old, new) in pairs if old is not new]
-        return changed, [now.arrays[i] for i in changed]
+            raise TypeError(_structure_changed(as_before, self._modules, names))
+        return settings
 
     def _handed_out(self, result: Any) -> Any:
         """A result without modules that the function was given: references stand for them; and a
@@ -164,17 +189,17 @@ class Inside:
         ]
 
 
-def _structure_changed(structure: Structure, modules: Sequence[Any], names: Sequence[str]) -> str:
-    found = differences(structure.describe(names), described(modules, names))
-    where, before, now = found[0] if found else (names[0], "another", "changed")
-    is_now = f"is {now}, and was {before}" if now != "absent" else "is gone"
+def _structure_changed(before: Sequence[Any], now: Sequence[Any], names: Sequence[str]) -> str:
+    found = differences(described(before, names), described(now, names))
+    where, was, is_now = found[0] if found else (names[0], "another", "changed")
+    change = f"is {is_now}, and was {was}" if is_now != "absent" else "is gone"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return (
         "a traced function changes the structure of a module of flax.nnx that it is given: "
-        f"{where} {is_now}{more}. Programs are made for one structure, and give new "
-        "values to the arrays in it alone. Change the structure before the call "
-        "(model.eval(), a Variable with an initial value), or build the module in the function and "
-        "return it"
+        f"{where} {change}{more}. Programs are made for one structure, and give new "
+        "values to the arrays in it, and to settings. Change the structure before the call (a "
+        "Variable with an initial value; for what is sown, nnx.capture in the function), or build "
+        "the module in the function and return it"
     )
 
 

@@ -59,6 +59,19 @@ class Modules(NamedTuple):
                 whole = jax.tree.unflatten(tree, leaves)
             variable.set_raw_value(whole)
 
+    def set(self, settings: Sequence[Setting]) -> None:
+        """Gives new values to some of their attributes that are no data."""
+        for owner, name, value in settings:
+            setattr(self.objects[owner], name, value.leaf)
+
+
+class Setting(NamedTuple):
+    """An attribute of a module that is no data, with the value that a function gives it."""
+
+    owner: int  # of the objects of a reading
+    name: str
+    value: Any  # a `Static`
+
 
 class Held:
     """A module or nnx.Variable among the arguments of a call: a node of their tree.
