@@ -1,9 +1,11 @@
-"""Each program of the gallery has a seeded bug; `explain` names its cause and its line."""
+"""Each program of the gallery has a seeded bug; `explain` names its cause, its line and a cure."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from gallery import BUGS
 
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.any_jax
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_the_cause_and_the_line_of_a_bug_are_named(name):
+def test_the_cause_the_line_and_the_cure_of_a_bug_are_named(name):
     seeded = BUGS[name]
     bug = seeded.build()
     explanation = explain(bug.loss, *bug.arguments, wrt=bug.wrt)
@@ -26,3 +28,12 @@ def test_the_cause_and_the_line_of_a_bug_are_named(name):
         assert place == (seeded.file.name, seeded.line)
     assert worst.step == bug.step
     assert bug.cure in worst.cure
+    assert worst.cure
+    # Unasked nothing is offered that changes a gradient which is finite.
+    mends = worst.cause.startswith(("NaN", "Inf")) or worst.cause == "not differentiable"
+    assert (worst.rule in explanation.cures()) == (mends and bug.repaired is not None)
+    if bug.repaired is not None:
+        assert bool(worst.changes) != mends
+        assert not worst.problem or worst.rule in explanation.cures(changing=True)
+        for cured, right in zip(*map(jax.tree.leaves, bug.gradients(worst.rule)), strict=True):
+            np.testing.assert_allclose(cured, right, rtol=1e-5, atol=1e-30)

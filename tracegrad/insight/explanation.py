@@ -16,6 +16,7 @@ from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Occurrence, Origin
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import table
+from tracegrad.tracing.graphs import Rule
 
 # The worst first.
 _ORDER = (
@@ -33,6 +34,14 @@ _COLUMNS = ("source", "type", "gradient", "zeros", "")
 
 
 @dataclass(frozen=True)
+class ByRule:
+    """A rule that cures a finding, and which finite gradients it changes; ""; none."""
+
+    rule: Rule | None = None
+    changes: str = ""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing about a gradient that its user should know.
 
@@ -40,7 +49,10 @@ class Finding:
     in words, `sources` are the paths of the leaves that it concerns, `origin` is the user's line,
     `whose` who wrote what is there (``"yours"`` or a library), `step` that of a scan, `operation`
     what stands there, `operands` what it was given where a NaN or Inf stands first, `cure` what is
-    known to help. `problem` is False for what may well be meant.
+    known to help, as an edit. `problem` is False for what may well be meant.
+
+    `rule` does it without an edit, at just that place, if a rule of `tracegrad.rules` can; None if
+    none can. `changes` says which finite gradients the rule changes; "" if it changes none.
     """
 
     cause: str
@@ -54,6 +66,15 @@ class Finding:
     operands: tuple[float, ...] = ()
     problem: bool = True
     occurrence: Occurrence | None = dataclasses.field(default=None, repr=False, compare=False)
+    by_rule: ByRule = dataclasses.field(default=ByRule(), repr=False, compare=False)
+
+    @property
+    def rule(self) -> Rule | None:
+        return self.by_rule.rule
+
+    @property
+    def changes(self) -> str:
+        return self.by_rule.changes
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -141,6 +162,34 @@ class Explanation:
         """The findings that may well be meant."""
         return tuple(f for f in self.findings if not f.problem)
 
+    def cures(self, *, changing: bool = False) -> tuple[Rule, ...]:
+        """The rules that cure the problems which were found, for `tracegrad.rewrite`.
+
+        Args:
+          changing: whether those are wanted too that change gradients which are finite: each says
+            what it changes (`Finding.changes`). Else only NaN, Inf and refusals are mended.
+
+        Returns:
+          The rules, each once. What is not among them takes an edit (`Finding.cure`). A problem may
+          hide another one: explain what comes out again.
+
+        >>> import jax, jax.numpy as jnp, tracegrad as tg
+        >>> def loss(x):
+        ...     return jnp.sum(jnp.where(x > 0, jnp.log(x), 0.0))
+        >>> x = jnp.array([0.0, 2.0])
+        >>> cured = tg.rewrite(loss, *tg.explain(loss, x).cures())
+        >>> print(jax.grad(loss)(x), jax.grad(cured)(x))
+        [nan 0.5] [0.  0.5]
+        >>> tg.explain(cured, x).problems
+        ()
+        """
+        found = {
+            repr(f.rule): f.rule
+            for f in self.problems
+            if f.rule is not None and (changing or not f.changes)
+        }
+        return tuple(found.values())
+
     def __getitem__(self, path: str) -> SourceReport:
         """The report on one source, by its path. Raises KeyError for another."""
         for report in self.sources:
@@ -167,6 +216,8 @@ class Explanation:
                 lines.append(f"    concerns {_some(finding.sources)}")
             if finding.cure:
                 lines.append(f"    {_paint('cure:', 'green', colour)} {finding.cure}")
+            if finding.problem:
+                lines.append(f"    {_paint('rule:', 'green', colour)} {_rule_text(finding)}")
         return "\n".join([*lines, "", *self._table(colour)])
 
     def _headline(self) -> str:
@@ -250,8 +301,17 @@ def _section(finding: Finding, is_open: bool) -> str:
     if finding.cure:
         cure = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(finding.cure))
         body.append(f"<b>cure:</b> {cure}")
+    if finding.problem:
+        body.append(f"<b>rule:</b> <code>{html.escape(_rule_text(finding))}</code>")
     title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.short)}'
     return folding.section(title, "<br>".join(body), is_open=is_open)
+
+
+def _rule_text(finding: Finding) -> str:
+    if finding.rule is None:
+        return "none; it takes an edit"
+    changes = f" ({finding.changes})" if finding.changes else ""
+    return f"{finding.rule!r}{changes}"
 
 
 def _in_step(finding: Finding) -> str:

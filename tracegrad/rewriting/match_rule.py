@@ -37,7 +37,9 @@ class MatchRule:
         return self.edit(graph, matches) if matches else graph
 
     def __repr__(self) -> str:
-        return f"rules.{self.name}({repr(self.where) if self.text is None else self.text})"
+        text = repr(self.where) if self.text is None else self.text
+        # Two selectors that are combined stand in parentheses already.
+        return f"rules.{self.name}{text}" if text.startswith("(") else f"rules.{self.name}({text})"
 
 
 def at_each(edit: Edit) -> Callable[[Graph, Sequence[Occurrence]], Graph]:

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
+import tracegrad as tg
+
 
 @dataclass(frozen=True)
 class Bug:
     """``loss(*arguments)`` whose gradient in `wrt` is not what somebody wanted.
 
     `step`: in which step of a scan it goes wrong. `cure`: what the advice has to mention.
+    `repaired`: a function of the same arguments without the bug, if a rule can do what it does.
+    `is_curable`: whether the program is to be mended at all, and not what it is given or asked.
     """
 
     loss: Callable[..., Any]
@@ -22,6 +28,13 @@ class Bug:
     wrt: Any = 0
     step: int | None = None
     cure: str = ""
+    repaired: Callable[..., Any] | None = None
+    is_curable: bool = True
+
+    def gradients(self, rule: Any) -> tuple[Any, Any]:
+        """What the loss has by a rule, and what the repaired function has."""
+        functions = tg.rewrite(self.loss, rule), self.repaired
+        return jax.jit(lambda: [tg.grad(f, wrt=self.wrt)(*self.arguments) for f in functions])()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ def binary_activation():
         h = layer(params["first"], x)
         return jnp.mean((h @ params["second"]) ** 2)
 
-    return Bug(loss, ({"first": jnp.ones((2, 3)), "second": jnp.ones(3)}, jnp.ones((4, 2))))
+    def repaired(params, x):
+        h = x @ params["first"]
+        h = h + jax.lax.stop_gradient(jnp.sign(h) - h)
+        return jnp.mean((h @ params["second"]) ** 2)
+
+    return Bug(
+        loss,
+        ({"first": jnp.ones((2, 3)), "second": jnp.ones(3)}, jnp.ones((4, 2))),
+        repaired=repaired,
+    )
 
 
 @bug
@@ -33,7 +42,11 @@ def bins_by_floor():
     def loss(x, weights):
         return jnp.sum(weights * soft_bin(x))
 
-    return Bug(loss, (jnp.array([0.1, 0.9]), jnp.ones(2)))
+    def repaired(x, weights):
+        x = x / 0.5
+        return jnp.sum(weights * (x + jax.lax.stop_gradient(jnp.floor(x) - x)))
+
+    return Bug(loss, (jnp.array([0.1, 0.9]), jnp.ones(2)), repaired=repaired)
 
 
 @bug
@@ -49,7 +62,11 @@ def branch_not_taken():
         )
         return jnp.sum(y * params["w"])
 
-    return Bug(loss, ({"dropout_scale": jnp.ones(3), "w": jnp.ones(3)}, jnp.ones(3), jnp.int32(0)))
+    return Bug(
+        loss,
+        ({"dropout_scale": jnp.ones(3), "w": jnp.ones(3)}, jnp.ones(3), jnp.int32(0)),
+        is_curable=False,
+    )
 
 
 @bug
@@ -66,7 +83,13 @@ def dynamic_loop():
         root = jax.lax.while_loop(unfinished, step, a)  # cause: not differentiable
         return root**2
 
-    return Bug(loss, (jnp.float32(2.0),))
+    def repaired(a):
+        root = a
+        for _ in range(3):
+            root = 0.5 * (root + a / root)
+        return root**2
+
+    return Bug(loss, (jnp.float32(2.0),), repaired=repaired)
 
 
 params = {"w": jnp.array([0.5, -1.5, 2.5])}
@@ -151,7 +174,7 @@ def padding_index_out_of_bounds():
         rows = table.at[tokens].get(mode="fill", fill_value=0.0)  # cause: index out of bounds
         return jnp.sum(rows + 1.0)
 
-    return Bug(loss, (jnp.ones((4, 2)), jnp.array([4, 5])))
+    return Bug(loss, (jnp.ones((4, 2)), jnp.array([4, 5])), is_curable=False)
 
 
 @bug
@@ -161,7 +184,7 @@ def parameter_never_used():
     def loss(params, x):  # cause: unused, on no line
         return jnp.mean((x @ params["w"]) ** 2)
 
-    return Bug(loss, ({"w": jnp.ones(3), "bias": jnp.ones(())}, jnp.ones((2, 3))))
+    return Bug(loss, ({"w": jnp.ones(3), "bias": jnp.ones(())}, jnp.ones((2, 3))), is_curable=False)
 
 
 @bug
@@ -179,10 +202,16 @@ def quantised_weights():
     def loss(model, x):
         return jnp.mean(model(x) ** 2)
 
+    def repaired(model, x):
+        steps = model.weight * model.scale
+        steps = steps + jax.lax.stop_gradient(jnp.round(steps) - steps)
+        return jnp.mean((x @ (steps / model.scale)) ** 2)
+
     return Bug(
         loss,
         (Quantised(jnp.array([0.3, -0.2])), jnp.ones((4, 2))),
         wrt=lambda path, leaf: path == "weight",
+        repaired=repaired,
     )
 
 
@@ -215,7 +244,11 @@ def stop_gradient_left_in_a_module():
     def loss(state, x):
         return jnp.mean(nnx.merge(graph, state)(x) ** 2)
 
-    return Bug(loss, (state, jnp.ones((2, 3))))
+    def repaired(state, x):
+        model = nnx.merge(graph, state)
+        return jnp.mean(model.head(jnp.tanh(model.encoder(x))) ** 2)
+
+    return Bug(loss, (state, jnp.ones((2, 3))), repaired=repaired)
 
 
 @bug
@@ -246,4 +279,4 @@ def where_never_takes_it():
         h = jnp.where(long, x * params["late"], x * params["early"])  # cause: untaken branch
         return jnp.sum(h)
 
-    return Bug(loss, ({"late": jnp.ones(3), "early": jnp.ones(3)}, jnp.ones(3)))
+    return Bug(loss, ({"late": jnp.ones(3), "early": jnp.ones(3)}, jnp.ones(3)), is_curable=False)

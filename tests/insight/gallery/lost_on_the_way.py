@@ -32,7 +32,12 @@ def clipped_everywhere():
         logits = jnp.clip(x @ w, -1.0, 1.0)  # cause: clipped
         return jnp.sum(logits**2)
 
-    return Bug(loss, (10.0 * jnp.ones((3, 2)), jnp.ones((4, 3))))
+    def repaired(w, x):
+        logits = x @ w
+        logits = logits + jax.lax.stop_gradient(jnp.clip(logits, -1.0, 1.0) - logits)
+        return jnp.sum(logits**2)
+
+    return Bug(loss, (10.0 * jnp.ones((3, 2)), jnp.ones((4, 3))), repaired=repaired)
 
 
 @bug
@@ -43,7 +48,11 @@ def dead_maximum():
         h = jnp.maximum(-jnp.exp(x @ w), 0.0)  # cause: dead units
         return jnp.sum(h)
 
-    return Bug(loss, (jnp.ones((3, 4)), jnp.ones((8, 3))))
+    def repaired(w, x):
+        h = -jnp.exp(x @ w)
+        return jnp.sum(h + jax.lax.stop_gradient(jnp.maximum(h, 0.0) - h))
+
+    return Bug(loss, (jnp.ones((3, 4)), jnp.ones((8, 3))), repaired=repaired)
 
 
 @bug
@@ -61,10 +70,17 @@ def dead_relu():
     def loss(model, x):
         return jnp.mean(jax.vmap(model)(x) ** 2)
 
+    def repaired(model, x):
+        h = jax.vmap(model.first)(x) - 30.0
+        h = h + jax.lax.stop_gradient(jax.nn.relu(h) - h)
+        return jnp.mean(jax.vmap(model.second)(h) ** 2)
+
     k1, k2 = jax.random.split(jax.random.key(0))
 
     return Bug(
-        loss, (Model(eqx.nn.Linear(3, 4, key=k1), eqx.nn.Linear(4, 1, key=k2)), jnp.ones((8, 3)))
+        loss,
+        (Model(eqx.nn.Linear(3, 4, key=k1), eqx.nn.Linear(4, 1, key=k2)), jnp.ones((8, 3))),
+        repaired=repaired,
     )
 
 

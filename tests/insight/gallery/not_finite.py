@@ -15,7 +15,10 @@ def angle_of_parallel_vectors():
         cosine = jnp.sum(a * b)
         return jnp.arccos(cosine)  # cause: NaN in the reverse pass | Inf in the reverse pass
 
-    return Bug(loss, (jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0])), cure="clip")
+    def repaired(a, b):
+        return jnp.arccos(jnp.clip(jnp.sum(a * b), -1 + 1e-6, 1 - 1e-6))
+
+    return Bug(loss, (jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0])), cure="clip", repaired=repaired)
 
 
 @bug
@@ -27,8 +30,15 @@ def division_that_is_masked_later():
         mean = jnp.where(count > 0, 1.0 / count, 0.0)  # cause: NaN in the reverse pass
         return jnp.sum(mean)
 
+    def repaired(x, mask):
+        count = jnp.sum(mask * x, axis=1)
+        return jnp.sum(jnp.where(count > 0, 1.0 / jnp.where(count > 0, count, 1.0), 0.0))
+
     return Bug(
-        loss, (jnp.ones((2, 3)), jnp.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])), cure="choose twice"
+        loss,
+        (jnp.ones((2, 3)), jnp.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])),
+        cure="choose twice",
+        repaired=repaired,
     )
 
 
@@ -62,7 +72,17 @@ def linalg_norm_of_a_zero_vector():
         norms = jnp.linalg.norm(w, 2, 1)  # cause: NaN in the reverse pass | Inf in the reverse pass
         return jnp.sum(norms * x)
 
-    return Bug(loss, (jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.ones(2)), cure="safe norm")
+    def repaired(w, x):
+        squares = jnp.sum(w**2, axis=1)
+        norms = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
+        return jnp.sum(jnp.where(squares > 0, norms, 0.0) * x)
+
+    return Bug(
+        loss,
+        (jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.ones(2)),
+        cure="safe norm",
+        repaired=repaired,
+    )
 
 
 @bug
@@ -94,7 +114,11 @@ def missing_value_in_the_data():
     def loss(w, x):  # cause: NaN in an input, on no line
         return jnp.mean((x @ w) ** 2)
 
-    return Bug(loss, (jnp.ones(3), jnp.array([[1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]])))
+    return Bug(
+        loss,
+        (jnp.ones(3), jnp.array([[1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]])),
+        is_curable=False,
+    )
 
 
 @bug
@@ -118,7 +142,12 @@ def nan_in_a_rule():
     def loss(x):
         return length(x) + jnp.sum(x)
 
-    return Bug(loss, (jnp.zeros(3),))
+    def repaired(x):
+        square = jnp.sum(x**2)
+        safe = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        return jnp.where(square > 0, safe, 0.0) + jnp.sum(x)
+
+    return Bug(loss, (jnp.zeros(3),), repaired=repaired)
 
 
 @bug
@@ -132,7 +161,12 @@ def norm_at_zero():
     def loss(a, b):
         return distance(a, b) + jnp.sum(a)
 
-    return Bug(loss, (jnp.ones(3), jnp.ones(3)), cure="safe norm")
+    def repaired(a, b):
+        square = jnp.sum((a - b) ** 2)
+        safe = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        return jnp.where(square > 0, safe, 0.0) + jnp.sum(a)
+
+    return Bug(loss, (jnp.ones(3), jnp.ones(3)), cure="safe norm", repaired=repaired)
 
 
 @bug
@@ -147,7 +181,16 @@ def one_step_of_a_scan():
         _, hs = jax.lax.scan(cell, jnp.zeros(2), x)
         return jnp.sum(hs)
 
-    return Bug(loss, (jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0], [7.0, 8.0]]),), step=2)
+    def repaired(x):
+        root = jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0)
+        return jnp.sum(jnp.cumsum(root, axis=0))
+
+    return Bug(
+        loss,
+        (jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0], [7.0, 8.0]]),),
+        step=2,
+        repaired=repaired,
+    )
 
 
 @bug
@@ -158,7 +201,11 @@ def polar_coordinates_of_the_origin():
         angle = jnp.arctan2(points[:, 1], points[:, 0])  # cause: NaN in the reverse pass
         return jnp.sum(angle)
 
-    return Bug(loss, (jnp.array([[1.0, 1.0], [0.0, 0.0]]),))
+    def repaired(points):
+        x = jnp.where(jnp.all(points == 0, axis=1), 1.0, points[:, 0])
+        return jnp.sum(jnp.arctan2(jnp.where(x == points[:, 0], points[:, 1], 0.0), x))
+
+    return Bug(loss, (jnp.array([[1.0, 1.0], [0.0, 0.0]]),), repaired=repaired)
 
 
 @bug
@@ -168,7 +215,11 @@ def power_of_zero():
     def loss(pixels):
         return jnp.mean(pixels**0.45)  # cause: Inf in the reverse pass
 
-    return Bug(loss, (jnp.array([0.0, 0.5]),))
+    def repaired(pixels):
+        safe = jnp.where(pixels > 0, pixels, 1.0)
+        return jnp.mean(jnp.where(pixels > 0, safe**0.45, 0.0))
+
+    return Bug(loss, (jnp.array([0.0, 0.5]),), repaired=repaired)
 
 
 @bug
@@ -194,7 +245,10 @@ def single_where_around_a_log():
         entropy = jnp.where(p > 0, p * jnp.log(p), 0.0)  # cause: NaN in the reverse pass
         return -jnp.sum(entropy)
 
-    return Bug(loss, (jnp.array([0.5, 0.5, 0.0]),), cure="choose twice")
+    def repaired(p):
+        return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0))
+
+    return Bug(loss, (jnp.array([0.5, 0.5, 0.0]),), cure="choose twice", repaired=repaired)
 
 
 @bug
@@ -215,7 +269,13 @@ def spread_of_a_constant_feature():
     def loss(state, x):
         return jnp.sum(nnx.merge(graph, state)(x))
 
-    return Bug(loss, (state, jnp.ones((4, 2))))
+    def repaired(state, x):
+        h = nnx.merge(graph, state).linear(x)
+        variance = h.var(0)
+        spread = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)
+        return jnp.sum((h - h.mean(0)) / (spread + 1e-5))
+
+    return Bug(loss, (state, jnp.ones((4, 2))), repaired=repaired)
 
 
 @bug
@@ -228,7 +288,10 @@ def written_out_sigmoid():
     def loss(x):
         return jnp.sum(sigmoid(x))
 
-    return Bug(loss, (jnp.array([-100.0, 1.0]),), cure="sigmoid")
+    def repaired(x):
+        return jnp.sum(jax.nn.sigmoid(x))
+
+    return Bug(loss, (jnp.array([-100.0, 1.0]),), cure="sigmoid", repaired=repaired)
 
 
 @bug

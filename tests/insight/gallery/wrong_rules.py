@@ -24,7 +24,10 @@ def jvp_rule_without_a_tangent():
     def loss(y, x):
         return jnp.sum(product(x, y))  # cause: custom rule
 
-    return Bug(loss, (jnp.ones(3), jnp.arange(3.0)))
+    def repaired(y, x):
+        return jnp.sum(x * y)
+
+    return Bug(loss, (jnp.ones(3), jnp.arange(3.0)), repaired=repaired)
 
 
 @bug
@@ -41,7 +44,10 @@ def rule_that_clips():
         h = clip_gradient(x @ w)  # cause: changed by a rule
         return jnp.sum(h**2)
 
-    return Bug(loss, (jnp.ones(3), jnp.ones((2, 3))))
+    def repaired(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    return Bug(loss, (jnp.ones(3), jnp.ones((2, 3))), repaired=repaired)
 
 
 @bug
@@ -64,7 +70,10 @@ def rule_that_returns_none():
         y = scaled(x, params["scale"])  # cause: custom rule
         return jnp.sum(y**2)
 
-    return Bug(loss, ({"scale": jnp.float32(2.0)}, jnp.ones(3)))
+    def repaired(params, x):
+        return jnp.sum((x * params["scale"]) ** 2)
+
+    return Bug(loss, ({"scale": jnp.float32(2.0)}, jnp.ones(3)), repaired=repaired)
 
 
 @bug
@@ -81,7 +90,10 @@ def rule_that_returns_zeros():
     def loss(w, x):
         return jnp.sum(affine(x, w))  # cause: custom rule
 
-    return Bug(loss, (jnp.ones(3), jnp.arange(3.0)))
+    def repaired(w, x):
+        return jnp.sum(x * w)
+
+    return Bug(loss, (jnp.ones(3), jnp.arange(3.0)), repaired=repaired)
 
 
 @bug
@@ -95,4 +107,7 @@ def rule_with_a_wrong_factor():
     def loss(w, x):
         return jnp.sum(square(x @ w))  # cause: changed by a rule
 
-    return Bug(loss, (jnp.ones(3), jnp.ones((2, 3))))
+    def repaired(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    return Bug(loss, (jnp.ones(3), jnp.ones((2, 3))), repaired=repaired)

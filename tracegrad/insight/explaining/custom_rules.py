@@ -15,6 +15,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import node_vjp
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
@@ -39,6 +40,7 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
             cure="check it by `check_grads`, or declare it deliberate there",
             operation=found.node.name,
             occurrence=found,
+            by_rule=by_rule.own_derivative(found),
         )
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
-from tracegrad.insight.explanation import Finding
+from tracegrad.insight.explanation import ByRule, Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path, at, is_own_file
@@ -25,6 +26,7 @@ _CUT_CURES = {
     "host conversion": "compute it in jax.numpy, or give the host function a gradient: "
     "`tracegrad.custom_gradient`",
     "custom rule": "let the rule return a cotangent for this input",
+    "stop_gradient": "take it away, or move it to what is to be constant",
 }
 _LOOP_CURE = "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed"
 
@@ -47,7 +49,16 @@ def findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
             cure=_CUT_CURES.get(cause, ""),
             operation=cut.occurrence.node.name,
             occurrence=cut.occurrence,
+            by_rule=_rule_for(cause, cut.occurrence),
         )
+
+
+def _rule_for(cause: str, found: Occurrence) -> ByRule:
+    if cause == "custom rule":
+        return by_rule.own_derivative(found)
+    if cause in ("rounding", "stop_gradient"):
+        return by_rule.straight_through(found)
+    return ByRule()
 
 
 def _words(cut: Cut) -> str:
@@ -149,7 +160,12 @@ def cut_off(
             cure="use the argument in the function's body",
         )
     else:
-        yield Finding("unused", better or explain_unconnected(program, i, ways), (path,))
+        yield Finding(
+            "unused",
+            better or explain_unconnected(program, i, ways),
+            (path,),
+            cure="use it where the result is computed, or leave it out of wrt",
+        )
 
 
 def _closed_over(program: Graph, array: Any) -> Occurrence | None:
@@ -190,6 +206,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             cure=_LOOP_CURE if op == "while" else _CUT_CURES.get(cause, ""),
             operation=op,
             occurrence=found,
+            by_rule=by_rule.of_loop(found) if op == "while" else ByRule(),
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import (
     Culprit,
     Given,
@@ -92,7 +93,8 @@ def _given_finding(
 
 def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> Finding:
     words = f"the argument {path} has {count} {kind}{'s' * (count != 1)} already"
-    return Finding(f"{kind} in an input", words, sources)
+    cure = "look at the data: `jnp.isfinite(x).all()`; leave such rows out, or mask them"
+    return Finding(f"{kind} in an input", words, sources, cure=cure)
 
 
 def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, ...]) -> Finding:
@@ -163,6 +165,7 @@ def _backward_finding(
         operands=culprit.operands,
         step=place.step,
         occurrence=found,
+        by_rule=by_rule.not_finite(found, culprit.given),
     )
 
 

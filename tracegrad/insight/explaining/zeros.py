@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.insight.explanation import Finding, SourceReport
+from tracegrad.insight.explanation import ByRule, Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Occurrence, Value
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _ZERO_WORDS = {
     "untaken branch": "its branch is not taken in this call",
@@ -40,6 +42,9 @@ _ZERO_CURES = {
     "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
     "multiplied by zero": "initialise with small random numbers",
     "saturated": "normalise what goes in, or compute with the logarithm",
+    "untaken branch": "arguments for which it is taken: a call that does not use it says nothing",
+    "index out of bounds": 'an index in bounds; `jnp.take(..., mode="fill")` is for padding',
+    "custom rule": "let the rule return a cotangent for this input",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
 
@@ -65,7 +70,16 @@ def zero_gradients(
                 # At an extremum, say: that is no mistake.
                 problem=killer.cause != "zero derivative",
                 occurrence=found,
+                by_rule=_rule_for(killer),
             )
+
+
+def _rule_for(killer: _Killer) -> ByRule:
+    if killer.cause == "custom rule":
+        return by_rule.own_derivative(killer.occurrence)
+    if killer.cause in ("dead units", "clipped"):
+        return by_rule.straight_through(killer.occurrence)
+    return ByRule()
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,8 @@ def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Pat
 
 def _why_zero(observed: Observed, found: Occurrence) -> str:
     node = found.node
+    if isinstance(node, CustomGradient) and keeps_zeros(node):
+        return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
     if isinstance(node, CustomGradient):
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op in ("max", "min", "clamp"):
@@ -158,6 +174,7 @@ def dead_units(
                 origin=found.origin,
                 problem=dead == total,
                 cure=_ZERO_CURES["dead units"],
+                by_rule=by_rule.straight_through(found),
                 operation=found.node.name,
                 occurrence=found,
             )
