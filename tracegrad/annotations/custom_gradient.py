@@ -38,6 +38,7 @@ from tracegrad.annotations.variables import (
     Operands,
     Reads,
     flat_with_variables,
+    given_variables,
     require_variables_parameter,
     with_variables,
 )
@@ -193,7 +194,8 @@ def _call_on_values(
     gradient, function = grad_fn, fun
     if variables:
         values = [variable.value for variable in variables]
-        gradient = flat_with_variables(fun, grad_fn, variables, values, len(args))
+        flat = flat_with_variables(fun, grad_fn, variables, len(args))
+        gradient = given_variables(fun, flat, variables, values)
         arrays, args = [*arrays, *values], (*args, values)
         function = with_variables(fun, variables)
     results, tree = jax.tree.flatten(y)

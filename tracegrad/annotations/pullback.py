@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import jax
@@ -165,7 +166,10 @@ def gradients_of_inputs(
                 f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
                 "Return one per input, or None for an input that has no gradient."
             )
-    function = f" {described(grad_fn)} of {described(fun)}"
+
+    def function() -> str:
+        return f" {described(grad_fn)} of {described(fun)}"
+
     return [
         _checked(gradient, jax.typeof(array), function, f"input {name}", stays)
         for gradient, name, array, stays in zip(
@@ -174,7 +178,7 @@ def gradients_of_inputs(
     ]
 
 
-def _checked(gradient: Any, aval: Any, function: str, name: str, stays: bool) -> Any:
+def _checked(gradient: Any, aval: Any, function: Callable[[], str], name: str, stays: bool) -> Any:
     if stays and is_slices(gradient):
         jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
         return gradient.shaped_as(aval)
@@ -187,33 +191,29 @@ def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
         return None
     found: list[Any] = []
     for argument, gradient in zip(args, returned):
-        slots = _slots(argument)
+        structure: Any
+        structure_found: Any
+        values, structure = jax.tree.flatten(argument, is_leaf=_is_none)
+        slots = list(map(is_traced, values))
         if gradient is None:
             found += [None] * sum(slots)
             continue
         # Slices are the gradient of an array, and a tree like slices that are an argument.
-        is_leaf = _is_none if _same_tree(gradient, argument, _is_none) else _is_gradient
-        leaves = jax.tree.leaves(gradient, is_leaf=is_leaf)
-        if not _same_tree(gradient, argument, is_leaf):
+        leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_none)
+        if structure_found != structure:
+            leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
+        if structure_found != structure:
             return None
         found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
     return found
-
-
-def _same_tree(one: Any, other: Any, is_leaf: Callable[[Any], bool]) -> bool:
-    structures: list[Any] = [
-        jax.tree.structure(one, is_leaf=is_leaf),
-        jax.tree.structure(other, is_leaf=_is_none),
-    ]
-    return bool(structures[0] == structures[1])
 
 
 def _is_gradient(tree: object) -> bool:
     return tree is None or is_slices(tree)
 
 
-def _is_none(tree: object) -> bool:
-    return tree is None
+# Asked of every leaf and every node of a tree: a call in C.
+_is_none = NoneType.__instancecheck__
 
 
 def _slots(tree: Any) -> list[bool]:

@@ -75,10 +75,6 @@ class Operands(Reads):
         self._operands: dict[Variable, Any] = {}
         self._values: dict[int, Any] = {}  # by the identity of the operand
 
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        value = super().on_read(variable, outside)
-        return value if self._is_inside else self.operand(variable, value)
-
     def operand(self, variable: Variable, value: Any) -> Any:
         """What stands for the value of a Variable."""
         if not variable.trainable or variable in self._given:
@@ -104,15 +100,8 @@ class Operands(Reads):
         operands = [self._operands[variable] for variable in self.listed]
         if operands:
             require_variables_parameter(self._fun, grad_fn, self.listed)
-            grad_fn = flat_with_variables(self._fun, grad_fn, self.listed, operands, count)
-        gradient = grad_fn
-
-        @functools.wraps(gradient, updated=())
-        def listening(*dys: Any) -> Any:
-            with _InGradient(self).around():
-                return gradient(*dys)
-
-        return listening, operands
+            grad_fn = flat_with_variables(self._fun, grad_fn, self.listed, count)
+        return _heard(_InGradient(self), grad_fn), operands
 
     def are_all_in(self, program: Any) -> bool:
         """Whether the program has an operand for all that the function read: what functions
@@ -125,6 +114,8 @@ class Operands(Reads):
     def read_for_gradient(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """What a read of the gradient function alone gives: by the function itself it is none, nor
         by those around it, which only call that."""
+        if variable in self._operands:
+            return self._operands[variable]
         before, _reading.for_gradient = _reading.for_gradient, True
         try:
             with _jax.set_current_trace(self._trace):
@@ -212,10 +203,10 @@ def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Ca
     @functools.wraps(fun, updated=())
     def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         *own, values = args
-        with _given(fun, variables, values).around():
-            y, grad_fn = fun(*own, **kwargs)
+        y, grad_fn = given_variables(fun, fun, variables, values)(*own, **kwargs)
         require_variables_parameter(fun, grad_fn, variables)
-        return y, flat_with_variables(fun, grad_fn, variables, values, len(own))
+        flat = flat_with_variables(fun, grad_fn, variables, len(own))
+        return y, given_variables(fun, flat, variables, values)
 
     return as_inputs
 
@@ -224,26 +215,39 @@ def flat_with_variables(
     fun: Callable[..., Any],
     grad_fn: Callable[..., Any],
     variables: Sequence[Variable],
-    values: Sequence[Any],
     count: int,
 ) -> Callable[..., Any]:
     """A gradient function that is handed no Variables, and returns their gradients after those of
-    the other arguments, `count` of them. What it reads of the Variables are these values."""
-    given = _given(fun, variables, values)
+    the other arguments, `count` of them."""
 
     @functools.wraps(grad_fn, updated=())
     def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
-        with given.around():
-            result = grad_fn(*dys, variables=list(variables))
+        result = grad_fn(*dys, variables=list(variables))
         return _flat(fun, grad_fn, result, count, variables)
 
     return with_those_of_variables
 
 
-def _given(
-    fun: Callable[..., Any], variables: Sequence[Variable], values: Sequence[Any]
-) -> Substitute:
-    return Substitute(dict(zip(variables, values, strict=True)), fun)
+def given_variables(
+    fun: Callable[..., Any],
+    part: Callable[..., Any],
+    variables: Sequence[Variable],
+    values: Sequence[Any],
+) -> Callable[..., Any]:
+    """A function with a custom gradient, or the gradient function of that, for which the values of
+    some Variables are these."""
+    return _heard(Substitute(dict(zip(variables, values, strict=True)), fun), part)
+
+
+def _heard(listener: InOwnTrace, part: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to whose Variables somebody listens."""
+
+    @functools.wraps(part, updated=())
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        with listener.around():
+            return part(*args, **kwargs)
+
+    return heard
 
 
 def _flat(

@@ -63,16 +63,17 @@ def differentiable_leaves(
     has functions, counters, flags), the others get None for an answer. Else raises TypeError for
     what cannot be differentiated, unless the caller takes None for an answer.
     """
-    flags = []
-    paths = iter(selection.names)
+    flags: list[bool] = []
     for argument in selection.arguments:
         chosen = [leaf for leaf, m in zip(argument.leaves, argument.mask, strict=True) if m]
-        is_model = argument.is_whole and any(argument.differentiable)
-        for leaf, fits in zip(chosen, argument.differentiable, strict=True):
-            path, is_setting = next(paths), not fits and is_differentiable(leaf)
+        differentiable = argument.differentiable
+        is_model = argument.is_whole and any(differentiable)
+        for leaf, fits in zip(chosen, differentiable, strict=True):
             if not fits and unconnected != "none":
+                is_setting = is_differentiable(leaf)
                 fits = allow_int and is_numeric(leaf) and not is_setting
                 if not fits and not is_model:
+                    path = selection.names[len(flags)]
                     raise TypeError(_no_gradient(path, leaf, is_setting=is_setting))
             flags.append(fits)
     return flags

@@ -77,11 +77,14 @@ def checked_cotangents(
       TypeError: one of a wrong dtype, or something that is no array.
     """
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
-    function = f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
+
+    def function() -> str:
+        return f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
+
     if len(given) != len(op.inputs):
         types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
         raise ValueError(
-            f"The gradient function{function} returned {_counted(len(given), 'gradient')} for "
+            f"The gradient function{function()} returned {_counted(len(given), 'gradient')} for "
             f"{_counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
             "or None for an input that has no gradient."
         )
@@ -91,13 +94,13 @@ def checked_cotangents(
     )
 
 
-def checked_cotangent(gradient: Any, expected: Any, function: str, name: str) -> Any:
+def checked_cotangent(gradient: Any, expected: Any, function: Callable[[], str], name: str) -> Any:
     """A gradient as an array of the type of its input; None if there is none.
 
     Args:
       gradient: what a gradient function returned for one input.
       expected: the type of that input.
-      function: for messages, whose gradient function it is: ``" 'grad' (a.py:1) of mod"``.
+      function: says for messages whose gradient function it is: ``" 'grad' (a.py:1) of mod"``.
       name: what the user calls the input.
     """
     if gradient is None or not _jax.has_gradient(expected):
@@ -105,7 +108,7 @@ def checked_cotangent(gradient: Any, expected: Any, function: str, name: str) ->
 
     def problem(got: str, advice: str) -> str:
         return (
-            f"The gradient function{function} returned {got} for the {name}, which is "
+            f"The gradient function{function()} returned {got} for the {name}, which is "
             f"{_jax.type_text(expected)}. {advice}"
         )
 

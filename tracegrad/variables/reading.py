@@ -47,7 +47,12 @@ class ReadsOutside(InOwnTrace):
         if self._is_inside:
             return outside()
         with _jax.set_current_trace(self._trace):
-            return outside()
+            value = outside()
+        return self.operand(variable, value)
+
+    def operand(self, variable: Variable, value: Any) -> Any:
+        """What the function gets for the value of a Variable around it."""
+        return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         outside(value)
