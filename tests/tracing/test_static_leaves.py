@@ -97,6 +97,31 @@ def test_second_derivatives_have_none_there_too():
     assert_same_tree(product, expected)
 
 
+def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
+    build = eqx.filter_jit(eqx.nn.MLP)
+    small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
+    direction = jax.tree.map(jnp.ones_like, eqx.filter(small, eqx.is_inexact_array))
+    partly = eqx.tree_at(lambda tree: tree.layers[0].weight, direction, None)
+
+    def value(model):
+        return model(jnp.ones(1))
+
+    for tangent in (direction, partly):
+        _, expected = eqx.filter_jvp(value, (small,), (tangent,))
+        np.testing.assert_allclose(tg.jvp(value, (small,), (tangent,))[1], expected, rtol=1e-6)
+        with tg.ForwardAccumulator(small, tangent) as accumulator:
+            result = value(small)
+        np.testing.assert_allclose(accumulator.jvp(result), expected, rtol=1e-6)
+    moved, tangents = tg.jvp(lambda model: (model, "name"), (small,), (direction,))
+    assert moved[0].activation is small.activation
+    assert jax.tree.structure(tangents) == jax.tree.structure((direction, None))
+    wrong = eqx.tree_at(
+        lambda tree: tree.activation, direction, jnp.ones(()), is_leaf=lambda x: x is None
+    )
+    with pytest.raises(TypeError, match=r"primals\[0\]\.activation is .* no array: its tangent is"):
+        tg.jvp(value, (small,), (wrong,))
+
+
 def test_integers_of_a_model_get_none_and_alone_are_refused():
     gradient = tg.grad(lambda m: m["w"] ** 2 * m["count"])({"w": 3.0, "count": jnp.array(2)})
     np.testing.assert_allclose(gradient["w"], 12.0)

@@ -11,6 +11,7 @@ from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
+from tracegrad.variables.statics import is_array
 
 
 def jvp(
@@ -28,13 +29,15 @@ def jvp(
       fun: a traced or plain function of pytrees of arrays; takes what `jax.jit` takes.
       primals: a tuple of its arguments.
       tangents: a tuple of directions, of the structure, shapes and dtypes of `primals` (``float0``
-        for integers).
+        for integers). None stands for zeros, and for the direction of what is no array, as in
+        `equinox.filter_jvp`.
       has_aux: whether `fun` returns ``(outputs, aux)``, where ``aux`` is handed on.
 
     Returns:
-      ``(outputs, output_tangents)``, or ``(outputs, output_tangents, aux)``. It can itself be
-      differentiated, batched and compiled. It traces `fun` at every call: put `tracegrad.trace`
-      or `jax.jit` around what is called often. Complex tangents follow JAX's convention.
+      ``(outputs, output_tangents)``, or ``(outputs, output_tangents, aux)``; the tangent of what
+      is no array in the outputs is None. It can itself be differentiated, batched and compiled. It
+      traces `fun` at every call: put `tracegrad.trace` or `jax.jit` around what is called often.
+      Complex tangents follow JAX's convention.
 
     Raises:
       TypeError, ValueError: as `jax.jvp`, for tangents that do not fit.
@@ -58,4 +61,56 @@ def jvp(
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
     run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun)(*primals)))))
-    return jax.jvp(run, tuple(primals), tuple(tangents), has_aux=has_aux)
+    primals, tangents = tuple(primals), tuple(tangents)
+    structure: Any
+    given: Any
+    values, structure = jax.tree.flatten(primals, is_leaf=_is_none)
+    directions, given = jax.tree.flatten(tangents, is_leaf=_is_none)
+    if structure != given:
+        return jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
+    moving = [i for i, direction in enumerate(directions) if direction is not None]
+    for i in moving:
+        if not is_array(values[i]):
+            raise TypeError(
+                f"{_place(structure, i)} is {values[i]!r}, which is no array: its tangent is None, "
+                f"not {directions[i]!r}"
+            )
+    results: list[Any] = []
+
+    def along(moved: list[Any]) -> Any:
+        arguments = list(values)
+        for i, value in zip(moving, moved, strict=True):
+            arguments[i] = value
+        outputs = run(*jax.tree.unflatten(structure, arguments))
+        outputs, aux = outputs if has_aux else (outputs, None)
+        leaves, tree = jax.tree.flatten(outputs)
+        results[:] = leaves, tree
+        return [leaf for leaf in leaves if is_array(leaf)], aux
+
+    outs, tangents_out, aux = jax.jvp(
+        along, ([values[i] for i in moving],), ([directions[i] for i in moving],), has_aux=True
+    )
+    leaves, tree = results
+    outputs, out_tangents = (
+        jax.tree.unflatten(tree, _put(leaves, arrays, others))
+        for arrays, others in ((outs, leaves), (tangents_out, [None] * len(leaves)))
+    )
+    return (outputs, out_tangents, aux) if has_aux else (outputs, out_tangents)
+
+
+def _is_none(node: object) -> bool:
+    return node is None
+
+
+def _put(leaves: list[Any], arrays: list[Any], others: list[Any]) -> list[Any]:
+    """Arrays in the places of those among leaves, and others beside them."""
+    rest = iter(arrays)
+    return [
+        next(rest) if is_array(leaf) else other for leaf, other in zip(leaves, others, strict=True)
+    ]
+
+
+def _place(structure: Any, index: int) -> str:
+    places = jax.tree.unflatten(structure, range(structure.num_leaves))
+    keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
+    return f"primals{jax.tree_util.keystr(keys)}"

@@ -35,7 +35,8 @@ class ForwardAccumulator:
       primals: a tree of arrays or Variables of a float or complex dtype, the sources.
       tangents: a tree of the same structure: the direction, with an array of the shape and dtype
         of each primal (or a number, for a primal of shape ``[]``). An array that is not among the
-        primals does not move.
+        primals does not move, nor does one whose direction is None, as that of what is no array in
+        a model.
 
     Raises:
       ValueError: a primal is listed twice, is no JAX array, or has no float dtype; the structure
@@ -158,20 +159,23 @@ class ForwardAccumulator:
 
 def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
     """Every primal with its tangent, an array of its type."""
-    leaves, tree = jax.tree.flatten(primals, is_leaf=is_variable)
+    leaves, tree = jax.tree.flatten(primals, is_leaf=lambda n: n is None or is_variable(n))
     given: Any
-    directions, given = jax.tree.flatten(tangents)
+    directions, given = jax.tree.flatten(tangents, is_leaf=lambda node: node is None)
     if given != tree:
         raise ValueError(
             f"the tangents must have the structure of the primals, {tree}; they have {given}"
         )
+    # What has no direction does not move: functions and settings of a model.
+    pairs = [(p, t) for p, t in zip(leaves, directions, strict=True) if t is not None]
+    leaves = [primal for primal, _ in pairs]
     if len({id(leaf) for leaf in leaves}) < len(leaves):
         twice = next(p for i, p in enumerate(leaves) if any(p is q for q in leaves[:i]))
         raise ValueError(
             f"an array ({_jax.type_text(twice.aval)}) is listed twice among the primals: list it "
             "once, with the sum of its tangents"
         )
-    return [(p, _direction(p, t)) for p, t in zip(leaves, directions, strict=True)]
+    return [(primal, _direction(primal, tangent)) for primal, tangent in pairs]
 
 
 def _direction(primal: Any, tangent: Any) -> Any:
