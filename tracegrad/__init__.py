@@ -1,6 +1,9 @@
 """tracegrad: see, edit and compile the gradient of any JAX function."""
 
+import importlib as _importlib
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from tracegrad import _jax as _jax
 from tracegrad import ir as ir
@@ -23,27 +26,14 @@ from tracegrad.differentiation import select as select
 from tracegrad.differentiation import value_and_grad as value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices as IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows as apply_rows
-from tracegrad.insight import check_grads as check_grads
-from tracegrad.insight import explain as explain
-from tracegrad.insight import memory as memory
-from tracegrad.insight import show as show
 from tracegrad.ir import Graph as Graph
 from tracegrad.ir import GraphError as GraphError
 from tracegrad.ir import NoMatchError as NoMatchError
 from tracegrad.ir import match as match
-from tracegrad.planning import plan_recompute as plan_recompute
 from tracegrad.rewriting import intermediate_gradients as intermediate_gradients
 from tracegrad.rewriting import intermediates as intermediates
 from tracegrad.rewriting import rewrite as rewrite
 from tracegrad.rewriting import rules as rules
-from tracegrad.saving import ArtefactError as ArtefactError
-from tracegrad.saving import LoadedFunction as LoadedFunction
-from tracegrad.saving import LoadedFunctions as LoadedFunctions
-from tracegrad.saving import load as load
-from tracegrad.saving import load_variables as load_variables
-from tracegrad.saving import save as save
-from tracegrad.saving import save_variables as save_variables
-from tracegrad.saving import variables_of as variables_of
 from tracegrad.tape import AggregationMethod as AggregationMethod
 from tracegrad.tape import GradientTape as GradientTape
 from tracegrad.tape import UnconnectedGradients as UnconnectedGradients
@@ -59,5 +49,43 @@ from tracegrad.variables import Variable as Variable
 from tracegrad.variables import as_variables as as_variables
 from tracegrad.variables import assign_values as assign_values
 from tracegrad.variables import values_of as values_of
+
+if _TYPE_CHECKING:  # from their files: some of these have the name of one
+    from tracegrad.insight.check_grads import check_grads as check_grads
+    from tracegrad.insight.explain import explain as explain
+    from tracegrad.insight.memory import memory as memory
+    from tracegrad.insight.show import show as show
+    from tracegrad.planning.plan_recompute import plan_recompute as plan_recompute
+    from tracegrad.saving.errors import ArtefactError as ArtefactError
+    from tracegrad.saving.load import load as load
+    from tracegrad.saving.loaded import LoadedFunction as LoadedFunction
+    from tracegrad.saving.loaded import LoadedFunctions as LoadedFunctions
+    from tracegrad.saving.save import save as save
+    from tracegrad.saving.variables import load_variables as load_variables
+    from tracegrad.saving.variables import save_variables as save_variables
+    from tracegrad.saving.variables import variables_of as variables_of
+
+# Rooms that most programs do not enter: they are imported when one of their names is first asked
+# for, since together they take as long as the rest.
+_LATER = {
+    "insight": "check_grads explain memory show",
+    "planning": "plan_recompute",
+    "saving": "ArtefactError LoadedFunction LoadedFunctions load load_variables save "
+    "save_variables variables_of",
+}
+_ROOMS = {name: room for room, names in _LATER.items() for name in (room, *names.split())}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = _importlib.import_module(f"tracegrad.{_ROOMS[name]}")
+    found = globals()[name] = room if name == _ROOMS[name] else getattr(room, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})
+
 
 _jax.hide_frames(_os.path.dirname(__file__))

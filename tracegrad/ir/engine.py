@@ -5,6 +5,7 @@ Each room gives its own when it is imported, so that the lower ones need not kno
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 def _missing(*_: Any) -> Any:
     raise RuntimeError("import tracegrad: it brings what graphs are traced and lowered by")
+
+
+def _later(room: str, what: str) -> Callable[..., Any]:
+    """What a room gives that nobody has imported yet: it is imported at the first call."""
+
+    def first(*args: Any) -> Any:
+        importlib.import_module(f"tracegrad.{room}")  # and puts its own in the place of this
+        return getattr(engine, what)(*args)
+
+    return first
 
 
 @dataclass
@@ -33,4 +44,7 @@ class Engine:
     explain_tape: Callable[..., Any] = _missing
 
 
-engine = Engine()
+engine = Engine(
+    fit_to_budget=_later("planning", "fit_to_budget"),
+    explain_tape=_later("insight", "explain_tape"),
+)
