@@ -1,4 +1,4 @@
-"""The command line: ``python -m tracegrad inspect FILE``, ``python -m tracegrad verify FILE``."""
+"""The command line: ``python -m tracegrad inspect FILE``, ``verify FILE`` and ``--version``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tracegrad._jax.compat import versions
+from tracegrad._version import __version__
 from tracegrad.ir.wording import table
 from tracegrad.saving.errors import ArtefactError, printable
 from tracegrad.saving.inspection import inspect
@@ -44,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tracegrad",
         description="Looks into files that tracegrad.save wrote.",
         epilog="Exit status: 0; 1 if a file is refused; 2 if one cannot be read, or on wrong use",
+    )
+    running = ", ".join(f"{name} {version}" for name, version in versions().items())
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"tracegrad {__version__}, {running.replace('jax ', 'JAX ')}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspects = commands.add_parser(

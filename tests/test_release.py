@@ -1,0 +1,123 @@
+"""What somebody meets who installs the package: its version, its types, its rooms, its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tracegrad
+
+pytestmark = pytest.mark.any_jax
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, encoding="utf-8"
+    )
+
+
+def test_the_version_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" not in project
+    assert project["dynamic"] == ["version"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    dated = re.search(r"^## (\d\S+), 20\d\d-\d\d-\d\d$", changes, re.M)
+    cited = re.search(r"^version: (\S+)$", citation, re.M)
+    assert dated[1] == cited[1] == tracegrad.__version__
+
+
+def test_the_command_line_says_which_versions_there_are(capsys):
+    from tracegrad.__main__ import main
+
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out.startswith(f"tracegrad {tracegrad.__version__}, JAX ")
+
+
+LATER = """
+import sys
+import tracegrad as tg
+
+def rooms():
+    return {name.split(".")[1] for name in sys.modules if name.startswith("tracegrad.")}
+
+late = {"insight", "planning", "saving"}
+assert not late & rooms(), rooms()
+assert late | {"explain", "save", "plan_recompute"} <= set(dir(tg))
+budget = tg.trace(lambda x: x, memory_budget="2GiB")  # the engine brings what it needs
+assert late & rooms() == {"planning"}, rooms()
+with tg.GradientTape() as tape:
+    pass
+assert tg.planning.load_plan and tg.explain and tg.save
+assert late <= rooms()
+try:
+    tg.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+"""
+
+
+def test_rooms_that_few_programs_enter_are_imported_when_they_are_asked_for():
+    done = run("-c", LATER)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT = """
+import sys
+
+sys.modules.update(dict.fromkeys({missing}))  # to import one of them fails
+import jax, jax.numpy as jnp, numpy as np
+import tracegrad as tg
+
+def loss(w, x):
+    return jnp.mean(jax.nn.relu(x @ w) ** 2)
+
+arguments = np.ones((3, 2), "float32"), np.ones((4, 3), "float32")
+print(tg.graph(loss)(*arguments))
+explanation = tg.explain(loss, *arguments)
+
+def deep(w, x):
+    for _ in range(8):
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+def plan():
+    return tg.plan_recompute(deep, "60%", measure=False)(*shapes)
+
+def step(w, x):
+    return jax.grad(deep)(w, x)
+
+shapes = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((999, 4), "float32")
+
+def error_of(fun):
+    try:
+        fun()
+    except ImportError as error:
+        return str(error)
+
+print(error_of(plan))
+print(error_of(lambda: tg.trace(step, memory_budget="60%").lower(*shapes)))
+print(error_of(lambda: tg.save(loss, "/tmp/none.tracegrad", list(arguments))))
+print(error_of(explanation.plot))
+"""
+EXTRAS = {"ortools", "flatbuffers", "matplotlib", "tqdm", "rich", "flax", "equinox", "optax"}
+
+
+def test_without_the_extras_the_core_works_and_errors_name_what_is_missing():
+    done = run("-c", WITHOUT.format(missing=EXTRAS))
+    assert done.returncode == 0, done.stderr
+    *graph, plan, budget, save, plot = done.stdout.splitlines()
+    assert graph[0] == "loss(w: f32[3,2], x: f32[4,3]) -> f32[]"
+    assert "pip install 'tracegrad[plan]'" in plan
+    assert "pip install 'tracegrad[plan]'" in budget
+    assert "pip install 'tracegrad[save]'" in save
+    assert "pip install matplotlib" in plot
