@@ -1,8 +1,9 @@
-"""The README's listing prints what the README says, and the reference leaves nothing out."""
+"""The README's programs do what the README says, and the reference leaves nothing out."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import types
@@ -31,20 +32,22 @@ def same_weights(a, b):
     return all(jnp.allclose(p, q, atol=1e-6) for p, q in pairs)
 
 
-def test_the_readme_prints_what_it_says():
-    blocks = re.findall(
-        r"^```(python|text)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
-    )
-    assert [language for language, _ in blocks] == ["python", "text", "python", "python"]
-    (_, listing), (_, printed), (_, training), (_, annotated) = blocks
-    namespace: dict[str, object] = {"__name__": "__main__"}
+def test_the_programs_of_the_readme_do_what_it_says():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.count("\n") <= 150
+    alone, listing, training, annotated = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    assert len(list(filter(None, alone.splitlines()))) == 5
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(listing, "example.py", "exec"), namespace)
-    assert output.getvalue() == printed
+        exec(compile(alone, "example.py", "exec"), {"__name__": "__main__"})
+    assert "■ stop_gradient" in output.getvalue()  # in the graph
+    assert "✗ stop_gradient" in output.getvalue()  # in the explanation
 
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(listing, "example.py", "exec"), namespace)
     fitted, plain, by_hand = (nnx.clone(namespace["model"]) for _ in range(3))
-    exec(compile(training, "example.py", "exec"), namespace)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(training, "example.py", "exec"), namespace)
     by_hand.last = nnx.Sequential(only_positive, by_hand.last)
     plain_step = nnx.jit(namespace["train_step"])
     steps = {fitted: namespace["fitted_step"], plain: plain_step, by_hand: plain_step}
@@ -56,17 +59,31 @@ def test_the_readme_prints_what_it_says():
     assert not same_weights(by_hand, plain)
 
     exec(compile(annotated, "example.py", "exec"), namespace)
-    gradients = namespace["gradients"]
-    assert not jnp.any(gradients["first"])  # not selected
-    assert jnp.any(gradients["last"])
+    w, x = jnp.full((8, 2), 0.3), jnp.ones((4, 8))
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(jnp.full((8, 2), 0.25))
+    gradient = jax.grad(lambda w: jnp.sum(namespace["block"](w, x)))(w)
+    assert jnp.allclose(gradient, expected, atol=1e-5)
+
+
+def public_names() -> dict[str, object]:
+    return {
+        name: value
+        for name in dir(tracegrad)
+        if not name.startswith("_")
+        and not isinstance(value := getattr(tracegrad, name), types.ModuleType)
+    } | {"match": tracegrad.match, "rules": tracegrad.rules}
 
 
 def test_the_reference_has_every_public_name():
-    reference = (ROOT / "docs" / "reference.md").read_text()
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    reference = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     documented = set(re.findall(r"^::: tracegrad\.(\w+)$", reference, re.M))
-    public = {
-        name
-        for name, value in vars(tracegrad).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    assert public_names().keys() - documented == set()
+
+
+def test_every_public_name_has_an_example_that_runs():
+    """In its docstring, or, of a module, in those of its functions."""
+    without = {
+        name for name, value in public_names().items() if ">>>" not in (inspect.getdoc(value) or "")
     }
-    assert public - documented == set()
+    assert without == set()

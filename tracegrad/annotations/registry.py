@@ -128,6 +128,16 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
       LookupError: a gradient is taken, and none of that name is registered.
 
     As TensorFlow 1's ``Graph.gradient_override_map``; see `register_gradient` for an example.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> @tg.register_gradient("OfOne", replace=True)
+    ... def of_one(op, dy):
+    ...     return dy
+    >>> def f(x):
+    ...     with tg.gradient_override_map({"cos": "OfOne"}):
+    ...         return jnp.cos(x)
+    >>> print(jax.grad(f)(0.0))
+    1.0
     """
     names = [name for pair in dict(overrides).items() for name in pair]
     if not all(isinstance(name, str) for name in names):

@@ -45,6 +45,13 @@ class UnconnectedError(ValueError):
     """A gradient was asked for that does not exist.
 
     The message names each leaf that gets none, and what cuts it off at which of the user's lines.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> try:
+    ...     tg.grad(jnp.round, unconnected="raise")(1.5)
+    ... except tg.UnconnectedError as error:
+    ...     print(str(error).splitlines()[1])
+      a: cut by round, whose derivative is zero
     """
 
 

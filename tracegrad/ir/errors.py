@@ -9,6 +9,14 @@ class GraphError(Exception):
     """A graph that is not a program, or an edit that would make it none.
 
     The message names the node, its source line, what was expected and what came.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> graph = tg.graph(lambda x: jnp.sin(jnp.cos(x)))(1.0)
+    >>> try:
+    ...     graph.erase(graph.nodes[0])
+    ... except tg.GraphError as error:
+    ...     print(str(error)[-18:])
+    sin still uses it
     """
 
 
@@ -17,6 +25,14 @@ class NoMatchError(GraphError, LookupError):
 
     The message lists the nearest names. It is made when somebody reads it, or has it made by
     `with_text`: until then the error holds the program, of which it tells.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> stop = tg.rules.stop_gradient(tg.match.op("sine"))
+    >>> try:
+    ...     tg.rewrite(jnp.sin, stop)(1.0)
+    ... except tg.NoMatchError as error:
+    ...     print("nothing" in str(error), "sin" in str(error))
+    True True
     """
 
     def __init__(self, message: Callable[[], str]):

@@ -62,7 +62,12 @@ class Graph(Body):
         edited.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
 
-    `print(graph)` is meant to be read. See `tracegrad.graph` for an example.
+    `print(graph)` is meant to be read.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2)(1.0)
+    >>> [node.op for node in graph.nodes], graph.inputs, graph.is_clean
+    (['sin', 'mul'], (x: ~f32[],), True)
     """
 
     def __init__(self, name: str, *, function_source: str = ""):

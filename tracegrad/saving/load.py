@@ -45,7 +45,14 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
         has not the axes along which a Variable was or shall be split.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
-    See `save` for an example. As ``tf.saved_model.load``.
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> path = os.path.join(tempfile.mkdtemp(), "twice.tracegrad")
+    >>> tg.save(lambda x: 2 * x, path, [jnp.ones(2)], gradient_order=0)
+    >>> print(tg.load(path)(jnp.ones(2)))
+    [2. 2.]
+
+    As ``tf.saved_model.load``.
     """
     program.check_installed()
     with open_container(path) as container:

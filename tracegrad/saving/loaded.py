@@ -65,6 +65,14 @@ class LoadedFunction:
       graph_text: what ``print(tracegrad.graph(fun)(...))`` showed when it was saved.
       gradient_order: how many times it can be differentiated.
       platforms: where it runs.
+
+    >>> import os, tempfile
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> path = os.path.join(tempfile.mkdtemp(), "square.tracegrad")
+    >>> tg.save(lambda x: x**2, path, [jnp.float32(0)])
+    >>> square = tg.load(path)
+    >>> print(square(3.0), jax.grad(square)(3.0), square.gradient_order)
+    9.0 6.0 1
     """
 
     signature: Signature
@@ -245,6 +253,16 @@ class LoadedFunctions(Mapping[str, LoadedFunction]):
 
     Attributes:
       variables: the Variables of all of them, by name.
+
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> path = os.path.join(tempfile.mkdtemp(), "both.tracegrad")
+    >>> specs = [jnp.float32(0)]
+    >>> functions = {"twice": (lambda x: 2 * x, specs), "half": (lambda x: x / 2, specs)}
+    >>> tg.save(functions, path, gradient_order=0)
+    >>> both = tg.load(path)
+    >>> print(sorted(both), both.twice(3.0), both["half"](3.0))
+    ['half', 'twice'] 6.0 1.5
     """
 
     def __init__(self, functions: Mapping[str, LoadedFunction], variables: Mapping[str, Variable]):

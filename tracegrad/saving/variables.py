@@ -190,7 +190,16 @@ def load_variables(tree: Any, path: Path, *, sharding: Any = None) -> None:
       TypeError: one of another dtype.
       OSError: there is no such file, or it may not be read.
 
-    See `save_variables` for an example.
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp
+    >>> from safetensors.numpy import save_file
+    >>> from tracegrad import Variable
+    >>> path = os.path.join(tempfile.mkdtemp(), "weights.safetensors")
+    >>> save_file({"w": np.ones(2, np.float32)}, path)
+    >>> weights = {"w": Variable([0.0, 0.0])}
+    >>> load_variables(weights, path)
+    >>> print(weights["w"].value)
+    [1. 1.]
     """
     variables = _some(tree)
     shown = os.fspath(path)

@@ -37,6 +37,12 @@ class AggregationMethod(enum.Enum):
 
     ``ADD_N`` (the default) and ``EXPERIMENTAL_ACCUMULATE_N`` add one after the other,
     ``EXPERIMENTAL_TREE`` pairwise, so that terms are freed early.
+
+    >>> import tracegrad as tg
+    >>> f = tg.trace(lambda x: tg.gradients(
+    ...     x * x + x, x, aggregation_method=tg.AggregationMethod.EXPERIMENTAL_TREE)[0])
+    >>> print(f(3.0))
+    7.0
     """
 
     ADD_N = "add_n"

@@ -16,7 +16,18 @@ from tracegrad.variables.variable import Variable
 
 
 class UnconnectedGradients(enum.Enum):
-    """What a tape answers for a source that nothing connects to the target."""
+    """What a tape answers for a source that nothing connects to the target.
+
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> x = jnp.float32(3.0)
+    >>> with tg.GradientTape(persistent=True) as tape:
+    ...     tape.watch(x)
+    ...     y = jnp.round(x)
+    >>> print(tape.gradient(y, x))
+    None
+    >>> print(tape.gradient(y, x, unconnected_gradients=tg.UnconnectedGradients.ZERO))
+    0.0
+    """
 
     NONE = "none"
     ZERO = "zero"

@@ -39,7 +39,18 @@ _CURES = {
 
 
 class RetraceWarning(UserWarning):
-    """One function is traced and compiled again and again."""
+    """One function is traced and compiled again and again.
+
+    >>> import warnings
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> f = tg.trace(lambda x: x)
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     for size in range(1, 12):
+    ...         _ = f(jnp.ones(size))
+    >>> {warning.category.__name__ for warning in caught}
+    {'RetraceWarning'}
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,12 @@ class TracedFunction:
       cache_info(): the signatures for which it was traced, when, and why each was a new one.
       clear_cache(): forgets compiled programs.
       __wrapped__: the original function.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> f = tg.trace(lambda x: jnp.sin(x) ** 2)
+    >>> x = jax.ShapeDtypeStruct((3,), "float32")
+    >>> [node.op for node in f.graph(x).nodes], f.eval_shape(x).shape
+    (['sin', 'integer_pow'], (3,))
     """
 
     # Python finds `__call__` on the type; as a slot of the type it holds jit's own callable, and

@@ -279,7 +279,8 @@ def _variable_name(name: str, path: Any) -> str | None:
 def values_of(tree: Any) -> Any:
     """The same tree with the value of each Variable in its place.
 
-    See `as_variables` for an example.
+    >>> values_of({"w": Variable([1.0, 2.0]), "step": 3})
+    {'step': 3, 'w': Array([1., 2.], dtype=float32)}
     """
     return jax.tree.map(
         lambda x: x.value if isinstance(x, Variable) else x, tree, is_leaf=is_variable
