@@ -21,6 +21,7 @@ from tracegrad.differentiation import UnconnectedError, grad, jacobian
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.operations import CONNECTING
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -538,6 +539,45 @@ def test_dependence_is_what_dead_code_elimination_finds(drawn):
     (mask,) = dependence(graph)
     _, used = pe.dce_jaxpr(graph.program.jaxpr, [True])
     assert [bool(mask >> i & 1) for i in range(3)] == used
+
+
+OF_ONE = """
+    neg square sqrt exp expm1 log log1p logistic sin cos tan sinh cosh tanh
+""".split()  # noqa: SIM905
+BINARY = {"add", "add_any", "sub", "mul", "div", "dot_general", "pad", "concatenate"}
+CONNECTING_SAMPLES = {
+    **{name: getattr(lax, name) for name in OF_ONE},
+    "add": lax.add,
+    "add_any": lambda x, y: jax.vjp(lambda x: (x, x), x)[1]((x, y))[0],
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "dot_general": lambda x, y: x @ y,
+    "reduce_sum": lambda x: lax.reduce_sum(x, axes=(0,)),
+    "cumsum": lax.cumsum,
+    "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (2, 3), (1,)),
+    "transpose": lambda x: lax.transpose(lax.transpose(x[None], (1, 0)), (0, 1)),
+    "rev": lambda x: lax.rev(x, (0,)),
+    "slice": lambda x: lax.slice(x, (1,), (3,)),
+    "pad": lambda x, y: lax.pad(x, y[0], [(1, -1, 0)]),
+    "concatenate": lambda x, y: lax.concatenate([x, y], 0),
+    "reshape": lambda x: lax.reshape(x, (1, 3)),
+    "squeeze": lambda x: lax.squeeze(lax.reshape(x, (1, 3)), (0,)),
+    "copy": lax.copy_p.bind,
+}
+
+
+@pytest.mark.parametrize("name", sorted(CONNECTING - {"expand_dims"}))
+def test_operations_that_are_said_to_connect_all_operands_do(name):
+    fun = CONNECTING_SAMPLES[name]
+    count = len(BINARY & {name}) + 1
+    args = [X, X[::-1] * 0.7][:count]
+    graph = tg.graph(fun)(*args)
+    assert name in graph.operations
+    shape = jax.eval_shape(fun, *args)
+    program = jax.make_jaxpr(lambda ct, *args: jax.vjp(fun, *args)[1](ct))(shape, *args).jaxpr
+    for i in range(len(args)):
+        assert pe.dce_jaxpr(program, [k == i for k in range(len(args))])[1][0]
 
 
 def test_what_was_learnt_of_an_operation_is_remembered_within_bounds():

@@ -16,6 +16,7 @@ from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 from tracegrad._jax.arrays import struct
+from tracegrad._jax.compat import PROGRAM_TYPES
 from tracegrad._jax.traces import in_a_new_thread
 
 JIT = primitives.jit_p
@@ -68,6 +69,24 @@ def constants_of(program: Any) -> Sequence[Any]:
 def opened(program: Any) -> Any:
     """The open form of a program: where the two forms differ, the one that holds no values."""
     return program.jaxpr if hasattr(program, "jaxpr") else program
+
+
+def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The sub-programs among a primitive's parameters, by the names of their regions.
+
+    ``jaxpr`` for one that is a parameter, ``branches[0]`` for one in a sequence,
+    ``jaxprs.solve`` for one in a named tuple.
+    """
+    found = []
+    for key, value in params.items():
+        if isinstance(value, PROGRAM_TYPES):
+            found.append((key, value))
+        elif isinstance(value, (tuple, list)):
+            fields = getattr(value, "_fields", None)
+            for i, item in enumerate(value):
+                if isinstance(item, PROGRAM_TYPES):
+                    found.append((f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item))
+    return found
 
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:

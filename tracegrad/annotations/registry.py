@@ -26,7 +26,7 @@ from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
 from tracegrad.tape.keys import params_key
 from tracegrad.tape.programs import PROGRAMS
-from tracegrad.tracing.importer import import_program, sub_programs
+from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 
@@ -251,7 +251,7 @@ class _Overrides(OverridingTrace):
                 name,
                 calling_line(),
             )
-        programs = [program for _, program in sub_programs(params)]
+        programs = [program for _, program in _jax.sub_programs(params)]
         if not programs or primitive.name in _jax.OPAQUE_PRIMITIVES:
             return None
         # Two loops of one body may run round in different directions.

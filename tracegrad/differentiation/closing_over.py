@@ -19,7 +19,7 @@ from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, RegionNode, Source
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tracing.importer import lone_node, sub_programs
+from tracegrad.tracing.importer import lone_node
 from tracegrad.variables.overriding import ForwardingTrace
 
 
@@ -112,7 +112,7 @@ def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -
 
 def has_closed_over(params: Mapping[str, Any]) -> bool:
     """Whether a `jax.custom_jvp` in the programs of an operation closes over something."""
-    return any(_program_closes_over(program) for _, program in sub_programs(params))
+    return any(_program_closes_over(program) for _, program in _jax.sub_programs(params))
 
 
 @of_program

@@ -30,6 +30,7 @@ from tracegrad.ir.dependence import (
     node_dependence,
     spread,
 )
+from tracegrad.ir.operations import CONNECTING
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import loses_derivative
 from tracegrad.lowering.partial import vjp_of_some
@@ -102,6 +103,8 @@ class Walk:
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
+        if node.op in CONNECTING:
+            return _all_of(node, [r and v.has_gradient for r, v in zip(reached, node.inputs)])
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:

@@ -107,3 +107,6 @@ ANALYTIC = RESHAPES | _names(
     "sinh cosh tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad "
     "concatenate copy jit"
 )
+# Differentiable in each operand, whatever their parameters are: none of the derivatives is zero by
+# structure.
+CONNECTING = ANALYTIC - {"integer_pow", "jit"}

@@ -103,7 +103,7 @@ def _hoist(program: Any) -> Any:
 
 
 def _with_programs(params: Any, programs: dict[str, Any]) -> dict[str, Any]:
-    """A primitive's parameters with its sub-programs replaced; see `importer.sub_programs`."""
+    """A primitive's parameters with its sub-programs replaced; see `_jax.sub_programs`."""
     new = dict(params)
     for key, value in params.items():
         if key in programs:

@@ -12,7 +12,6 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
-from tracegrad.tracing.importer import sub_programs
 
 
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
@@ -49,7 +48,7 @@ TO_HOST = _jax.identity_primitive(
 
 def calls_host(params: Mapping[str, Any]) -> bool:
     """Whether something is handed to the host anywhere in the programs of an operation."""
-    return any(program_calls_host(program) for _, program in sub_programs(params))
+    return any(program_calls_host(program) for _, program in _jax.sub_programs(params))
 
 
 @of_program

@@ -30,7 +30,7 @@ from tracegrad.tape.lifting import (
     numpy_constants_below,
     refused_to_lift,
 )
-from tracegrad.tracing.importer import lone_node, sub_programs
+from tracegrad.tracing.importer import lone_node
 
 _JIT = _jax.JIT
 jit_settings = _jax.jit_settings
@@ -91,7 +91,7 @@ class Computation:
         self.rule = rule
         self.is_shared = is_shared and rule is None
         self._keys = None if key is None else (key, key)
-        self.programs = [program for _, program in sub_programs(params)]
+        self.programs = [program for _, program in _jax.sub_programs(params)]
         self.has_effects = has_effects(params)
         self.is_used = True
         self.run: Callable[..., Any] | None = None
@@ -146,7 +146,8 @@ _RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST})
 
 def is_run_once(primitive: Any, params: Mapping[str, Any]) -> bool:
     """See `Computation`. (A `while` loop has no backward pass.)"""
-    return primitive in _RUN_ONCE or any(_runs_once(program) for _, program in sub_programs(params))
+    programs = _jax.sub_programs(params)
+    return primitive in _RUN_ONCE or any(_runs_once(program) for _, program in programs)
 
 
 @of_program
@@ -167,7 +168,7 @@ def _weight(program: Any) -> tuple[int, bool]:
     """How many operations a program has, and whether one of them is costly."""
     count, heavy = 0, False
     for equation in _jax.opened(program).eqns:
-        inner = [_weight(p) for _, p in sub_programs(equation.params)]
+        inner = [_weight(p) for _, p in _jax.sub_programs(equation.params)]
         count += sum(n for n, _ in inner) if inner else 1
         is_call = equation.primitive in (_JIT, _jax.CUSTOM_JVP)
         heavy |= any(h for _, h in inner) or _is_heavy(equation)

@@ -7,17 +7,16 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
-from tracegrad.tracing.importer import sub_programs
 
 
 def has_effects(params: Mapping[str, Any]) -> bool:
     """Whether the programs of an operation do more than compute: print, or call the host."""
-    return any(_jax.opened(program).effects for _, program in sub_programs(params))
+    return any(_jax.opened(program).effects for _, program in _jax.sub_programs(params))
 
 
 def reads_the_host(params: Mapping[str, Any]) -> bool:
     """Whether such a call gives results, so that what follows depends on them."""
-    return any(_gives_results(program) for _, program in sub_programs(params))
+    return any(_gives_results(program) for _, program in _jax.sub_programs(params))
 
 
 def _gives_results(program: Any) -> bool:
@@ -26,13 +25,13 @@ def _gives_results(program: Any) -> bool:
         return False
     return any(
         _gives_results_itself(equation)
-        or any(_gives_results(inner) for _, inner in sub_programs(equation.params))
+        or any(_gives_results(inner) for _, inner in _jax.sub_programs(equation.params))
         for equation in open_form.eqns
     )
 
 
 def _gives_results_itself(equation: Any) -> bool:
-    if not equation.effects or not equation.outvars or any(sub_programs(equation.params)):
+    if not equation.effects or not equation.outvars or any(_jax.sub_programs(equation.params)):
         return False
     return not any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
 

@@ -7,7 +7,7 @@ parameters) counts by identity, and is held by the key, so that the identity sta
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Source
-from tracegrad.tracing.importer import lone_node, sub_programs
+from tracegrad.tracing.importer import lone_node
 
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
@@ -87,7 +87,8 @@ def params_key(params: Mapping[str, Any], within: Within | None = EXACT) -> Any:
         made = _made_rule_key(params, within)
         if made is not None:
             return made
-    return tuple([(name, _value_key(params[name], within)) for name in sorted(params)])
+    names = tuple(sorted(params))
+    return names, _value_keys([params[name] for name in names], within)
 
 
 def program_key(program: Any, within: Within | None = EXACT) -> Structure:
@@ -193,7 +194,7 @@ def has_rules(program: Any) -> bool:
     return any(
         equation.primitive in RULES
         or "bwd" in equation.params
-        or any(has_rules(inner) for _, inner in sub_programs(equation.params))
+        or any(has_rules(inner) for _, inner in _jax.sub_programs(equation.params))
         for equation in _jax.opened(program).eqns
     )
 
@@ -246,7 +247,8 @@ def _made_rule_key(params: Mapping[str, Any], within: Within | None) -> Structur
 def _items_key(value: Any, within: Within | None) -> Any:
     if isinstance(value, tuple | list):
         return tuple([_items_key(item, within) for item in value])
-    return _value_key(value, within)
+    (key,) = _value_keys([value], within)
+    return key
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -255,18 +257,26 @@ def _items_key(value: Any, within: Within | None) -> Any:
 _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 
 
-def _value_key(value: Any, within: Within | None) -> Any:
-    if type(value) in _PLAIN:
-        return type(value), value  # 1, 1.0 and True are equal, but not the same parameter
-    if isinstance(value, _jax.PROGRAM_TYPES):
-        return program_key(value, within)
-    if isinstance(value, tuple | list) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
-        return type(value), tuple(_value_key(item, within) for item in value)
-    try:
-        hash(value)
-    except TypeError:
-        return _ById(value)
-    return type(value), value
+def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]:
+    keys: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            keys.append((kind, value))  # 1, 1.0 and True are equal, but not the same parameter
+        elif isinstance(value, _jax.PROGRAM_TYPES):
+            keys.append(program_key(value, within))
+        elif isinstance(value, tuple | list) and any(
+            isinstance(item, _jax.PROGRAM_TYPES) for item in value
+        ):
+            keys.append((kind, _value_keys(value, within)))
+        else:
+            try:
+                hash(value)
+            except TypeError:
+                keys.append(_ById(value))
+            else:
+                keys.append((kind, value))
+    return tuple(keys)
 
 
 def _parts(program: Any, within: Within | None) -> Any:
@@ -303,7 +313,7 @@ def _parts(program: Any, within: Within | None) -> Any:
 
 def _settings_key(settings: Any) -> Any:
     """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
-    return tuple([_value_key(value, EXACT) for value in _jax.settings_of(settings)])
+    return _value_keys(_jax.settings_of(settings), EXACT)
 
 
 # ---------------------------------------------------------------------------- JAX's own functions

@@ -19,13 +19,13 @@ from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tape.keys import params_key
-from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.importer import make_node
 
 
 def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
     """The arrays among the constants of a primitive's programs, each once."""
     found: dict[int, Any] = {}
-    for _, program in sub_programs(params):
+    for _, program in _jax.sub_programs(params):
         found.update((id(array), array) for array in constants_below(program))
     return tuple(found.values()) if found else ()
 
@@ -44,7 +44,7 @@ def numpy_constants_below(program: Any) -> tuple[Any, ...]:
     """The NumPy arrays among the constants of a program and of those in it, each once."""
     found = [c for c in _jax.constants_of(program) if isinstance(c, np.ndarray)]
     for equation in _jax.opened(program).eqns:
-        for _, inner in sub_programs(equation.params):
+        for _, inner in _jax.sub_programs(equation.params):
             found += numpy_constants_below(inner)
     return tuple({id(array): array for array in found}.values())
 
@@ -56,7 +56,7 @@ def lift(
 
     Raises ValueError if a `jax.custom_jvp` closes over one of the captured arrays.
     """
-    first = next(p for _, p in sub_programs(params) if constants_below(p))
+    first = next(p for _, p in _jax.sub_programs(params) if constants_below(p))
     key = (
         primitive,
         params_key(params),

@@ -34,7 +34,6 @@ from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import ON_VALUES, Rule
 from tracegrad.tape.running import PLAIN, Running, are_plain, refuse_references
-from tracegrad.tracing.importer import sub_programs
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
 from tracegrad.variables.overriding import OverridingTrace
@@ -252,7 +251,7 @@ class Recorder(Running):
 
     def _process_any(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Runs an operation that may have programs: a loop, a branch, or one not met before."""
-        if not any(sub_programs(params)):
+        if not any(_jax.sub_programs(params)):
             _WITHOUT_PROGRAMS.add(primitive)
             return self.process_primitive(primitive, args, params)
         constants = captured_arrays(params)

@@ -24,7 +24,7 @@ from tracegrad.lowering.partial import of_some
 from tracegrad.tape.block import Block
 from tracegrad.tape.keys import RULES, is_jaxs_own
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tracing.importer import make_node, sub_programs
+from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.in_force import rules_in_force
 
 # From the cotangents of results of a node to those of operands.
@@ -102,7 +102,7 @@ def _has_rules(program: Any) -> bool:
     return any(
         not _is_the_derivative(equation.primitive, equation.params)
         if equation.primitive in RULES
-        else any(_has_rules(inner) for _, inner in sub_programs(equation.params))
+        else any(_has_rules(inner) for _, inner in _jax.sub_programs(equation.params))
         for equation in _jax.opened(program).eqns
     )
 

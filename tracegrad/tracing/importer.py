@@ -109,7 +109,7 @@ def make_node(
         regions = {
             # Alive as long as the root program, which holds it.
             name: seen.get(id(p)) or _import(p, seen, _jax.function_of(p), operands=inputs)
-            for name, p in sub_programs(params)
+            for name, p in _jax.sub_programs(params)
         }
         if regions:
             kind, more = Call, {"_regions": regions}
@@ -136,24 +136,6 @@ def lone_node(
     operands = Graph("operands")
     inputs = tuple(map(operands.add_input, avals))
     return make_node(primitive, params, inputs, source, (), {})
-
-
-def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The sub-programs among a primitive's parameters, by the names of their regions.
-
-    ``jaxpr`` for one that is a parameter, ``branches[0]`` for one in a sequence,
-    ``jaxprs.solve`` for one in a named tuple.
-    """
-    found = []
-    for key, value in params.items():
-        if isinstance(value, _jax.PROGRAM_TYPES):
-            found.append((key, value))
-        elif isinstance(value, (tuple, list)):
-            fields = getattr(value, "_fields", None)
-            for i, item in enumerate(value):
-                if isinstance(item, _jax.PROGRAM_TYPES):
-                    found.append((f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item))
-    return found
 
 
 # ---------------------------------------------------------------------- rules of custom gradients
