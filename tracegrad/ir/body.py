@@ -146,11 +146,11 @@ class Body:
 
     @property
     def in_avals(self) -> list[Any]:
-        return [value.aval for value in self.inputs]
+        return [value.aval for value in self._inputs]
 
     @property
     def out_avals(self) -> list[Any]:
-        return [value.aval for value in self.outputs]
+        return [value.aval for value in self._outputs]
 
     @property
     def is_clean(self) -> bool:
@@ -268,12 +268,12 @@ class Body:
 
         Raises GraphError if they differ in number or type.
         """
-        if len(outputs) != len(self.outputs):
+        if len(outputs) != len(self._outputs):
             raise GraphError(
-                f"{self.name} returns {len(self.outputs)} values, {len(outputs)} were given"
+                f"{self.name} returns {len(self._outputs)} values, {len(outputs)} were given"
             )
         self._check_mine(*outputs)
-        for new, old in zip(outputs, self.outputs, strict=True):
+        for new, old in zip(outputs, self._outputs, strict=True):
             if not same_type(new.aval, old.aval):
                 raise GraphError(f"{self.name} returns {old!r}; {new!r} is of another type")
         self._edited()
@@ -350,7 +350,7 @@ class Body:
         self._check_node(node)
         outputs = set(node.outputs)
         users = [user for value in node.outputs for user in value.users]
-        if users or outputs.intersection(v for v in self.outputs if isinstance(v, Value)):
+        if users or outputs.intersection(v for v in self._outputs if isinstance(v, Value)):
             name = users[0].name if users else "the graph's outputs"
             raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
         if node.effects and not with_effects:

@@ -97,7 +97,7 @@ class Graph(Body):
     @property
     def result_count(self) -> int:
         """How many of the outputs are the result: those before new values of what is assigned."""
-        return len(self.outputs) - len(self.assigned) - len(self.updates)
+        return len(self._outputs) - len(self.assigned) - len(self.updates)
 
     @property
     def calls_host(self) -> bool:
@@ -139,7 +139,7 @@ class Graph(Body):
 
     def name_values(self) -> None:
         """Names every value that has no name yet: from the argument, else from the operation."""
-        for value in (*self.inputs, *self.constants):
+        for value in (*self._inputs, *self.constants):
             self._name(value, value.hint or "arg")
         for node in self.nodes:
             for value in node.outputs:
@@ -197,10 +197,10 @@ class Graph(Body):
         new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
         new.updates, new.settings, new.loses = self.updates, self.settings, self.loses
         new.surroundings = self.surroundings
-        inputs = new.add_inputs(self.in_avals, [value.hint for value in self.inputs])
-        values: dict[Value, Value | Literal] = dict(zip(self.inputs, inputs, strict=True))
+        inputs = new.add_inputs(self.in_avals, [value.hint for value in self._inputs])
+        values: dict[Value, Value | Literal] = dict(zip(self._inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))
-        new._outputs = tuple(values[v] if isinstance(v, Value) else v for v in self.outputs)
+        new._outputs = tuple(values[v] if isinstance(v, Value) else v for v in self._outputs)
         new.seal(self._program)
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
