@@ -14,7 +14,9 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, Program
 
 import tracegrad
@@ -72,7 +74,12 @@ def options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
 def test_traced_program_compiles_to_the_hlo_of_jit(program: Program) -> None:
     fun, args = program.build()
     options = KEEP_RECOMPUTED if program.recomputes else None
+    assert_compiled_as_by_jit(fun, args, options, is_optimised=program.name in COMPILED)
 
+
+def assert_compiled_as_by_jit(
+    fun: Any, args: Any, options: Any = None, *, is_optimised: bool
+) -> None:
     theirs = jax.jit(fun, compiler_options=options).lower(*args)
     traced = tracegrad.trace(fun).lower(*args)
     rebuilt = to_callable(tracegrad.graph(fun)(*args), rebuild=True)
@@ -85,8 +92,56 @@ def test_traced_program_compiles_to_the_hlo_of_jit(program: Program) -> None:
     for what, lowered in ours.items():
         assert_same(lowered.as_text(), theirs.as_text(), f"StableHLO {what}")
         # Before JAX 0.11.2 `trace` asks for `KEEP_RECOMPUTED` where nothing is differentiated, too.
-        if program.name in COMPILED or options_of(lowered) != options_of(theirs):
+        if is_optimised or options_of(lowered) != options_of(theirs):
             assert_same(optimised(lowered), optimised(theirs), f"HLO {what}")
+
+
+def layers(params, x):
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+
+def step(params, x):
+    value, gradient = jax.value_and_grad(layers)(params, x)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
+
+
+def gathered_step(params, x):
+    """Fully sharded: what lies in parts is gathered where it is used."""
+
+    def whole(params):
+        return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, P()), params)
+
+    value, gradient = jax.value_and_grad(lambda p: layers(whole(p), x))(params)
+    split = jax.tree.map(lambda g: jax.lax.with_sharding_constraint(g, P("data")), gradient)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, split)
+
+
+@jax.shard_map(in_specs=(P(), P("data")), out_specs=(P(), P()))
+def mapped_step(params, x):
+    value, gradient = jax.value_and_grad(lambda p: jax.lax.pmean(layers(p, x), "data"))(params)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
+
+
+# The step, and how its two matrices lie: the batch is always split along "data".
+SHARDED = {
+    "data parallel": (step, P(), P()),
+    "tensor parallel": (step, P(None, "model"), P("model", None)),
+    "fully sharded": (gathered_step, P("data"), P("data")),
+    "shard_map": (mapped_step, P(), P()),
+}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_sharded_step_compiles_to_the_hlo_of_jit(how: str) -> None:
+    fun, *specs = SHARDED[how]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    shapes = [((4, 8), specs[0]), ((8, 4), specs[1]), ((8, 4), P("data"))]
+    first, last, x = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in shapes
+    )
+    with jax.set_mesh(mesh):
+        assert_compiled_as_by_jit(fun, ({"in": first, "out": last}, x), is_optimised=True)
 
 
 def test_the_compiler_options_of_a_program_are_seen() -> None:
