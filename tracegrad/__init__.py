@@ -52,6 +52,7 @@ from tracegrad.variables import values_of as values_of
 
 if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.insight.check_grads import check_grads as check_grads
+    from tracegrad.insight.check_processes import check_processes as check_processes
     from tracegrad.insight.explain import explain as explain
     from tracegrad.insight.memory import memory as memory
     from tracegrad.insight.show import show as show
@@ -68,7 +69,7 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
 # Rooms that most programs do not enter: they are imported when one of their names is first asked
 # for, since together they take as long as the rest.
 _LATER = {
-    "insight": "check_grads explain memory show",
+    "insight": "check_grads check_processes explain memory show",
     "planning": "plan_recompute",
     "saving": "ArtefactError LoadedFunction LoadedFunctions load load_variables save "
     "save_variables variables_of",

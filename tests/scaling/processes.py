@@ -26,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "--xla_force_host_platform_device_count"
+STARTING = 120  # seconds, until all processes have found each other
 MOST_SHOWN = 6000  # characters of what a process printed
 
 
@@ -79,7 +80,8 @@ def start(
     devices: int = 2,
     timeout: float = 120,
 ) -> Running:
-    """Starts them. One that takes more than `timeout` seconds prints where it is, and exits."""
+    """Starts them. One whose function takes more than `timeout` seconds prints where it is, and
+    exits."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -128,7 +130,7 @@ def started(
     with tempfile.TemporaryDirectory() as folder:
         running = start(Path(folder), file, function, *arguments, timeout=timeout, **options)
         try:
-            return running.result(timeout + 10, ends or [0] * len(running.processes))
+            return running.result(timeout + STARTING + 10, ends or [0] * len(running.processes))
         finally:
             running.end()
 
@@ -136,14 +138,16 @@ def started(
 def _main(given: str, result: str) -> None:
     file, function, arguments, port, place, count, timeout = json.loads(given)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(timeout, exit=True)
+    faulthandler.dump_traceback_later(STARTING, exit=True)
     import jax
 
     code = 1
     try:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, place)
         sys.path.insert(0, str(Path(file).parent))
-        returned = getattr(importlib.import_module(Path(file).stem), function)(*arguments)
+        called = getattr(importlib.import_module(Path(file).stem), function)
+        faulthandler.dump_traceback_later(timeout, exit=True)  # in the place of the first
+        returned = called(*arguments)
         for each in returned if isinstance(returned, types.GeneratorType) else [returned]:
             Path(result).write_text(json.dumps(each))
         if not isinstance(returned, types.GeneratorType):  # of these one may be dead by now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -69,6 +70,11 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         assert "the Variable 'both' (f32[8,4]) is spread over several processes" in each["numpy"]
         assert "process_allgather" in each["numpy"]
         assert "want to save different things: 'step'" in each["different"]
+        assert each["same program"] == "nothing"
+        assert re.search(
+            r"is not the same program(?s:.*)on process 0: .*2.0(?s:.*)on process 1: .*3.0",
+            each["other program"],
+        )
     assert "process 1 of 2 did not come within 0.2 seconds" in told[0]["alone"]
     assert "process 1 of 2 did not come within 5 seconds" in told[0]["died"]
 
@@ -115,7 +121,7 @@ def test_a_process_that_fails_or_hangs_ends_the_others_with_what_they_printed():
     with pytest.raises(ProcessesFailed, match=r"(?s)process 1 printed:.*this one fails"):
         started(HERE / "states.py", "one_fails")
     with pytest.raises(ProcessesFailed, match=r"(?s)Timeout.*in they_hang"):
-        started(HERE / "states.py", "they_hang", timeout=10)
+        started(HERE / "states.py", "they_hang", timeout=1)
 
 
 @pytest.mark.slow

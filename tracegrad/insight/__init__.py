@@ -2,6 +2,7 @@
 
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads
+from tracegrad.insight.check_processes import check_processes as check_processes
 from tracegrad.insight.explain import explain as explain
 from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
