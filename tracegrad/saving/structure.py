@@ -131,7 +131,8 @@ def describe(tree: Any, where: str, depth: int = 0) -> Structure:
             f"{where} is of type {kind.__name__}, which is rebuilt by its Python code, and no code "
             "is saved: make a dictionary, list or tuple of it, or pass its arrays, as "
             "`jax.tree.leaves` has them, to a function that closes over the rest of it; or let the "
-            "function close over all of it, which makes constants of the arrays"
+            "function close over all of it, which makes constants of the arrays, and of those in "
+            "`tracegrad.as_variables` arrays of the file"
         )
     items = [describe(item, f"{where}{place}", depth + 1) for place, item in _parts(tree)]
     if kind is dict:
