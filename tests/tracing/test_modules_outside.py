@@ -167,9 +167,18 @@ def test_what_a_step_assigns_between_two_calls_of_a_function_in_it_is_read():
 
 
 @pytest.mark.parametrize("compile", [jax.jit, nnx.jit])
-def test_a_program_around_that_would_keep_the_weights_is_refused_and_names_them(compile):
-    with pytest.raises(RuntimeError, match=r"'\w+\.linear\.\w+' is read inside .*the module"):
-        compile(lambda x: traced(x))(X)
+def test_a_program_of_jax_around_keeps_the_weights_as_of_any_module_it_closes_over(compile):
+    network = nnx.clone(model)
+    plain, first = compile(lambda x: network(x)), network(X)
+    ways = [
+        compile(tg.trace(lambda x: network(x))),
+        compile(tg.rewrite(lambda x: network(x), tg.rules.stop_gradient(match.op("tanh")))),
+    ]
+    for f in (plain, *ways):
+        np.testing.assert_allclose(f(X), first, rtol=1e-5)
+    network.linear.bias[...] += 1.0
+    for f in (plain, *ways):
+        np.testing.assert_allclose(f(X), first, rtol=1e-5)
 
 
 def test_a_module_that_is_gone_is_let_go_of_and_one_in_its_place_is_found():

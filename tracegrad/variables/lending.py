@@ -25,8 +25,7 @@ FROZEN = (
     "the Variable {name!r} is read inside a function that JAX compiles or stages (jax.jit, "
     "jax.make_jaxpr, or the body of a scan, cond, while_loop or checkpoint), where its value would "
     "be kept as a constant for all later calls. Compile the function with `tracegrad.trace` "
-    "instead, which makes an input of the Variable, or pass its `.value` in as an argument (of one "
-    "in a module of flax.nnx, the module, and `nnx.jit` the function)."
+    "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
 )
 
 _lock = threading.Lock()
@@ -37,7 +36,8 @@ _lenders: set[int] = set()  # the threads that ever lent
 
 def stored(variable: Variable) -> Any:
     """What is read where nobody listens."""
-    if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
+    staged = _jax.staging_trace() is not None and not variable.may_be_kept
+    if staged and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
     return handed(variable)
 

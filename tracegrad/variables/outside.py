@@ -45,6 +45,8 @@ class ModuleArray(Variable):
 
     __slots__ = ("_leaf", "_made_in", "_variable", "is_alone")
 
+    may_be_kept = True  # `jax.jit` and `nnx.jit` keep what they close over, also through us
+
     def __init__(self, variable: Any, leaf: int, name: str):
         self._variable = variable
         self._leaf = leaf
