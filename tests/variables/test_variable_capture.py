@@ -953,6 +953,23 @@ def test_sharded_variables_stay_sharded():
     np.testing.assert_array_equal(w.value, np.arange(8.0) + 3)
 
 
+def test_a_variable_that_is_split_otherwise_is_traced_as_it_is():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["d"], [None, "d"]))
+    w = Variable(jax.device_put(jnp.ones((4, 4)), rows))
+
+    @tg.trace
+    def add(x):
+        return w.assign_add(jax.jit(lambda x: x * w)(x)).value
+
+    with jax.set_mesh(mesh):
+        assert add(w.value).sharding.is_equivalent_to(rows, 2)
+        w.assign(jax.device_put(w.value, columns))
+        assert w.aval == jax.typeof(w.value)
+        assert add(w.value).sharding.is_equivalent_to(columns, 2)
+    np.testing.assert_array_equal(np.asarray(w.value), np.full((4, 4), 6))
+
+
 def test_shardings_are_those_of_the_users_arguments():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("d"))

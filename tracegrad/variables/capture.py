@@ -274,7 +274,7 @@ def _name(trace: Any) -> str:
 
 def stand_in(variable: Variable) -> Any:
     """What a Variable that is not assigned before is to functions whose programs JAX keeps."""
-    if variable._stand_in is None:
+    if variable._stand_in is None or variable._stand_in.aval != variable.aval:
         name, reference = variable.name, weakref.ref(variable)
 
         def check() -> None:

@@ -216,8 +216,8 @@ class Variable:
 
     @property
     def aval(self) -> Any:
-        """Its type, as JAX has it."""
-        return self._aval
+        """Its type, as JAX has it; on an explicit mesh with how the present value is split."""
+        return jax.typeof(self._value)
 
     @property
     def shape(self) -> tuple[int, ...]:
