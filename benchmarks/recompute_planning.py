@@ -16,7 +16,8 @@ kept, counted as XLA holds it; or, with ``--before-fusion``, as JAX hands it fro
 backward pass, which is what other planners count.
 
 ``--xla`` plans by what XLA holds instead, beside these programs scans in scans and five programs
-that no rule of the model was written for, and compares with plans by the model alone;
+that no rule of the model was written for, and the models as equinox and flax write them, and
+compares with plans by the model alone;
 ``--time`` measures planning for programs of 2,000 and 20,000 operations.
 """
 
@@ -24,10 +25,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +50,7 @@ from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import Planner, crossing_bytes
 from tracegrad.planning.simulation import Segment, keep_all, simulate
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -332,6 +337,29 @@ def experts(layers: int = 4, count: int = 4, batch: int = 1024, width: int = 64)
     return loss, ([w] * layers, f32(batch, width))
 
 
+def written_with_a_library(name: str) -> Program:
+    """A model of ``examples/recompute_models.py``: the five as equinox and flax write them."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # they are modules of no package
+    task = importlib.import_module("recompute_models").MODELS[name]()
+
+    def loss(params: Any, *batch: Any) -> Any:
+        found = task.loss(params, *batch)
+        return found[0] if task.has_aux else found
+
+    return loss, (task.params, *task.batch)
+
+
+LIBRARIES: dict[str, Callable[[], Program]] = {
+    f"{library}-{name}": functools.partial(written_with_a_library, name)
+    for name, library in [
+        ("mixer", "equinox"),
+        ("transformer", "nnx"),
+        ("resnet", "linen"),
+        ("unet", "equinox"),
+        ("gru", "linen"),
+    ]
+}
 HELD_OUT: dict[str, Callable[[], Program]] = {
     "gated-mlp": gated_mlp,
     "attention": long_attention,
@@ -523,6 +551,7 @@ def xla_rows(only: str | None) -> Iterator[list[str]]:
         "small-unet": functools.partial(unet_program, 2, 64, 16, 3),
         **SCANNED,
         **HELD_OUT,
+        **LIBRARIES,
     }
     for name, build in smaller.items():
         if only not in (None, name):
@@ -583,7 +612,7 @@ def main() -> None:
     parser.add_argument("--before-fusion", action="store_true")
     parser.add_argument("--xla", action="store_true")
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--only", choices=[*PROGRAMS, *SCANNED, *HELD_OUT])
+    parser.add_argument("--only", choices=[*PROGRAMS, *SCANNED, *HELD_OUT, *LIBRARIES])
     options = parser.parse_args()
     if options.xla:
         header = ["program, budget", "by the model: XLA", "extra FLOPs %", "XLA's"]

@@ -36,7 +36,7 @@ class Tuning:
     sideways: tuple[float, ...] = (0.05, 0.2)
     longest: int = 20
     large: int = 500
-    longest_in_large: int = 8
+    longest_in_large: int = 9
     save_sets: int = 7
     free_save_sets: int = 2
     most_in_pieces: int = 200
