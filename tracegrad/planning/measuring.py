@@ -1,4 +1,8 @@
-"""What XLA holds for the gradient of a program: it is compiled, and nobody runs it."""
+"""What XLA holds for the gradient of a program: it is compiled, and nobody runs it.
+
+What was compiled is not what the user's first call runs: that has a gradient with respect to other
+arguments, the value beside it, or an optimizer behind it, and is compiled as a whole.
+"""
 
 from __future__ import annotations
 
