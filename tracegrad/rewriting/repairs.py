@@ -37,8 +37,9 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
 
     Returns:
       A rule. Nothing is changed but NaN and Inf that come of a cotangent of zero: values, forward
-      mode and every gradient that is finite stay as they are, bit by bit (compiled, as far as XLA
-      rounds the same in a program that has some selections more). Rules of kind JVP
+      mode and what every operation gives of a cotangent that is finite stay as they are, bit by
+      bit. (What is rounded last may differ where cotangents of one value are added in another
+      order, or where XLA fuses another way.) Rules of kind JVP
       (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of kind VJP are
       left alone. It holds at any order.
 
