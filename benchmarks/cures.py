@@ -90,6 +90,10 @@ def cost_of_strong_zero(layers: int, width: int, batch: int, length: int) -> lis
     ]
 
 
+def gradient(fun: Callable[..., Any], wrt: Any, args: Any) -> Any:
+    return jax.jit(lambda: tg.grad(fun, wrt=wrt)(*args))()  # models are no arguments of jit
+
+
 def changed_bits() -> list[str]:
     """The healthy programs whose compiled gradient has other bits with `strong_zero`."""
     changed = []
@@ -97,7 +101,7 @@ def changed_bits() -> list[str]:
         args = build()
         functions = fun, tg.rewrite(fun, tg.rules.strong_zero())
         try:
-            plain, strong = (jax.jit(tg.grad(f, wrt=wrt))(*args) for f in functions)
+            plain, strong = (gradient(f, wrt, args) for f in functions)
         except Exception as error:
             changed.append(f"{name} ({type(error).__name__})")
             continue
@@ -117,9 +121,8 @@ def main() -> None:
     print_table("rules.strong_zero", header, [cost_of_strong_zero(*size) for size in sizes])
     if "--healthy" in sys.argv:
         found = changed_bits()
-        print(
-            f"\n{len(PROGRAMS) - len(found)} of {len(PROGRAMS)} healthy programs have the same bits"
-        )
+        same = len(PROGRAMS) - len(found)
+        print(f"\n{same} of {len(PROGRAMS)} healthy programs have the same bits")
         print("others:", ", ".join(found) or "none")
 
 
