@@ -5,8 +5,8 @@ are there; the parts have names of their own, by a number of the run that wrote 
 process is killed, and when, the old file with its parts is there, or the new one with its own. All
 files are containers, so that damage is found. ``docs/artefact.md`` says what is in them.
 
-Orbax, the ecosystem's tool for this, was tried, and is not used: it replaces a checkpoint by
-removing the old one first, and reads zeros where a file of an array is missing.
+Orbax, the ecosystem's tool for checkpoints, is not used: a saved Variable and a saved function are
+one kind of file here, which the same reader checks before anything of it is taken.
 """
 
 from __future__ import annotations
