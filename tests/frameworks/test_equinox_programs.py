@@ -334,7 +334,7 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
 
 
 @each(
-    Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, mark="slow"),
+    Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, "65%", mark="slow"),
     Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", mark="slow"),
     Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "98%", mark="slow"),

@@ -1,4 +1,4 @@
-"""Rules for while loops: reverse mode by replaying, and by the implicit function theorem."""
+"""The rule for while loops: reverse mode by replaying."""
 
 from __future__ import annotations
 
@@ -342,3 +342,34 @@ def test_loops_inside_of_what_matches_are_meant():
         lambda a: 2 * jax.jit(solver)(a), rules.checkpointed_loop(match.call("solver"))
     )
     np.testing.assert_allclose(jax.grad(edited)(16.0), 2 / 32, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["grad", "jacobian", "trace", "rewrite", "tape"])
+def test_reverse_mode_without_the_rule_names_the_loop_and_the_rule(way):
+    def loss(x):
+        y = jax.lax.while_loop(lambda y: y < 10.0, lambda y: y * 1.5, x)  # the loop
+        return y * 2.0
+
+    def by_tape(x):
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = loss(x)
+        return tape.gradient(y, x)
+
+    unmoved = tg.rules.stop_gradient(match.op("no such operation"), missing_ok=True)
+    ways = {
+        "grad": tg.grad(loss),
+        "jacobian": tg.jacobian(loss),
+        "trace": tg.trace(lambda x: jax.grad(loss)(x)),
+        "rewrite": tg.rewrite(lambda x: jax.grad(loss)(x), unmoved),
+        "tape": by_tape,
+    }
+    with pytest.raises(ValueError, match=r"while_loop") as caught:
+        ways[way](jnp.float32(1.0))
+    line = loss.__code__.co_firstlineno + 1
+    (note,) = [note for note in caught.value.__notes__ if "checkpointed_loop" in note]
+    assert f"test_loops.py:{line} in " in note
+    where = match.source(f"test_loops.py:{line}")
+    assert f"`where={where!r}`" in note
+    cured = tg.rewrite(loss, tg.rules.checkpointed_loop(where))
+    np.testing.assert_allclose(jax.grad(cured)(1.0), jax.jvp(loss, (1.0,), (1.0,))[1])

@@ -19,6 +19,7 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.lowering.partial import vjp_of_some
+from tracegrad.tracing.user_errors import explain_loop
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
 Aggregation = Callable[[Sequence[Any]], Any]
@@ -155,6 +156,7 @@ def _jax_vjp(
         _, vjp = vjp_of_some(run, read(node.inputs, values), active, given)
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
+        explain_loop(error)
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
             error.add_note(f"while differentiating {Occurrence((), node)}")
         raise

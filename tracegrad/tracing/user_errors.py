@@ -6,7 +6,9 @@ is added as a note.
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import jax
@@ -63,12 +65,46 @@ _NO_ARRAY = (
 )
 
 
+_NO_REVERSE = (
+    "How often this loop runs is known only when it has run, and reverse mode needs its states. A "
+    "rule keeps some of them and replays the rest, `tracegrad.rules.checkpointed_loop(where)`: in "
+    "`tracegrad.rewrite(loss, rule)` or `tracegrad.trace(step, rules=[rule])`, here with "
+    "`where={where}`. For a number of steps that is known, `jax.lax.scan` has both modes."
+)
+
+
+def explain_loop(error: Exception) -> None:
+    """Adds to JAX's error about reverse mode through a while loop which it is, and the cure."""
+    known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
+    if not known or any("checkpointed_loop" in note for note in getattr(error, "__notes__", ())):
+        return
+    # JAX hangs the lines in which the loop was traced on the error, as its cause.
+    loop = line_of_error(None if error.__cause__ is None else error.__cause__.__traceback__)
+    if loop is None:
+        error.add_note(_NO_REVERSE.format(where="match.op('while')"))
+        return
+    where = f"match.source('{os.path.basename(loop.file)}:{loop.line}')"
+    line = f"{loop.file}:{loop.line} in {loop.function}: {loop.code}"
+    error.add_note(f"{line}\n{_NO_REVERSE.format(where=where)}")
+
+
+@contextmanager
+def explaining_loops() -> Iterator[None]:
+    """A block that differentiates in reverse mode."""
+    try:
+        yield
+    except ValueError as error:
+        explain_loop(error)
+        raise
+
+
 def explain(error: Exception) -> Exception:
     """The same error with the user's line and the way out added, and without our frames.
 
     Raise what it returns at the outermost frame of this package, which then is the only one left
     between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
     """
+    explain_loop(error)
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
     if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
