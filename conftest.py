@@ -92,7 +92,7 @@ def pytest_xdist_auto_num_workers() -> int:
 # both leave the slow to .ci/nightly.
 LONG = (
     r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
-    r"test_random_programs.*\[(cond|scan|loop|jit|vmap|trace|custom_gradient_of_inputs)\]",
+    r"test_random_programs.*\[(cond|scan|loop)\]",
     r"test_rules_in_force.*memory_budget.*\[tg\]",
     r"test_save_random.*same_after_loading",
 )
@@ -105,12 +105,12 @@ SLOW = (
     r"test_planned_regions.*recurrent_network",
     r"test_planning_lowering.*(\[residual blocks\]|goes_piece_by_piece|other_budgets\[mlp)",
     r"test_planning_scans.*inside_scans.*\[layers\]",
+    r"test_random_programs.*\[(jit|vmap|trace|custom_gradient_of_inputs)\]",
 )
-FEW = 2  # cases of a test that all run on each JAX
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what takes long, and deals the cases of a test that has many out to two runs.
+    """Marks what takes long, and deals the cases of a test that has several out to two runs.
 
     What the oldest JAX runs of them in .ci/run, the newest does not, so that each case runs there
     once; the README's command takes the newest's. By turns, in an order that mixes the parameters.
@@ -128,10 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not any(item.iter_markers("long")) and not any(item.iter_markers("slow")):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        if len(cases) > FEW:
-            cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
-            for turn, case in enumerate(cases):
-                case.add_marker(pytest.mark.oldest if turn % 2 else pytest.mark.newest)
+        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+        for turn, case in enumerate(cases if len(cases) > 1 else ()):
+            case.add_marker(pytest.mark.oldest if turn % 2 else pytest.mark.newest)
 
 
 gc.disable()  # until all is imported, most of which stays

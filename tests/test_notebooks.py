@@ -1,6 +1,6 @@
 """Every notebook runs from top to bottom, and is stored as somebody wants to read it.
 
-In .ci/run on the newest JAX alone, but for those that compile models for half a minute; .ci/nightly
+In .ci/run on the newest JAX alone, but for those that compile much; .ci/nightly
 runs all of them in the environment that it is given.
 """
 
@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 pytestmark = pytest.mark.any_jax
 
-SLOW = {"gradient_surgery", "recompute", "your_model"}
+QUICK = {"autodiff", "debugging_gradients", "quickstart"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -27,7 +27,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
     "path",
     [
         pytest.param(
-            path, marks=pytest.mark.slow if path.stem in SLOW else pytest.mark.long, id=path.stem
+            path, marks=pytest.mark.long if path.stem in QUICK else pytest.mark.slow, id=path.stem
         )
         for path in NOTEBOOKS
     ],

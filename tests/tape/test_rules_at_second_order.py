@@ -201,15 +201,15 @@ def check(f, by_hand, without=None):
         )
 
 
-def mostly_long(values, always):
-    """All of them in .ci/run; the README's command takes those that go different ways in a tape."""
+def mostly_slow(values, always):
+    """All of them in .ci/nightly; elsewhere those that go different ways in a tape."""
     return [
-        value if value in always else pytest.param(value, marks=pytest.mark.long)
+        value if value in always else pytest.param(value, marks=pytest.mark.slow)
         for value in values
     ]
 
 
-@pytest.mark.parametrize("name", mostly_long(RULES, ["scale", "stop an input"]))
+@pytest.mark.parametrize("name", mostly_slow(RULES, ["scale", "stop an input"]))
 def test_every_way_to_a_second_derivative_takes_a_rule_as_jax_does(name):
     rule, by_hand = RULES[name]
     program = product if name == "clip the norm" else after_several  # that one takes long
@@ -219,7 +219,7 @@ def test_every_way_to_a_second_derivative_takes_a_rule_as_jax_does(name):
     check(tg.rewrite(f, rule), functools.partial(program, by_hand), without)
 
 
-@pytest.mark.parametrize("program", mostly_long(PROGRAMS, [jitted]))
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [jitted]))
 def test_every_way_to_a_second_derivative_takes_a_rule_anywhere_as_jax_does(program):
     rule, by_hand = RULES["clip values"]
     f = functools.partial(program, jnp.sin)
@@ -294,7 +294,7 @@ def by_gradients(f, x):
         return jnp.stack([tg.gradients(each, x)[0] for each in gradient])
 
 
-@pytest.mark.parametrize("name", mostly_long(EAGER, ["after"]))
+@pytest.mark.parametrize("name", mostly_slow(EAGER, ["after"]))
 def test_a_rule_on_values_and_one_of_jax_are_taken_as_jax_does_in_any_order(name):
     def f(c):
         return lambda x: jnp.sum(EAGER[name](c, x))
