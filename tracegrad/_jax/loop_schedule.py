@@ -16,11 +16,12 @@ counted without running it.
 
 from __future__ import annotations
 
-import functools
 from math import comb
 from typing import Any
 
 import numpy
+
+from tracegrad._jax.caches import cached
 
 _LARGEST = 2**31 - 1
 # Up to so many steps between two kept states the schedule is optimal, if no step is run more often.
@@ -61,7 +62,7 @@ def slot_before(end: Any, kept: Any, positions: Any, np: Any) -> Any:
     return np.argmax(np.where(is_before, positions, -1))
 
 
-@functools.cache
+@cached(16)  # a table for each number of slots: a loop is traced with it a few times
 def _reaches(slots: int) -> numpy.ndarray[Any, Any]:
     """i32[slots + 1, repetitions]: how many steps so many slots reverse, none replayed oftener."""
     repetitions = 2
