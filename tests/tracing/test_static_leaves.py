@@ -414,6 +414,64 @@ def test_models_go_through_other_transformations_into_what_is_traced(way):
         np.testing.assert_allclose(of(around(inner)), expected)
 
 
+class Scaled(eqx.Module):
+    weight: jax.Array
+    scale: float = 1.0
+
+    def __call__(self, x, power=1):
+        return (self.weight * x) ** power * self.scale
+
+    def doubled(self, x):
+        return 2 * self(x)
+
+
+def test_the_arrays_of_a_module_that_is_traced_are_inputs_of_its_program():
+    one, two = jnp.ones(3), jnp.full(3, 2.0, "float32")
+    model, trained, other = Scaled(one), Scaled(two), Scaled(one, 3.0)
+    results = [float(tg.trace(each)(2.0)[0]) for each in (model, trained, other)]
+    assert results == [2.0, 4.0, 6.0]
+    assert tg.trace(trained).cache_info().count == 1  # of both
+    assert tg.trace(other).cache_info().count == 1
+    assert not tg.trace(trained).graph(2.0).constants
+    assert tg.trace(model.doubled)(2.0)[0] == 4.0
+    assert tg.trace(trained.doubled)(2.0)[0] == 8.0
+    assert tg.trace(model.doubled).cache_info().count == 1
+    gradient = eqx.filter_grad(lambda model: jnp.sum(tg.trace(model)(2.0)))(model)
+    np.testing.assert_array_equal(gradient.weight, 2.0)
+    assert tg.trace(model).__wrapped__ is model
+    assert "self.weight: float32[3]" in str(tg.trace(model).cache_info())
+
+
+def test_options_count_the_arguments_of_the_module_that_is_traced():
+    model = Scaled(jnp.ones(2))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    by_position = tg.trace(model, static_argnums=1, donate_argnums=0)
+    by_name = tg.trace(model, static_argnames="power", donate_argnames="x")
+    placed = tg.trace(model, static_argnums=1, donate_argnums=0, in_shardings=(device,))
+    for call in (by_position, by_name, placed):
+        x = jnp.full(2, 3.0)
+        np.testing.assert_array_equal(call(x, 2), 9.0)
+        assert x.is_deleted()
+    np.testing.assert_array_equal(model.weight, 1.0)
+
+
+def test_wrappers_of_one_function_share_a_program_which_goes_with_the_function():
+    traces = []
+
+    def square(x):
+        traces.append(x)
+        return x**2
+
+    for x in (2.0, 3.0):
+        assert tg.trace(eqx.filter_grad(square))(x) == 2 * x
+    assert len(traces) == 1
+    pipeline = weakref.ref(tg.trace(eqx.filter_grad(square))._pipeline)
+    traces.clear()
+    del square
+    gc.collect()
+    assert pipeline() is None
+
+
 def test_paths_of_arrays_beside_integers_are_their_own():
     call = tg.trace(lambda model: model["net"].weight)
     bad = Net(0, np.array([object()], dtype=object), 1.0)

@@ -28,10 +28,10 @@ def traced_for(name: str, fun: Function, specs: Any) -> Graph:
     """The graph of a function that is to be saved for these specs."""
     static = StaticArguments()
     make = graph(fun)
-    if isinstance(fun, TracedFunction):
-        static, make = fun._pipeline.static, fun.graph
-    elif isinstance(fun, BoundTracedFunction):
+    if isinstance(fun, BoundTracedFunction) or (isinstance(fun, TracedFunction) and fun._first):
         static, make = _method(fun)
+    elif isinstance(fun, TracedFunction):
+        static, make = fun._pipeline.static, fun.graph
     args, kwargs = _checked_specs(name, fun, specs, static)
     try:
         return make(*args, **kwargs)
@@ -42,8 +42,10 @@ def traced_for(name: str, fun: Function, specs: Any) -> Graph:
         raise
 
 
-def _method(fun: BoundTracedFunction) -> tuple[StaticArguments, Callable[..., Graph]]:
-    """How a traced method is traced with what it is bound to as a part of it, not an argument."""
+def _method(
+    fun: TracedFunction | BoundTracedFunction,
+) -> tuple[StaticArguments, Callable[..., Graph]]:
+    """How a traced method, or module, is traced with its object as a part of it, no argument."""
 
     @functools.wraps(fun.__wrapped__)
     def method(*args: Any, **kwargs: Any) -> Any:

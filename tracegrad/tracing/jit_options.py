@@ -33,6 +33,19 @@ def options_behind(
     return options
 
 
+def options_behind_module(
+    module: Callable[..., Any], options: dict[str, Any], static: StaticArguments
+) -> tuple[dict[str, Any], StaticArguments]:
+    """The user's options and static arguments of a module that is called, for a function that takes
+    the module first."""
+    if not options:
+        return options, static
+    options = _moved(module, options, static, 1)
+    if options.get("in_shardings") is not None:
+        options["in_shardings"] = (None, *options["in_shardings"])
+    return options, StaticArguments(frozenset(options["static_argnums"]), static.names)
+
+
 def _moved(
     fun: Callable[..., Any], options: dict[str, Any], static: StaticArguments, values: int
 ) -> dict[str, Any]:

@@ -212,10 +212,10 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------- wrappers
 
-    def joined_by(self, function: TracedFunction) -> Callable[..., Any]:
-        """What calls of one more wrapper go to."""
+    def joined_by(self, function: TracedFunction) -> None:
+        """Has the calls of one more wrapper go where those of the others do."""
         self._functions.add(function)
-        return self if self._left_to is None else self._left_to
+        function.goes_to(self._left_to or self)
 
     def take_apart(self) -> None:
         """Has calls look, from now on, for what is no array among their arguments."""
@@ -229,7 +229,7 @@ class Pipeline:
         if variant is not None and variant.direct is not None:
             self._left_to = variant.handling_misses(_weakly(self._on_miss))
         for function in list(self._functions):
-            function.__call__ = self._left_to or self
+            function.goes_to(self._left_to or self)
 
     # ---------------------------------------------------------------------------------- graphs
 

@@ -17,11 +17,14 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule
+from tracegrad.tracing.jit_options import options_behind_module
+from tracegrad.tracing.module_functions import function_of
 from tracegrad.tracing.pipeline import described, with_jit
 from tracegrad.tracing.retracing import CacheInfo
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
+from tracegrad.variables.statics import is_module
 
 
 class TracedFunction:
@@ -49,6 +52,7 @@ class TracedFunction:
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
     __wrapped__: Callable[..., Any]
+    _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
 
     def __init__(
         self,
@@ -60,8 +64,17 @@ class TracedFunction:
         jax.jit(fun, **options)  # checks the function and the options, in jit's own words
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
-        self._pipeline = shared_pipeline(fun, tuple(rules), static, options)
-        self.__call__ = self._pipeline.joined_by(self)
+        called, self._first = fun, ()
+        if is_module(fun):
+            called, self._first = function_of(fun), (fun,)
+            options, static = options_behind_module(fun, options, static)
+        self._called = called  # the pipeline holds it weakly
+        self._pipeline = shared_pipeline(called, tuple(rules), static, options)
+        self._pipeline.joined_by(self)
+
+    def goes_to(self, called: Callable[..., Any]) -> None:
+        """Has calls go there from now on."""
+        self.__call__ = functools.partial(called, *self._first) if self._first else called
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
@@ -69,7 +82,8 @@ class TracedFunction:
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         try:
-            return self._pipeline.graph(*self._pipeline.static.given(args, kwargs)[0])
+            given, _ = self._pipeline.static.given((*self._first, *args), kwargs)
+            return self._pipeline.graph(*given)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -80,6 +94,7 @@ class TracedFunction:
         of those that it reads and assigns, which it writes over, then of those that it only reads.
         It returns a pair: a list of the assigned values, and the result. A Variable among the
         arguments is one of these; for a compiled program that is to be called, pass its `.value`.
+        That of a module of equinox takes the module first, and so do `graph` and `trace`.
         """
         lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
         return lowered
@@ -92,7 +107,9 @@ class TracedFunction:
     def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with with_jit():
             return self._pipeline.search(
-                args, kwargs, lambda variant, args, kwargs: variant.staged(stage, args, kwargs)
+                (*self._first, *args),
+                kwargs,
+                lambda variant, args, kwargs: variant.staged(stage, args, kwargs),
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +218,9 @@ def trace(
     program. One among its results is handed out as an array, its value at the end of the call.
     Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
     under ``nnx.jit``, in about half the time; for each structure of them there is a program. Those
-    that it closes over are read as they are at each call.
+    that it closes over are read as they are at each call. A module of equinox may be the function,
+    or a method of one, or what `equinox.filter_grad` returns: its arrays are inputs of the program,
+    which equal ones share.
     Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 

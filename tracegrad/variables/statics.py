@@ -203,6 +203,11 @@ _NUMBERS = (int, float, complex)  # and bool
 _PLAIN_NUMBERS = frozenset({bool, *_NUMBERS})
 
 
+def is_module(node: object) -> bool:
+    """Whether an object is a module of equinox."""
+    return "equinox" in sys.modules and isinstance(node, sys.modules["equinox"].Module)
+
+
 def has_modules(tree: Any) -> bool:
     """Whether there are modules of equinox in a tree."""
     return "equinox" in sys.modules and any(_inside_modules(jax.tree.structure(tree)))

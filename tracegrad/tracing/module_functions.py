@@ -1,0 +1,87 @@
+"""A module of equinox that is traced: a function that takes the module before its arguments.
+
+So its arrays are inputs of the program, as with `equinox.filter_jit`, and modules that differ in
+these alone are one function: a model and what it is after a step, `equinox.filter_grad` of the same
+function twice. (`jax.jit` takes no such modules.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from tracegrad._jax.caches import Cache
+from tracegrad.variables.statics import Given, Static, is_structure
+from tracegrad.variables.trees import given
+
+
+class ModuleFunction:
+    """What a module is called by, with the module as the first argument.
+
+    JAX's caches and ours keep it, so it does not hold the module.
+    """
+
+    def __init__(self, module: Any):
+        inner = inspect.unwrap(module)
+        self._inner: Callable[[], Any] = lambda: None
+        with suppress(TypeError):
+            self._inner = weakref.ref(type(module).__call__ if inner is module else inner)
+        self.__name__ = getattr(module, "__name__", type(module).__name__)
+        self.__qualname__ = getattr(module, "__qualname__", type(module).__qualname__)
+        self.__doc__ = module.__doc__
+        self.__module__ = module.__module__
+        with suppress(TypeError, ValueError):
+            signature = inspect.signature(module)
+            name = "self" if "self" not in signature.parameters else "module"
+            first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+            own = signature.parameters.values()
+            self.__signature__ = signature.replace(parameters=[first, *own])
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The user's function: the source line of messages comes from it."""
+        inner = self._inner()
+        if inner is None:
+            raise AttributeError("__wrapped__")
+        return inner
+
+    def __call__(self, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self.__qualname__
+
+
+# By what modules are besides their arrays, as long as that lives; and what sees to that.
+_functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
+
+
+def function_of(module: Any) -> ModuleFunction:
+    """The one for this module and those that differ from it in arrays alone."""
+    itself, _ = given(module)
+    structure = jax.tree.structure(itself)
+    known = _functions.get(structure)
+    if known is None:
+        parts = jax.tree.leaves(itself, is_leaf=is_structure)
+        over = [ref for part in parts if (ref := _reference(part, structure)) is not None]
+        known = _functions.put(structure, (ModuleFunction(module), over))
+    return known[0]
+
+
+def _reference(part: Any, structure: Any) -> weakref.ref[Any] | None:
+    """To what is told by identity: a program for it is of no use once it is gone."""
+    if isinstance(part, Given):
+        known: Any = part.variable
+    elif isinstance(part, Static) and part.is_known_by_identity:
+        known = part.leaf
+    else:
+        return None
+    try:
+        return weakref.ref(known, lambda _: _functions.pop(structure, None) and None)
+    except TypeError:
+        return None
