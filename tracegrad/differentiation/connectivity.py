@@ -86,6 +86,8 @@ class Walk:
         if any(v.is_reference for v in (*node.inputs, *node.outputs)):
             # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
             return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
+        if node.op in CONNECTING:
+            return _all_to_all(node, ins)
         if node.regions and (entered := self._entered(node, ins)) is not None:
             return entered
         return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
@@ -104,7 +106,7 @@ class Walk:
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
         if node.op in CONNECTING:
-            return _all_of(node, [r and v.has_gradient for r, v in zip(reached, node.inputs)])
+            return tuple(_all_to_all(node, _each(reached)))
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:
@@ -116,7 +118,7 @@ class Walk:
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
-            return _all_of(node, reached)
+            return tuple(_all_to_all(node, _each(reached)))
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
 
@@ -125,6 +127,18 @@ class Walk:
         if isinstance(node, CustomGradient):
             return _rule_rows(node, reached)
         return _call_rows(node, reached)
+
+
+def _all_to_all(node: Node, ins: Masks) -> Masks:
+    """Masks of results of which each that has a cotangent is connected to every such operand."""
+    masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if v.has_gradient]
+    everything = functools.reduce(operator.or_, masks, 0)
+    return [everything if v.has_gradient else 0 for v in node.outputs]
+
+
+def _each(reached: Sequence[bool]) -> Masks:
+    """For each operand that is reached a mask of itself."""
+    return [1 << i if is_reached else 0 for i, is_reached in enumerate(reached)]
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:
@@ -150,12 +164,6 @@ def _types(node: Node) -> tuple[Types, Types]:
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
-def _all_of(node: Node, reached: Sequence[bool]) -> tuple[int, ...]:
-    """Every result that has a cotangent is connected to every operand that is reached."""
-    everything = joined(1 << i for i, is_reached in enumerate(reached) if is_reached)
-    return tuple(everything if v.has_gradient else 0 for v in node.outputs)
-
-
 def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     """For every result of a custom gradient the operands for which its rule returned a gradient.
 
@@ -179,7 +187,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     except Exception:
         return rows
     of_all = _call_rows(node, tuple(given)) or rows
-    everything = _all_of(node, [a and b for a, b in zip(reached, given, strict=True)])
+    everything = _all_to_all(node, _each([a and b for a, b in zip(reached, given, strict=True)]))
     return tuple(
         everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
     )

@@ -35,7 +35,7 @@ def dependence(graph: Graph) -> Masks:
     branches (and the predicate). Where JAX alone knows what a region means, every result depends
     on every operand.
     """
-    return spread(graph, [1 << i for i in range(len(graph.inputs))], _data_flow())
+    return spread(graph, _each(graph.inputs), _data_flow())
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
@@ -66,7 +66,12 @@ def _data_flow() -> Rule:
 
 def node_dependence(node: Node) -> Masks:
     """For every result of a node, the operands (by position) that it depends on."""
-    return data_flow(node, [1 << i for i in range(len(node.inputs))])
+    return data_flow(node, _each(node.inputs))
+
+
+def _each(operands: Sequence[object]) -> Masks:
+    """For each of several inputs or operands a mask of itself."""
+    return [1 << i for i in range(len(operands))]
 
 
 def spread(
@@ -165,10 +170,12 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
         for value, chosen in zip(graph.outputs, outputs, strict=True)
         if chosen and isinstance(value, Value)
     }
+    rule = _data_flow()
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(wanted):
-            for mask, is_wanted in zip(node_dependence(node), wanted, strict=True):
+            masks = rule(node, _each(node.inputs))
+            for mask, is_wanted in zip(masks, wanted, strict=True):
                 if is_wanted:
                     live |= {
                         v
