@@ -98,15 +98,15 @@ class Occurrence:
     @property
     def scope(self) -> str:
         """All named scopes around it, those of the enclosing calls first: ``encoder/block_0``."""
-        return "/".join(filter(None, (scopes.text(scopes.around(node)) for node in self._steps)))
+        return "/".join(filter(None, (scopes.text(scopes.around(node)) for node in self.steps)))
 
     @property
     def scopes(self) -> tuple[str, ...]:
         """Their names one by one, without what transformations write around them."""
-        return tuple(name for node in self._steps for name in scopes.scopes(scopes.around(node)))
+        return tuple(name for node in self.steps for name in scopes.scopes(scopes.around(node)))
 
     @property
-    def _steps(self) -> list[Node]:
+    def steps(self) -> list[Node]:
         """The nodes that were entered on the way to it, and the node."""
         return [*(node for node, _ in self.path), self.node]
 
@@ -178,7 +178,7 @@ class Fragment(Occurrence):
 
 def is_under_rules(occurrence: Occurrence) -> bool:
     """Whether it lies in a loss to which the rules in force were applied before."""
-    return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence._steps)
+    return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
 class Matches(list[Occurrence]):

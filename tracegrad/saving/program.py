@@ -229,12 +229,9 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
 
 def _has_rules(graph: Graph) -> bool:
     """Whether a custom gradient leads to a result."""
-    live = leading_to(graph, [True] * len(graph.outputs))
-    return any(
-        isinstance(occurrence.node, CustomGradient)
-        for occurrence in graph.walk()
-        if not live.isdisjoint((*occurrence.path, (occurrence.node, ""))[0][0].outputs)
-    )
+    rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
+    live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
+    return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
 
 
 def _strong(aval: Any) -> Any:
