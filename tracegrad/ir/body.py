@@ -79,19 +79,23 @@ class Body:
         """Returns one more value."""
         self.add_outputs([value], at=at)
 
-    def append(self, node: Node, avals: Sequence[Any]) -> Node:
+    def append(self, node: Node, avals: Sequence[Any]) -> None:
         """Puts a node at the end and gives it its outputs."""
+        self.adopt(node, avals)
+        self.extend([node])
+
+    def extend(self, nodes: Iterable[Node]) -> None:
+        """Puts nodes that it has adopted at the end, in order."""
         self._edited()
-        self._adopt(node, avals)
-        self._nodes.append(node)
+        self._nodes.extend(nodes)
         self._nodes_read = None
-        return node
 
     def seal(self, program: Any) -> None:
         """Notes the program that it was imported from: with that it is clean."""
         self._program = program
 
-    def _adopt(self, node: Node, avals: Sequence[Any]) -> None:
+    def adopt(self, node: Node, avals: Sequence[Any]) -> None:
+        """Gives a node its outputs, values of this graph. It stands nowhere in it yet."""
         set_field(node, "graph", self)
         set_field(node, "outputs", tuple([Value(aval, self, node) for aval in avals]))
         for value in node.inputs:

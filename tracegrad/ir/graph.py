@@ -222,7 +222,7 @@ class Graph(Body):
             new = copied(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
             if source is not None:
                 set_field(new, "source", source)
-            self._adopt(new, [value.aval for value in node.outputs])
+            self.adopt(new, [value.aval for value in node.outputs])
             for old_value, new_value in zip(node.outputs, new.outputs, strict=True):
                 new_value.hint = old_value.hint
                 values[old_value] = new_value
@@ -342,7 +342,7 @@ class Graph(Body):
         self._edited()
         in_order = {name: regions[name] for name in node.regions}  # that of branches has a meaning
         wide = copied(node, (*node.inputs, *inputs), is_new=True, _regions=in_order)
-        self._adopt(wide, [*(value.aval for value in node.outputs), *avals])
+        self.adopt(wide, [*(value.aval for value in node.outputs), *avals])
         for old, new in zip(node.outputs, wide.outputs, strict=False):
             new.hint = old.hint
             self.replace_uses(old, new)

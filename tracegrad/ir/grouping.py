@@ -108,7 +108,7 @@ def group(
         _regions={"jaxpr": region},
     )
     graph._edited()
-    graph._adopt(grouped, [v.aval for v in outputs])
+    graph.adopt(grouped, [v.aval for v in outputs])
     for old, new in zip(outputs, grouped.outputs, strict=True):
         new.hint = old.hint or old.name
         for user in old.users:

@@ -120,6 +120,7 @@ def graph_of(
     }
     seen: dict[int, Graph] = {}
     saving: dict[Node, Linearised] = {}
+    nodes: list[Node] = []
     for operation in operations:
         computation, results = operation.computation, operation.results
         params = computation.params
@@ -140,8 +141,10 @@ def graph_of(
                 silence(node)
             if calls_host(params):
                 end_gradients_at_host(node)
-        graph.append(node, [types[slot] for slot in results])
+        graph.adopt(node, [types[slot] for slot in results])
+        nodes.append(node)
         values.update(zip(results, node.outputs, strict=True))
+    graph.extend(nodes)
     return graph, values, saving
 
 

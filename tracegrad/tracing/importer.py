@@ -69,6 +69,7 @@ def _import(
     arguments = graph.add_inputs([var.aval for var in open_form.invars], names)
     values.update(zip(open_form.invars, arguments, strict=True))
 
+    nodes: list[Node] = []
     for equation in open_form.eqns:
         primitive, params = equation.primitive, equation.params
         inputs = tuple(
@@ -82,8 +83,10 @@ def _import(
             node = make_node(primitive, params, inputs, origin, effects, seen)
         else:  # nearly all: without another call
             node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
-        graph.append(node, [var.aval for var in equation.outvars])
+        graph.adopt(node, [var.aval for var in equation.outvars])
+        nodes.append(node)
         values.update(zip(equation.outvars, node.outputs, strict=True))
+    graph.extend(nodes)
     graph.add_outputs(
         [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars]
     )
