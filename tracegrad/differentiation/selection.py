@@ -165,7 +165,7 @@ class Selection:
             if m
         ]
 
-    @property
+    @functools.cached_property
     def named_leaves(self) -> list[Leaf]:
         """Each selected leaf by the argument's name and its path in that: ``params.0.kernel``."""
         named = []

@@ -115,10 +115,13 @@ def _updated(call: _Call) -> frozenset[str]:
     """The sources of which something of their type is computed that the function returns beside
     its value, or assigns: statistics, averages of weights."""
     program = call.program
+    further = program.outputs[call.count :]
+    if not further:
+        return frozenset()
     inputs = {name: program.inputs[i] for name, i in call.sources.items() if i is not None}
     types = {_jax.type_text(value.aval) for value in inputs.values()}
     found = set[str]()
-    for out in program.outputs[call.count :]:
+    for out in further:
         text = _jax.type_text(out.aval)
         if text in types:
             before = _computed_of(program, out)
@@ -255,13 +258,13 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
     assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:
-        types = [_jax.type_text(out.aval) for out in outs]
         fits = (
             count == 1
             and getattr(outs[0].aval, "shape", None) == ()
             and jnp.issubdtype(outs[0].aval.dtype, jnp.floating)
         )
         if not fits:
+            types = [_jax.type_text(out.aval) for out in outs]
             raise TypeError(
                 f"{function_name(fun)} returns {', '.join(types) or 'nothing'}; a gradient is that "
                 "of one float scalar. Return its sum or mean, or say by `cotangent=` with what to "

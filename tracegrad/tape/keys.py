@@ -296,7 +296,9 @@ def _parts(program: Any, within: Within | None) -> Any:
 
     constants = tuple(map(_ById, _jax.constants_of(program)))
     parts: list[Any] = [constants, define(open_form.constvars), define(open_form.invars)]
-    for equation in open_form.eqns:
+    # Under which each was made: mesh, compute type, random numbers.
+    settings = [_jax.settings_of(equation.ctx) for equation in open_form.eqns]
+    for equation, ctx in zip(open_form.eqns, settings, strict=True):
         params, key = equation.params, None
         if equation.primitive in RULES:
             if within is None:
@@ -305,15 +307,10 @@ def _parts(program: Any, within: Within | None) -> Any:
                 key = _inner_rule_key(equation, within)
         key = params_key(params, within) if key is None else key
         ins = tuple(map(read, equation.invars))
-        settings = _settings_key(equation.ctx)
-        parts.append((equation.primitive, key, settings, ins, define(equation.outvars)))
+        under = _value_keys(ctx, EXACT)
+        parts.append((equation.primitive, key, under, ins, define(equation.outvars)))
     parts.append(tuple(map(read, open_form.outvars)))
     return tuple(parts)
-
-
-def _settings_key(settings: Any) -> Any:
-    """The settings of JAX under which an equation was made: mesh, compute type, random numbers."""
-    return _value_keys(_jax.settings_of(settings), EXACT)
 
 
 # ---------------------------------------------------------------------------- JAX's own functions

@@ -55,16 +55,12 @@ def leaves_of(tree: Any) -> list[Leaf]:
         tree, is_leaf=lambda node: isinstance(node, holders)
     )
     with_params = {
-        path[:depth]
-        for path, _ in nodes
-        for depth, key in enumerate(path)
-        if _key_name(key) == "params"
+        path[:depth] for path, _ in nodes for depth, key in enumerate(path) if _is_params(key)
     }
     found = []
     for path, node in nodes:
         is_beside = any(
-            path[:depth] in with_params and _key_name(key) != "params"
-            for depth, key in enumerate(path)
+            path[:depth] in with_params and not _is_params(key) for depth, key in enumerate(path)
         )
         if not isinstance(node, holders):
             found.append(Leaf(path_name(path), None, is_beside))
@@ -76,8 +72,8 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return found
 
 
-def _key_name(key: Any) -> str:
-    return path_name((key,))
+def _is_params(key: Any) -> bool:
+    return path_name((key,)) == "params"
 
 
 def path_name(path: Any) -> str:
