@@ -22,10 +22,10 @@ from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.inside import Inside, Outcome
-from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, is_passed_on
 
 Rule = Callable[[Graph], Graph]
+Within = Callable[[], AbstractContextManager[Any]]  # makes a block to trace a function in
 
 
 def graph(
@@ -92,35 +92,35 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    def trace(within: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Capture]:
-        outcome.outside = Outside()
-        capture = Capture(lambda: attempt.leave(within))
+    def trace(within: Within) -> tuple[Any, Capture, Outcome]:
+        outcome, capture = Outcome(), Capture(lambda: attempt.leave(within))
         fresh = _fresh(fun, static_kwargs, within, capture, outcome)
-        return jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1]), capture
+        program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
+        return program, capture, outcome
 
     result = None
-    outcome = Outcome()  # of the one trace that came to its end
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    within: Within = nullcontext
     while result is None:
         with Attempt() as attempt:
             result = trace(within)
         within = attempt.found
-    program, capture = result
-    explicit, variables = capture.explicit(program), tuple(capture.read)
+    program, capture, outcome = result
+    explicit, variables = capture.explicit(program)
     traced = _jax.function_of(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
+    signature = _dynamic_signature(fun, set(positions), static.names)
     graph = import_program(
         explicit,
         _jax.TracedFrom(function_name(fun), traced.source, arguments),
         in_tree=jax.tree.structure(dynamic),
         out_tree=outcome.out_tree,
     )
-    graph.signature = _dynamic_signature(fun, set(positions), static.names)
-    graph.variables = variables
+    graph.signature = signature
+    graph.variables = tuple(variables)
     graph.assigned = tuple(capture.assigned)
     graph.updates, graph.settings = tuple(outcome.updates), tuple(outcome.settings)
     graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
-    if outcome.lost:
+    if outcome.lost is not None:
         graph.loses = _lost(outcome.lost, fun, args, kwargs, static)
     return graph
 
@@ -141,8 +141,8 @@ def _lost(
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
         outcome = Outcome()
-        _call(fun, nullcontext, args, kwargs, outcome)
-        return outcome.lost.values
+        Inside(functools.partial(argument_names, fun)).run(fun, args, kwargs, outcome)
+        return outcome.lost.values if outcome.lost is not None else ()
 
     outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
@@ -209,7 +209,7 @@ def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
 def _fresh(
     fun: Callable[..., Any],
     static_kwargs: Mapping[str, Any],
-    within: Callable[[], AbstractContextManager[Any]],
+    within: Within,
     capture: Capture,
     outcome: Outcome,
 ) -> Callable[..., Any]:
@@ -222,10 +222,13 @@ def _fresh(
         inner = _fresh(fun.func, static_kwargs, within, capture, outcome)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
+    called = functools.partial(_call, fun, within)
+
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
         named = {**kwargs, **static_kwargs}
-        return capture.run(lambda: _call(fun, within, args, named, outcome))
+        inside = Inside(functools.partial(argument_names, fun))
+        return capture.run(lambda: inside.run(called, args, named, outcome))
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
@@ -234,20 +237,10 @@ def _fresh(
 
 
 @CALLS_TRACED
-def _call(
-    fun: Callable[..., Any],
-    within: Callable[[], AbstractContextManager[Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outcome: Outcome,
-) -> tuple[Any, list[Any]]:
+def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
     """Calls the user's function: what is computed inside of this is its program."""
-    inside = Inside(functools.partial(argument_names, fun))
-    args, kwargs = inside.enter(args, kwargs)
-    with outcome.outside.watched():
-        with within(), call_scopes():
-            result = fun(*args, **kwargs)
-        return inside.leave(result, outcome)
+    with within(), call_scopes():
+        return fun(*args, **kwargs)
 
 
 def _dynamic_signature(

@@ -142,13 +142,13 @@ class Pipeline:
         """The arguments of a call as jit gets them, and what is in them besides arrays."""
         if not self.holds_modules:
             args, kwargs, variables = self._taken_apart(args, kwargs)
-            return args, kwargs, (*variables, *surroundings(self._outside)), None
+            return args, kwargs, (*variables, *self._surroundings()), None
         (args, kwargs), structures = self.static.given(args, kwargs, held)
         modules = modules_in((args, kwargs)) if structures else None
         if modules is not None and self._donates:
             refuse_sharing(self.fun, self.options, self.static, args, kwargs)
         args, kwargs, variables = self._taken_apart(args, kwargs)
-        return args, kwargs, (*structures, *variables, *surroundings(self._outside)), modules
+        return args, kwargs, (*structures, *variables, *self._surroundings()), modules
 
     def search(
         self,
@@ -170,7 +170,7 @@ class Pipeline:
             self.holds_modules = True
 
         key = signature(self.static, args, kwargs)
-        around = surroundings(self._outside)
+        around = self._surroundings()
         variant = None
         if not found:
             variant = self._variants.likely((*variables, *around), _keyed(key, around))
@@ -198,7 +198,11 @@ class Pipeline:
             new = [ref for ref in modules if id(ref()) not in known]
             self._outside = [ref for ref in (*self._outside, *new) if ref() is not None]
             self.take_apart()
-        return surroundings(self._outside)
+        return self._surroundings()
+
+    def _surroundings(self) -> tuple[Surroundings, ...]:
+        """What the modules that the function closes over are now."""
+        return surroundings(self._outside) if self._outside else ()
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
@@ -256,12 +260,13 @@ class Pipeline:
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
-        if not outer:  # else nothing is compiled for it
-            self._note(args, kwargs, graph)
         donated: Sequence[int] = ()
         if self._donates:
             donated = donated_places(self.fun, self.options, self.static, args, kwargs)
-        return graph, Use(graph, donated=donated, packs=self._packs_results)
+        use = Use(graph, donated=donated, packs=self._packs_results)
+        if not outer:  # else nothing is compiled for it
+            self._note(args, kwargs, graph, use)
+        return graph, use
 
     def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
         """The graph of the call that goes on now, if it is of these arguments; for one use."""
@@ -295,7 +300,7 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph) -> None:
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph, use: Use) -> None:
         names = argument_names(self.fun, len(args))
         named = {**dict(zip(names, args, strict=True)), **kwargs}
         _, positions, static_kwargs = self.static.apart(args, kwargs)
@@ -304,7 +309,7 @@ class Pipeline:
             Signature.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
-                graph.surroundings,
+                {name: each.structure for each in use.surroundings for name in graph.surroundings},
             )
         )
 

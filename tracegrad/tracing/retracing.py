@@ -19,7 +19,6 @@ import jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.variables.modules import Structure, is_held, is_whole
 from tracegrad.variables.nnx_objects import differences
-from tracegrad.variables.outside import surroundings
 from tracegrad.variables.statics import Given, Static, is_structure
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -65,7 +64,7 @@ class Signature:
 
     @classmethod
     def of(
-        cls, args: Mapping[str, Any], static: Mapping[str, Any], outside: Mapping[str, Any]
+        cls, args: Mapping[str, Any], static: Mapping[str, Any], outside: Mapping[str, Structure]
     ) -> Signature:
         leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_structure)
         types: list[tuple[str, str | Given, str, bool]] = []
@@ -83,9 +82,7 @@ class Signature:
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
         ordered = sorted(values.items(), key=operator.itemgetter(0))
-        around = surroundings(list(outside.values()))
-        closed_over = tuple((name, each.structure) for each in around for name in outside)
-        return cls(tree, tuple(types), tuple(ordered), _modules(args), closed_over)
+        return cls(tree, tuple(types), tuple(ordered), _modules(args), tuple(outside.items()))
 
     def __str__(self) -> str:
         parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]

@@ -90,16 +90,17 @@ class Use:
         self.settings = graph.settings if graph else ()
         outside = [ref() for ref in graph.surroundings.values()] if graph else []
         self.modules = self._refs(m for m in outside if m is not None)
-        self.surroundings = surroundings(self.modules)
+        self.surroundings = surroundings(self.modules) if self.modules else ()
         # A Variable is kept by whoever uses it; these by nobody.
         self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
         self.returns_modules = graph is not None and hands_out(graph.out_tree)
+        self.has_statics = graph is not None and has_statics(graph.out_tree)
         of_modules = self.updates, self.settings, self.returns_modules, self.modules
         self.has_state = bool(read or assigned or any(of_modules))
         self.calls_host = graph is not None and self.has_state and graph.calls_host
-        needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
-        self.recomputes = graph is not None and needed is not None and graph.recomputes
-        self.has_statics = graph is not None and has_statics(graph.out_tree)
+        recomputes = graph is not None and graph.recomputes
+        needed = _jax.keep_recompute_options(jax.default_backend()) if recomputes else None
+        self.recomputes = needed is not None
         self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
         self.identity = (

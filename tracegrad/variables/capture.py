@@ -222,22 +222,18 @@ class Capture:
     def _note(self, variable: Variable) -> None:
         self._found.setdefault(id(variable), variable)
 
-    @property
-    def read(self) -> list[Variable]:
-        """The Variables whose value at the function's entry is used, in the order of the reads."""
-        return list(self._found.values())
-
     # ------------------------------------------------------------------------------------ program
 
-    def explicit(self, program: Any) -> Any:
-        """The program with one more input for each Variable in `read`, behind the others."""
+    def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
+        """The program with one more input, behind the others, for each Variable whose value at the
+        function's entry is used; and these, in the order of the reads."""
         constants = list(_jax.constants_of(program))
         owners = [self._owner(constant) for constant in constants]
         for variable in owners:
             if variable is not None:
                 self._note(variable)
         if not self._found:
-            return program
+            return program, []
         places = {key: i for i, key in enumerate(self._found)}
         slots = [None if v is None else places[id(v)] for v in owners]
         open_form = _jax.opened(program)
@@ -251,8 +247,9 @@ class Capture:
             ]
             return list(jax.core.eval_jaxpr(open_form, given, *inputs[:count]))
 
+        variables = list(self._found.values())
         avals = [var.aval for var in open_form.invars]
-        return jax.make_jaxpr(run)(*avals, *(v.aval for v in self._found.values()))
+        return jax.make_jaxpr(run)(*avals, *(v.aval for v in variables)), variables
 
     def _owner(self, constant: Any) -> Variable | None:
         """The Variable whose value at the function's entry a constant of the program is."""

@@ -62,14 +62,14 @@ class Outcome:
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       settings: attributes of its modules that it has changed, and that are no data.
-      lost: what it has changed in an nnx.State and does not return.
+      lost: what it has changed in an nnx.State and does not return; None: nothing.
       outside: the modules of flax.nnx that it has met outside of it.
     """
 
     out_tree: Any = None
     updates: list[int] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
-    lost: Changes = field(default_factory=Changes)
+    lost: Changes | None = None
     outside: Outside = field(default_factory=Outside)
 
 
@@ -85,7 +85,20 @@ class Inside:
         self._places: list[int] = []  # of modules, among the leaves of the arguments
         self._states: States | None = None
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outcome: Outcome,
+    ) -> tuple[Any, list[Any]]:
+        """Calls the function. Returns its result as JAX gets it, in which it finds arrays alone,
+        and the new values of what the function has assigned in its modules."""
+        args, kwargs = self._entering(args, kwargs)
+        with outcome.outside.watched():
+            return self._leaving(fun(*args, **kwargs), outcome)
+
+    def _entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments (args, kwargs) for the user's function: with the Variables themselves, and
         with modules made of traced arrays."""
         self._given = args, kwargs
@@ -106,9 +119,7 @@ class Inside:
             return self._given
         return with_variables(tree, leaves)
 
-    def leave(self, result: Any, outcome: Outcome) -> tuple[Any, list[Any]]:
-        """The result as JAX gets it, in which it finds arrays alone, and the new values of what
-        the function has assigned in its modules."""
+    def _leaving(self, result: Any, outcome: Outcome) -> tuple[Any, list[Any]]:
         values: list[Any] = []
         if self._places:
             now = read(self._modules)
@@ -117,7 +128,7 @@ class Inside:
             outcome.updates = [i for i, (old, new) in pairs if old is not new]
             values = [now.arrays[i] for i in outcome.updates]
         if self._states is not None:
-            outcome.lost = self._states.changes(result)
+            outcome.lost = self._states.changes(result) or None
         result = self._handed_out(result)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_variable)
         if not are_arrays(leaves):
