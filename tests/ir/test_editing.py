@@ -156,6 +156,25 @@ def test_insert_refuses_a_wrong_number_or_type_of_inputs():
         graph.insert(program, graph.inputs, before=graph.nodes[0], after=graph.nodes[0])
 
 
+def test_a_node_is_replaced_by_a_program_of_the_same_results_and_effects():
+    def f(x):
+        jax.debug.print("here")
+        return 2 * jnp.sin(x)
+
+    graph = tg.graph(f)(1.0)
+    sin = next(node for node in graph.nodes if node.op == "sin")
+    with pytest.raises(tg.GraphError, match="gives other values than"):
+        graph.replace(sin, lambda x: (x, x))
+    graph.replace(sin, jnp.cos)
+    graph.verify()
+    assert graph.to_callable()(0.0) == 2
+    shown = next(node for node in graph.nodes if node.effects)
+    with pytest.raises(tg.GraphError, match="an edit must not drop"):
+        graph.replace(shown, lambda: ())
+    graph.replace(shown, lambda: jax.debug.print("there") or ())
+    assert graph.effects
+
+
 def test_erase_refuses_what_is_used_and_what_has_effects():
     def f(x):
         jax.debug.print("here")

@@ -253,6 +253,76 @@ def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
 
 
 @pytest.mark.any_jax
+def test_what_is_bounded_gets_the_gradient_and_not_its_bounds():
+    low, high = jnp.zeros(2), jnp.ones(2)
+    programs = [
+        (lambda x: 3 * jax.lax.clamp(0.0, x, 1.0), -1.0),
+        (lambda x: 3 * jnp.maximum(0.0, x), -1.0),
+        (lambda x: jnp.sum(3 * jax.lax.max(low, jax.lax.min(high, x))), jnp.array([-1.0, 2.0])),
+        (lambda x: jnp.sum(3 * jax.lax.clamp(x - 2.0, x, x + 2.0)), jnp.array([-1.0, 2.0])),
+        (
+            lambda x: jax.lax.scan(lambda c, b: (jax.lax.max(b, c), 0), 3 * x, jnp.ones(2))[0],
+            -1.0,
+        ),
+    ]
+    for fun, x in programs:
+        through = tg.rewrite(fun, rules.straight_through(match.op("clamp", "max", "min")))
+        np.testing.assert_array_equal(jax.grad(through)(x), np.full(np.shape(x), 3.0))
+    cured = tg.rewrite(programs[0][0], *tg.explain(programs[0][0], -1.0).cures(changing=True))
+    assert jax.grad(cured)(-1.0) == 3
+
+
+@pytest.mark.any_jax
+def test_what_prints_is_mended_and_prints_once(capfd):
+    @jax.custom_jvp
+    def log(x):
+        jax.debug.print("log")
+        return jnp.log(x)
+
+    @log.defjvp
+    def _(primals, tangents):
+        return log(*primals), tangents[0] / primals[0]
+
+    @jax.jit
+    def rounded(x):
+        jax.debug.print("round")
+        return jnp.round(x)
+
+    def fun(x):
+        return jnp.where(x > 0, log(x), 0.0) + 2 * rounded(x)
+
+    where = match.call("rounded")
+    mended = tg.rewrite(fun, rules.strong_zero(), rules.straight_through(where))
+    assert jax.grad(mended)(0.0) == 2
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split()) == ["log", "round"]
+
+
+@pytest.mark.any_jax
+def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
+    @tg.custom_gradient
+    def root(x):
+        return jnp.sqrt(x), lambda dy: dy * 0.5 / jnp.sqrt(x)
+
+    safe = tg.rewrite(root, rules.finite_derivative(match.call("root")))
+    assert jax.grad(safe)(0.0) == 0
+    assert tg.jvp(safe, (4.0,), (1.0,)) == tg.jvp(root, (4.0,), (1.0,)) == (2.0, 0.25)
+
+    @tg.custom_gradient
+    def counted(x):
+        jax.debug.print("here")
+        return jnp.sqrt(x), lambda dy: dy * 0.5 / jnp.sqrt(x)
+
+    with pytest.raises(tg.GraphError, match="has effects, which would happen again"):
+        tg.rewrite(counted, rules.finite_derivative(match.call("counted")))(1.0)
+    assert tg.explain(counted, 0.0).cures(changing=True) == ()
+
+
+def test_zeros_are_kept_along_each_direction():
+    assert jax.jacfwd(tg.rewrite(jnp.log, rules.strong_zero()))(2.0) == 0.5
+
+
+@pytest.mark.any_jax
 def test_a_function_gets_its_own_derivative_back():
     @jax.custom_jvp
     def product(x, y):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 _LINEAR: Any = jex.Primitive("linear_by_element")
@@ -55,7 +56,8 @@ def _transpose(
 def _batch(args: Any, axes: Any, **params: Any) -> Any:
     size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
     in_front = [
-        jax.numpy.broadcast_to(a, (size, *a.shape)) if i is None else jax.numpy.moveaxis(a, i, 0)
+        # (A literal of a program has no shape.)
+        jnp.broadcast_to(a, (size, *jnp.shape(a))) if i is None else jnp.moveaxis(a, i, 0)
         for a, i in zip(args, axes, strict=True)
     ]
     return _LINEAR.bind(*in_front, **params), 0

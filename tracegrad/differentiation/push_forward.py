@@ -14,8 +14,8 @@ import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
-from tracegrad.ir.dependence import Masks, dependence, enter, joined, spread
+from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+from tracegrad.ir.dependence import dependence, spread_below
 from tracegrad.lowering import evaluate
 from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.forward_mode import with_forward_mode
@@ -86,20 +86,7 @@ def _without_past_effects(graph: Graph, values: int) -> Graph:
       graph: of ``(*values, *tangents)``.
       values: how many of its inputs are values.
     """
-    flows: dict[Value, int] = {}
-
-    def note(region: Graph, ins: Masks) -> Masks:
-        record: dict[Value, int] = {}
-        outs = spread(region, ins, through, record)
-        for value, mask in record.items():
-            flows[value] = flows.get(value, 0) | mask
-        return outs
-
-    def through(node: Node, ins: Masks) -> Masks:
-        entered = enter(node, ins, note)
-        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
-
-    note(graph, [int(i >= values) for i in range(len(graph.inputs))])
+    flows = spread_below(graph, [int(i >= values) for i in range(len(graph.inputs))])
     return _quiet(graph, {value for value, mask in flows.items() if mask}, {})
 
 

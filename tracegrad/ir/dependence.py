@@ -95,6 +95,29 @@ def spread(
     return [mask_of(value, masks) for value in graph.outputs]
 
 
+def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
+    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
+    region that is entered several times the union."""
+    found: dict[Value, int] = {}
+    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
+
+    def run(region: Graph, ins: Masks) -> Masks:
+        key = region, tuple(ins)
+        if key not in known:
+            record: dict[Value, int] = {}
+            known[key] = spread(region, ins, rule, record)
+            for value, mask in record.items():
+                found[value] = found.get(value, 0) | mask
+        return known[key]
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        entered = enter(node, ins, run)
+        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
+
+    run(graph, inputs)
+    return found
+
+
 def joined(masks: Iterable[int]) -> int:
     """The union of masks."""
     return functools.reduce(operator.or_, masks, 0)

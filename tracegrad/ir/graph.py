@@ -318,6 +318,42 @@ class Graph(Body):
         self._tell_owners(frozenset().union(*(node.effects for node in new)))
         return [values[v] if isinstance(v, Value) else v for v in program.outputs]
 
+    def replace(
+        self,
+        node: Node,
+        program: Graph | Callable[..., Any],
+        inputs: Sequence[Value | Literal] | None = None,
+    ) -> None:
+        """Puts the nodes of another program in the place of a node.
+
+        Args:
+          node: a node of this graph.
+          program: as in `insert`; its outputs are of the types of the node's.
+          inputs: one value of this graph (or literal) for each of its inputs. None: the node's.
+
+        Raises GraphError for a wrong number or type of inputs or outputs, or if the node has an
+        effect that the program has not (which would be dropped in silence).
+        """
+        self._check_node(node)
+        inputs = node.inputs if inputs is None else inputs
+        if not isinstance(program, Graph):
+            program = engine.trace_at(program, [value.aval for value in inputs], self)
+        given, wanted = program.out_avals, [value.aval for value in node.outputs]
+        if len(given) != len(wanted) or not all(map(same_type, given, wanted)):
+            raise GraphError(
+                f"{program!r} gives other values than {Occurrence((), node)}, in whose place it is "
+                "to stand"
+            )
+        if {*map(type, node.effects)} - {*map(type, program.effects)}:
+            raise GraphError(
+                f"cannot replace {Occurrence((), node)}: it has effects {set(node.effects)}, which "
+                "an edit must not drop"
+            )
+        results = self.insert(program, inputs, before=node)
+        for old, new in zip(node.outputs, results, strict=True):
+            self.replace_uses(old, new)
+        self.erase(node, with_effects=True)
+
     def widen(
         self,
         node: Node,

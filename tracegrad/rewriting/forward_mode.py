@@ -89,10 +89,7 @@ def _replace(graph: Graph, node: Node, found: Occurrence, primal: Graph) -> None
     # A fresh function: JAX caches traces by the identity of the function.
     rule = _forward_rule(found, primal)
     program = jax.make_jaxpr(lambda *args: rule(*args))(*avals)
-    results = graph.insert(import_program(program, name=found.node.name), node.inputs, before=node)
-    for old, new in zip(node.outputs, results, strict=True):
-        graph.replace_uses(old, new)
-    graph.erase(node, with_effects=True)  # the new node has them
+    graph.replace(node, import_program(program, name=found.node.name))
 
 
 # ---------------------------------------------------------------------------------- the new rule

@@ -130,10 +130,7 @@ def keep_zeros(graph: Graph, node: Node, every: bool, primal: Run | None = None)
     run = _of_values(node)
     function = _with_rule(primal or run, node.name, functools.partial(_derivative, run, every))
     values = [value for value in node.inputs if isinstance(value, Value)]
-    results = graph.insert(function, values, before=node)
-    for old, new in zip(node.outputs, results, strict=True):
-        graph.replace_uses(old, new)
-    graph.erase(node)
+    graph.replace(node, function, values)
 
 
 def keeps_zeros(node: CustomGradient) -> bool:

@@ -32,10 +32,7 @@ def override(
     primal.__name__ = primal.__qualname__ = name or match.name
     params = {} if is_group else node.params
     rule = with_gradient(primal, grad, params, match.name, match.origin)
-    new = graph.insert(rule, node.inputs, after=node)
-    for old_value, new_value in zip(node.outputs, new, strict=True):
-        graph.replace_uses(old_value, new_value)
-    graph.erase(node)
+    graph.replace(node, rule)
 
 
 def with_gradient(

@@ -106,10 +106,7 @@ def with_steps(graph: Graph) -> tuple[Graph, list[Any]]:
         def either(step: Any, *operands: Any) -> Any:
             return jax.lax.cond(step, run, lambda *operands: run(*operands), *operands)
 
-        results = here.insert(either, [step, *node.inputs], before=node)
-        for old, new in zip(node.outputs, results, strict=True):
-            here.replace_uses(old, new)
-        here.erase(node, with_effects=True)  # the new node has them
+        here.replace(node, either, [step, *node.inputs])
         return [Port(match, step)]
 
     new = graph.copy()

@@ -6,18 +6,31 @@ and `own_derivative` change finite gradients too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Fragment, Graph, GraphError, Node, Occurrence, match
+from tracegrad.ir import (
+    CustomGradient,
+    Fragment,
+    Graph,
+    GraphError,
+    Literal,
+    Node,
+    Occurrence,
+    Value,
+    match,
+)
+from tracegrad.ir.dependence import mask_of, spread_below
+from tracegrad.ir.grouping import entering
+from tracegrad.ir.nodes import same_type
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.partial import vjp_of_some
-from tracegrad.rewriting.edits import check_selector
+from tracegrad.rewriting.edits import check_selector, edited, leaving
 from tracegrad.rewriting.kept_zeros import keep_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, at_each
 from tracegrad.rewriting.overriding import override
@@ -95,10 +108,15 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
     def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         (node,) = nodes
-        if isinstance(node, CustomGradient) and node.kind == "vjp":
-            override(graph, node, _finite_gradient(node), match)
-        else:
+        if not isinstance(node, CustomGradient) or node.kind == "jvp":
             keep_zeros(graph, node, every=True)
+            return
+        if node.effects:
+            raise GraphError(
+                f"rules.finite_derivative: {match} has effects, which would happen again where its "
+                "gradient is mended. Mend it in its own rule, by jnp.where(jnp.isfinite(...), ...)"
+            )
+        override(graph, node, _finite_gradient(node), match)
 
     concerned = where & match.where(lambda found: may_make_nan(found) or _is_vjp_rule(found))
     return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok, text=repr(where))
@@ -121,10 +139,22 @@ def _finite_gradient(node: Node) -> Any:
         came_in = jnp.any(jnp.stack(is_bad))
         given: list[Any] = [None] * len(op.inputs)
         for i, ct in zip(active, back(_jax.align(avals, flowing)), strict=True):
-            given[i] = jnp.where(came_in | jnp.isfinite(ct), ct, jnp.zeros_like(ct))
+            given[i] = _finite(ct, came_in)
         return given
 
     return gradient
+
+
+@jax.custom_jvp
+def _finite(cotangent: Any, came_in: Any) -> Any:
+    """A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
+    return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+
+
+@_finite.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    # As if it were linear: forward mode is the transpose of the rule, and stays what it was.
+    return _finite(*primals), tangents[0]
 
 
 # ------------------------------------------------------------ what changes finite gradients too
@@ -138,7 +168,8 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Args:
       where: a selector; each match is one function, of which one input has the type of its one
-        result. Of several it is the first.
+        result. Of several it is the first that depends on an argument of the program; of
+        `lax.clamp` what it bounds.
       missing_ok: whether it may match nothing.
 
     Returns:
@@ -157,27 +188,54 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """
     check_selector(where)
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
-        through = _past(node, match)
-        for old, new in zip(node.outputs, graph.insert(through, node.inputs, before=node)):
-            graph.replace_uses(old, new)
-        graph.erase(node)
+    def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        varying = spread_below(graph, [1] * len(graph.inputs))
 
-    return MatchRule("straight_through", where, at_each(edit), missing_ok)
+        def past(here: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+            is_group = isinstance(match, Fragment)
+            operands = entering(match.nodes) if is_group else match.node.inputs
+            results = leaving(match.graph, match.nodes)
+            position = position_past(operands, results, varying, "" if is_group else match.node.op)
+            if position is None:
+                raise GraphError(
+                    f"rules.straight_through: {match} has no float input of the type of its one "
+                    "result, to which a gradient could be handed on. Match the function around "
+                    "it, or write one by rules.override_gradient"
+                )
+            node = here.group(nodes, name=match.name) if is_group else nodes[0]
+            here.replace(node, _past(node, position))
+
+        return edited(graph, matches, past)
+
+    return MatchRule("straight_through", where, edit, missing_ok)
 
 
-def _past(node: Node, match: Occurrence) -> Any:
-    types = [(value.aval.shape, value.aval.dtype) for value in node.inputs]
-    wanted = [(value.shape, value.dtype) for value in node.outputs]
-    if len(wanted) != 1 or wanted[0] not in types or not node.outputs[0].has_gradient:
-        raise GraphError(
-            f"rules.straight_through: {match} has no float input of the type of its one result, to "
-            "which a gradient could be handed on. Match the function around it, or write one by "
-            "rules.override_gradient"
-        )
-    position = types.index(wanted[0])
+def position_past(
+    operands: Sequence[Value | Literal],
+    results: Sequence[Value],
+    varying: Mapping[Value, int] | None = None,
+    op: str = "",
+) -> int | None:
+    """The position of the operand to which `straight_through` hands the gradient of the result of
+    an operation `op`; None if there is none.
 
+    `varying`: those of the values that depend on an argument of the function, if that is known. A
+    bound or a threshold that is a constant would take the gradient, and nobody would see it.
+    """
+    if len(results) != 1 or not results[0].has_gradient:
+        return None
+    fitting = [
+        i
+        for i, value in enumerate(operands)
+        if isinstance(value, Value) and same_type(value.aval, results[0].aval)
+    ]
+    if op == "clamp" and 1 in fitting:  # between its bounds
+        return 1
+    flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
+    return next(iter(flowing or fitting), None)
+
+
+def _past(node: Node, position: int) -> Any:
     @jax.custom_jvp
     def straight_through(*operands: Any) -> list[Any]:
         return evaluate_node(node, operands)
@@ -217,8 +275,6 @@ def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
                 f"rules.own_derivative: {match} is no call of a function with a custom gradient; "
                 "match one by its name, match.call(...)"
             )
-        for old, new in zip(node.outputs, graph.insert(node.primal, node.inputs, before=node)):
-            graph.replace_uses(old, new)
-        graph.erase(node, with_effects=True)  # the new nodes have them
+        graph.replace(node, node.primal)
 
     return MatchRule("own_derivative", where, at_each(edit), missing_ok)

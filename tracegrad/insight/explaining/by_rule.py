@@ -11,6 +11,7 @@ from tracegrad.ir import CustomGradient, Occurrence, match, operations
 from tracegrad.ir.selector import Selector
 from tracegrad.rewriting import rules
 from tracegrad.rewriting.kept_zeros import may_make_nan
+from tracegrad.rewriting.repairs import position_past
 
 _NOTHING = ByRule()
 _PAST = (
@@ -42,6 +43,8 @@ def not_finite(found: Occurrence, given: float) -> ByRule:
     """Of a node whose VJP makes NaN or Inf of a cotangent `given` (NaN: not known)."""
     around = _around(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
+    if is_vjp and around.node.effects:  # which would happen again
+        return _NOTHING
     if around.origin is None or not (is_vjp or may_make_nan(around)):
         return _NOTHING
     if given == 0 and not is_vjp:
@@ -56,11 +59,7 @@ def not_finite(found: Occurrence, given: float) -> ByRule:
 def straight_through(found: Occurrence) -> ByRule:
     """Of a node with a zero derivative."""
     where, node = _here(found), found.node
-    types = [(value.aval.shape, value.aval.dtype) for value in node.inputs]
-    (result, *more) = node.outputs
-    if where is None or more or not result.has_gradient:
-        return _NOTHING
-    if (result.shape, result.dtype) not in types:
+    if where is None or position_past(node.inputs, node.outputs) is None:
         return _NOTHING
     return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
 
