@@ -117,19 +117,22 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
 
 
 def _paths_in(root: Any) -> dict[int, str]:
-    bases, paths = _bases(), {}
-
-    def visit(module: Any, prefix: str) -> None:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(
-            module, is_leaf=lambda node: node is not module and isinstance(node, bases)
-        )
-        for path, leaf in leaves:
-            if isinstance(leaf, bases) and id(leaf) not in paths and leaf is not root:
-                paths[id(leaf)] = prefix + jax.tree_util.keystr(path, simple=True, separator=".")
-                visit(leaf, paths[id(leaf)] + ".")
-
-    visit(root, "")
+    paths: dict[int, str] = {}
+    _add_paths(root, "", root, _bases(), paths)
     return paths
+
+
+# No closure that calls itself: it would hold the modules until garbage is collected.
+def _add_paths(
+    module: Any, prefix: str, root: Any, bases: tuple[type, ...], paths: dict[int, str]
+) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        module, is_leaf=lambda node: node is not module and isinstance(node, bases)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, bases) and id(leaf) not in paths and leaf is not root:
+            paths[id(leaf)] = prefix + jax.tree_util.keystr(path, simple=True, separator=".")
+            _add_paths(leaf, paths[id(leaf)] + ".", root, bases, paths)
 
 
 _calls = _jax.Replacement()
