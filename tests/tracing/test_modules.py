@@ -281,6 +281,15 @@ def test_an_array_of_two_modules_is_not_donated():
     assert float(tg.trace(step)(model, target=model, x=X)) == 0
 
 
+@pytest.mark.parametrize("donated", [{"donate_argnums": 0}, {"donate_argnames": "model"}])
+def test_the_first_argument_alone_is_donated_and_there_after_the_call(donated):
+    model = Plain(nnx.Rngs(0))
+    expected = model.linear(X)
+    apply = tg.trace(lambda model, x: model.linear(x), **donated)
+    for _ in range(2):
+        np.testing.assert_allclose(apply(model, X), expected, rtol=1e-6)
+
+
 def test_one_module_twice_is_donated_once():
     def step(a, b, x):
         a.linear.bias[...] += 1.0

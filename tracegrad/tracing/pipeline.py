@@ -73,7 +73,8 @@ class Pipeline:
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
-        self._donates = any(options.get(f"donate_arg{kind}") for kind in ("nums", "names"))
+        donated = [options.get(f"donate_arg{kind}") for kind in ("nums", "names")]
+        self._donates = any(each not in (None, ()) for each in donated)  # 0 is an argument
         self._packs_results = _is_for_all(options.get("out_shardings"))
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
