@@ -564,7 +564,7 @@ def within_a_loop(x):
     ],
     ids=["closed over", "a global", "an attribute of an object", "in a loop"],
 )
-@pytest.mark.parametrize("run", [tg.trace, tg.graph, tg.rewrite], ids=["trace", "graph", "rewrite"])
+@pytest.mark.parametrize("run", [tg.trace, tg.graph, tg.rewrite, tg.grad])
 def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
     with pytest.raises(flax.errors.TraceContextError) as raised:
         run(fun)(X)

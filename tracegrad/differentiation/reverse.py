@@ -34,7 +34,7 @@ from tracegrad.differentiation.smallest_cuts import explain_unconnected, smalles
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import under_rules
-from tracegrad.tracing.user_errors import explaining_loops
+from tracegrad.tracing.user_errors import explaining
 
 
 def grad(
@@ -190,7 +190,7 @@ def value_and_grad(
         run = _jax.value_and_grad(
             scalar, has_aux=carries, holomorphic=holomorphic, allow_int=allow_int
         )
-        with explaining_loops():
+        with explaining():
             value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
             (results,) = _marked(chosen, _main(scalar, carries), unconnected, [results])
@@ -265,7 +265,7 @@ def jacobian(
         flat = refusing(under_rules(result, function_name(fun)))
         if chosen.leaves:
             run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
-            with explaining_loops():
+            with explaining():
                 rows, (aux, assigned) = run(chosen.leaves)
         else:  # which `jax.jacrev` does not take
             outputs, (aux, assigned) = flat([])

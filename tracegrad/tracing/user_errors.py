@@ -88,13 +88,27 @@ def explain_loop(error: Exception) -> None:
     error.add_note(f"{line}\n{_NO_REVERSE.format(where=where)}")
 
 
+def _explain_module(error: Exception) -> None:
+    """Adds to flax's error about a change that could not come out whose it is, and the cure."""
+    if not any(foreign_modules.CURE in note for note in getattr(error, "__notes__", ())):
+        _advise(error, foreign_modules.advice(error))
+
+
+def _advise(error: Exception, advice: str | None) -> None:
+    notes = getattr(error, "__notes__", ())
+    if advice is not None and not any(advice in note for note in notes):
+        line = innermost_user_line(error.__traceback__)
+        error.add_note(f"{line}\n{advice}" if line else advice)
+
+
 @contextmanager
-def explaining_loops() -> Iterator[None]:
-    """A block that differentiates in reverse mode."""
+def explaining() -> Iterator[None]:
+    """A block that differentiates a function in reverse mode."""
     try:
         yield
-    except ValueError as error:
+    except Exception as error:
         explain_loop(error)
+        _explain_module(error)
         raise
 
 
@@ -110,12 +124,8 @@ def explain(error: Exception) -> Exception:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
     if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
         advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
-    notes = getattr(error, "__notes__", ())
-    if advice is None and not any(foreign_modules.CURE in note for note in notes):
-        advice = foreign_modules.advice(error)
-    if advice is not None and not any(advice in note for note in notes):
-        line = innermost_user_line(error.__traceback__)
-        error.add_note(f"{line}\n{advice}" if line else advice)
+    _advise(error, advice)
+    _explain_module(error)
     if _jax.filters_tracebacks():
         error = error.with_traceback(_without_our_frames(error.__traceback__))
     return error
