@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,7 +38,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 # -------------------------------------------------------------------------------- random programs
 
 
-def random_model(seed: int, count: int) -> MemoryModel:
+def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryModel:
     """Each operation reads one or two of the four before it; its backward step some of those."""
     rng = np.random.default_rng(seed)
     args, needs = [], []
@@ -56,6 +58,7 @@ def random_model(seed: int, count: int) -> MemoryModel:
         behind=[
             tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
         ],
+        transfer=transfer,
     )
 
 
@@ -104,25 +107,44 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     phases = [runs_again(m, s) for s in plan]
     again = [set().union(*(run for _, run in found)) for found in phases]
 
-    def stored(v: int) -> bool:
-        """Kept by its own segment for its own backward pass."""
+    def kept(v: int) -> bool:
+        """By its own segment for its own backward pass."""
         k = segment_of[v]
         own = range(plan[k].start, plan[k].stop)
         read = any(v in needs(i) for i in own) or any(v in m.args[i] for i in again[k])
         return read and v not in again[k]
 
+    def stored(v: int) -> bool:
+        """The same, and on the device."""
+        return kept(v) and not plan[segment_of[v]].offload
+
     def outside(v: int) -> list[int]:
         return [segment_of[u] for u in readers(v) if segment_of[u] != segment_of[v]]
 
     def kept_by(v: int) -> bool:
-        """Whether what others read is kept beyond the forward pass: one alone may not need it."""
+        """Whether what others read is kept beyond the forward pass: one alone may not need it, or
+        have it on the host."""
         k = outside(v)[0]
         if any(segment_of[u] != k for u in readers(v)):
             return True
+        return read_back(v, k) and not plan[k].offload
+
+    def read_back(v: int, k: int) -> bool:
+        """Whether the backward pass of another segment reads a value."""
         inside = range(plan[k].start, plan[k].stop)
         comes_back = not plan[k].recompute and any(v in m.behind[i] for i in inside)
         is_read = any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
         return comes_back or is_read
+
+    def sent(k: int) -> tuple[list[int], list[int]]:
+        """What a segment has on the host: of its own, and of what came into it alone."""
+        if not plan[k].offload:
+            return [], []
+        start, stop = plan[k].start, plan[k].stop
+        came = [
+            v for v in range(start) if readers(v) and {segment_of[u] for u in readers(v)} == {k}
+        ]
+        return [v for v in range(start, stop) if kept(v)], [v for v in came if read_back(v, k)]
 
     peak = 0
     for now in range(count):  # forward
@@ -149,6 +171,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             for v in range(s.start)
             if stored(v) or (any(u <= k for u in outside(v)) and kept_by(v))
         }
+        from_before.update(sent(k)[1])
         base = sum(m.sizes[v] for v in from_before)
         base += sum(m.extra[i] for i in range(s.start) if not plan[segment_of[i]].recompute)
         # All that happens: what is made, what is read, the step that it is for. The copy of a value
@@ -162,7 +185,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         def copy(v: int, start: int, k: int = k, s: Segment = s) -> Any:
             if v < s.start:
                 return None  # counted with what is there from before
-            if stored(v):
+            if kept(v):
                 return ("stored", v)
             return ("own", v) if v >= start else ("between", v)
 
@@ -174,7 +197,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
                 events.append((made, {copy(v, from_here) for v in m.args[i]}, stop - 1))
             for step in [] if is_between else reversed(range(start, stop)):
                 events.append((None, {copy(v, start) for v in needs(step)}, step))
-        made_before = {("stored", v) for v in range(s.start, s.stop) if stored(v)}
+        made_before = {("stored", v) for v in range(s.start, s.stop) if kept(v)}
         for now, (made, _, step) in enumerate(events):
             made_before |= {made} - {None}
             read_later = set().union(*(reads for _, reads, _ in events[now:]))
@@ -184,11 +207,16 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             is_left = own if s.recompute else range(s.start, s.stop)
             size += sum(m.extra[i] for i in is_left if i <= step)
             peak = max(peak, size)
-    return peak, sum(m.flops[i] for found in phases for _, run in found for i in run)
+    flops = sum(m.flops[i] for found in phases for _, run in found for i in run)
+    for own, came in map(sent, range(len(plan))):
+        size = sum(m.sizes[v] for v in (*own, *came))
+        flops += int(m.transfer * size) if size else 0
+    return peak, flops
 
 
-def all_plans(count: int) -> Iterator[list[Segment]]:
-    """Every way to cut so many operations, with every save set in every segment."""
+def all_plans(count: int, offload: bool = False) -> Iterator[list[Segment]]:
+    """Every way to cut so many operations, with every save set in every segment, and that on the
+    host if so."""
     for ends in itertools.product([False, True], repeat=count - 1):
         edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
         choices = []
@@ -198,6 +226,7 @@ def all_plans(count: int) -> Iterator[list[Segment]]:
                 Segment(start, stop, True, frozenset(start + k for k, s in enumerate(save) if s))
                 for save in saves
             ]
+            segments += [replace(s, offload=True) for s in segments if offload]
             choices.append([Segment(start, stop), *segments])
         yield from map(list, itertools.product(*choices))
 
@@ -209,14 +238,15 @@ def all_plans(count: int) -> Iterator[list[Segment]]:
 @pytest.mark.parametrize("seed", range(30))
 def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int, in_pieces: bool):
     rng = np.random.default_rng(seed)
-    m = random_model(seed, 12)
+    m = random_model(seed, 12, transfer=0.75)
     edges = [0, *sorted(rng.choice(range(1, 12), size=2, replace=False).tolist()), 12]
     plan = []
     for a, b in itertools.pairwise(edges):
         recompute = bool(rng.random() < 0.8)
         saved = frozenset(v for v in range(a, b) if rng.random() < 0.4)
         inner = tuple(i for i in range(a + 1, b) if in_pieces and rng.random() < 0.4)
-        plan.append(Segment(a, b, recompute, saved, inner if recompute else ()))
+        offload = recompute and not inner and bool(rng.random() < 0.5)
+        plan.append(Segment(a, b, recompute, saved, inner if recompute else (), offload))
     found = simulate(m, plan)
     assert (found.peak, found.flops) == replay(m, plan)
     assert max((*found.forward, *found.backward)) == found.peak
@@ -242,6 +272,24 @@ def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
         assert replay(m, plan) == (simulation.peak, simulation.flops)
         assert simulation.peak <= budget
         assert simulation.flops <= best + 0.2 * m.total_flops
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("transfer", [0.2, 1.0])
+def test_plans_that_offload_are_near_the_best_of_all(seed: int, transfer: float):
+    m = random_model(seed, 3, transfer)
+    tried = [replay(m, plan) for plan in all_plans(3, offload=True)]
+    lowest = min(peak for peak, _ in tried)
+    assert lowest_peak_bound(m) <= lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
+    for budget in range(Planner(m).lowest_peak(), keep_all(m).peak + 1):
+        best = min(flops for peak, flops in tried if peak <= budget)
+        assert flops_bound(m, budget) <= best
+        found = Planner(m).find(budget)
+        assert found is not None
+        plan, simulation = found
+        assert replay(m, plan) == (simulation.peak, simulation.flops)
+        assert best <= simulation.flops <= best + 0.2 * m.total_flops
 
 
 @pytest.mark.any_jax

@@ -47,6 +47,11 @@ def local_shape(aval: Any) -> Sequence[Any]:
     return sharding.shard_shape(tuple(shape))  # type: ignore[no-any-return]
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether a value of a type is in the memory of the host and not of the device."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What stands for a value of a type where a program is lowered: on its devices, if they are
     known. An explicit mesh without devices is taken to be the one that is set."""

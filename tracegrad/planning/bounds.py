@@ -34,26 +34,30 @@ def flops_bound(whole: MemoryModel, budget: int) -> int:
             outside = [i for i in range(at + 1) if not _is_scan(whole, i)]
             needed = {v for i in outside for v in whole.needs[i]}
             free = {*whole.needs[at]} if _is_scan(whole, at) else {at, *whole.needs[at]}
-            best = max(best, _least_flops(Network(whole, needed, free=free), room))
+            network = Network(whole, needed, free=free)
+            best = max(best, _least_flops(network, room, whole.transfer))
     return int(best)
 
 
-def _least_flops(network: Network, room: int) -> float:
-    """Lagrange's bound for the cheapest choice that keeps so many bytes."""
+def _least_flops(network: Network, room: int, dearest: float) -> float:
+    """Lagrange's bound for the cheapest choice that keeps so many bytes.
+
+    `dearest`: the price for which a byte need not be kept on the device at all.
+    """
     best, low, high = 0.0, 0.0, None
-    price = 2.0 * network.flops / max(1, room)
+    price = min(2.0 * network.flops / max(1, room), dearest)
     # The bound is concave in the price; its slope is the bytes saved less the room.
     for _ in range(TUNING.prices if network.values else 0):
         cut = network.cut(price)
         best = max(best, cut.value - price * room)
+        if cut.bytes == room or (cut.bytes > room and price == dearest):
+            break
         if cut.bytes > room:
             low = price
-            price = price * 4 if high is None else (low + high) / 2
-        elif cut.bytes < room:
+            price = min(price * 4, dearest) if high is None else (low + high) / 2
+        else:
             high = price
             price = (low + high) / 2
-        else:
-            break
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -65,7 +66,8 @@ def load_plan(
                 "operations, parameters of these, custom gradients or argument shapes, or with "
                 "another JAX. Plan again"
             )
-        search = Search(model(flat))
+        transfer = data["transfer"]
+        search = Search(model(flat, transfer=math.inf if transfer is None else transfer))
         number = data["scan_variant"]
         found = [case for case in search.cases() if case.number == number]
         segments = [_segment(entry) for entry in data["segments"]]
@@ -112,7 +114,9 @@ def _measured_again(
 def _segment(entry: Mapping[str, Any]) -> Segment:
     start, stop = int(entry["start"]), int(entry["stop"])
     saved = frozenset(int(v) for v in entry["saved"])
-    segment = Segment(start, stop, bool(entry["recompute"]), saved, tuple(entry.get("inner", ())))
+    segment = Segment(
+        start, stop, bool(entry["recompute"]), saved, tuple(entry["inner"]), bool(entry["offload"])
+    )
     in_order = all(first < last for first, last in segment.pieces)
     if not in_order or any(not start <= v < stop for v in saved):
         raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")

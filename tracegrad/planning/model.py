@@ -3,6 +3,7 @@ what reads it in the forward and in the backward pass."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ class MemoryModel:
       graph: what was modelled, with its calls written out.
       active: the values of the graph that get a cotangent.
       residuals: what is known of its nodes, for models of much the same nodes.
+      transfer: FLOPs for which there is time while a byte goes to the host's memory and back;
+        infinite where nothing may be kept there.
     """
 
     sizes: list[int]
@@ -49,6 +52,7 @@ class MemoryModel:
     active: Collection[Value] = ()
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
     behind: list[tuple[int, ...]] = field(default_factory=list)
+    transfer: float = math.inf
 
     def __post_init__(self) -> None:
         count = len(self.sizes)

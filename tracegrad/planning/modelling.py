@@ -10,6 +10,7 @@ results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from tracegrad import _jax
@@ -37,6 +38,7 @@ def model(
     fused: bool = True,
     active: Collection[Value] | None = None,
     residuals: NodeResiduals | None = None,
+    transfer: float = math.inf,
 ) -> MemoryModel:
     """The model of a graph without plain calls (see `flatten`).
 
@@ -46,10 +48,13 @@ def model(
       fused: whether cheap element-wise results are taken not to be kept (see above); False for
         what JAX's own residuals hold before XLA fuses anything.
       residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
+      transfer: that of `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
-    return _Modelling(graph, fused, residuals or NodeResiduals(), active).result()
+    found = _Modelling(graph, fused, residuals or NodeResiduals(), active).result()
+    found.transfer = transfer
+    return found
 
 
 class _Modelling:

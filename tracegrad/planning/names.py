@@ -34,7 +34,7 @@ def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: 
     # Run backwards, loops and calls read what is inside them.
     is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
     if not (reads_results and is_open):
-        return Named([node, *_name(graph, node, node.outputs, given)], given)
+        return Named([node, *_name(graph, node.outputs, given, after=node)], given)
     before = set(graph.nodes)
     results = graph.insert(_with_names(node, given), node.inputs, after=node)
     for value, result in zip(node.outputs, results, strict=True):
@@ -43,11 +43,19 @@ def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: 
     return Named([new for new in graph.nodes if new not in before], given)
 
 
-def _name(graph: Graph, node: Node, values: Sequence[Value], names: Sequence[str]) -> list[Node]:
-    """Puts names behind results of a node; returns the nodes that give them."""
+def name_operands(
+    graph: Graph, nodes: Sequence[Node], values: Sequence[Value], names: Iterator[str]
+) -> Named:
+    """Gives names to values of which nothing but these nodes reads any."""
+    given = [next(names) for _ in values]
+    return Named(_name(graph, values, given, before=nodes[0]), given)
+
+
+def _name(graph: Graph, values: Sequence[Value], names: Sequence[str], **place: Node) -> list[Node]:
+    """Puts names behind values, at a place in the graph; returns the nodes that give them."""
     added = []
     for value, name in zip(values, names, strict=True):
-        (result,) = graph.insert(_naming(name), [value], after=node)
+        (result,) = graph.insert(_naming(name), [value], **place)
         graph.replace_uses(value, result)
         if isinstance(result, Value) and result.producer is not None:
             added.append(result.producer)
@@ -80,7 +88,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
         graph = trace_jvp(run, [value.aval for value in node.inputs], active)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
-                _name(graph, value.producer, [value], [name])
+                _name(graph, [value], [name], after=value.producer)
         found = evaluate(graph, [*primals, *(tangents[i] for i in active)])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)

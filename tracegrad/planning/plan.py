@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,12 +18,13 @@ from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.regions import nodes_of, with_regions
+from tracegrad.planning.residuals import host_bytes
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment, keep_all, simulate
 from tracegrad.tracing import to_callable
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class RecomputePlan:
       measured_on: the backend and the JAX that compiled it; why not, if nothing was measured.
       peak, peak_without: the highest point in the model, with the plan and with nothing recomputed.
       residual, residual_without: what is kept from the forward to the backward pass, in the model.
-      flops: extra FLOPs. `forward_flops`: those of the forward pass.
+      flops: extra FLOPs, and those that could be done while it offloads (see `offloaded`).
+      forward_flops: those of the forward pass.
       target: bytes that the plan was made for in the model.
       flops_bound: no plan within the target needs fewer extra FLOPs, in the model.
       peak_bound: no plan has a lower peak, in the model.
@@ -72,6 +76,11 @@ class RecomputePlan:
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
         return self._variant > 0 or any(segment.recompute for segment in self.segments)
+
+    @functools.cached_property
+    def offloaded(self) -> int:
+        """Bytes that are kept in the host's memory from the forward to the backward pass."""
+        return host_bytes(self.rewritten()) if self._whole.transfer < math.inf else 0
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
@@ -108,6 +117,7 @@ class RecomputePlan:
             "extra_flops": self.flops,
             "forward_flops": self.forward_flops,
             "flops_bound": self.flops_bound,
+            "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
             "scan_variant": self._variant,
             "scans": self.scans,
             "segments": [
@@ -117,6 +127,7 @@ class RecomputePlan:
                     "recompute": segment.recompute,
                     "saved": sorted(segment.saved),
                     "inner": list(segment.inner),
+                    "offload": segment.offload,
                     "peak": peak,
                     "extra_flops": local.flops,
                 }
@@ -145,6 +156,11 @@ class RecomputePlan:
             f"  extra FLOPs  {self.flops:.4g}, {share:.1%} of the forward pass; "
             f"for a peak of {in_units(self.target)} at least {bound:.1%}",
         ]
+        if self.offloaded:
+            lines.append(
+                f"  on the host  {in_units(self.offloaded)}, counted as "
+                f"{self._whole.transfer:.4g} FLOPs for a byte"
+            )
         if self.scans:
             lines.append(f"  scans        {self.scans}")
         rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
@@ -234,6 +250,8 @@ class RecomputePlan:
 def _what(segment: Segment) -> str:
     if not segment.recompute:
         return "keep"
+    if segment.offload:
+        return "recompute, offload"
     return f"recompute, {len(segment.pieces)} pieces" if segment.inner else "recompute"
 
 

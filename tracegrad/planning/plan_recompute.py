@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,18 @@ from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
+from tracegrad.planning.offloading import Offload, transfer_flops
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import Fit, Search
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
 def plan_recompute(
-    fun: Callable[..., Any], memory_budget: MemoryBudget, *, measure: bool = True
+    fun: Callable[..., Any],
+    memory_budget: MemoryBudget,
+    *,
+    measure: bool = True,
+    offload: Offload = False,
 ) -> Callable[..., RecomputePlan]:
     """Plans what the backward pass of a function computes again, so that memory stays in a budget.
 
@@ -40,6 +46,10 @@ def plan_recompute(
         recompute as a float (``0.3``) or a string (``"30%"``).
       measure: False to plan by the model alone, without compiling. What XLA holds may be more or
         less then, and the plan says that it was not measured.
+      offload: whether values may also be kept in the host's memory until the backward pass reads
+        them, for the FLOPs that the device could do meanwhile: as many for a byte, there and back,
+        or as are measured here, if True. A planned program that does so has no second derivative
+        by reverse mode over reverse mode, as JAX has none of it.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -50,7 +60,9 @@ def plan_recompute(
     Raises:
       TypeError, ValueError: for a budget that is none (when called: at once), for a program
         without a gradient, and `BudgetTooSmall`, with the least that was held and a bound
-        that no plan can be below in the model, where there is no plan within the budget.
+        that no plan can be below in the model, where there is no plan within the budget. For
+        `offload` where the device has no memory but the host's, as a CPU, unless it is a number and
+        nothing is measured.
       ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
 
     >>> import jax, jax.numpy as jnp
@@ -76,12 +88,15 @@ def plan_recompute(
             f"expected a function to plan for, got {fun!r} of type {type(fun).__name__}"
         )
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
+    transfer = transfer_flops(offload, measure)
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
         shardings = shardings_of(graph, args, kwargs)
-        return plan_graph(graph, memory_budget, measure=measure, shardings=shardings)
+        return plan_graph(
+            graph, memory_budget, measure=measure, transfer=transfer, shardings=shardings
+        )
 
     return plan
 
@@ -91,10 +106,12 @@ def plan_graph(
     memory_budget: MemoryBudget,
     *,
     measure: bool = True,
+    transfer: float = math.inf,
     shardings: Sequence[Any] | None = None,
 ) -> RecomputePlan:
-    """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known."""
-    search = Search(model(flatten(graph)))
+    """`plan_recompute` of a graph; `transfer`: see `transfer_flops`; `shardings`: of its inputs,
+    where they are known."""
+    search = Search(model(flatten(graph), transfer=transfer))
     if not measure:
         return _by_the_model(search, memory_budget, "measure=False")
     try:

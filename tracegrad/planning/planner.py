@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -121,13 +122,12 @@ class Planner:
             piece = Piece(self.model, start, stop)
             can = recompute and not any(self.model.fixed[start:stop])
             whole = Segment(0, stop - start)
-            runs = [(whole, piece.run(False, frozenset()))]
-            for saved in _save_sets(piece) if can else ():
-                runs.append((replace(whole, recompute=True, saved=saved), piece.run(True, saved)))
+            ways = [whole, *(_recomputing(piece) if can else ())]
+            runs = [(way, piece.run(way)) for way in ways]
             few = TUNING.cheap * sum(piece.flops)
-            cheap = [way for way, local in runs[1:] if local.flops <= few]
-            for way in cheap[-TUNING.sets_in_pieces :] if inner else []:
-                runs.append((replace(way, inner=inner), piece.run(True, way.saved, inner)))
+            cheap = [way for way, local in runs[1:] if not way.offload and local.flops <= few]
+            in_pieces = cheap[-TUNING.sets_in_pieces :] if inner else []
+            runs += [(way, piece.run(way)) for way in (replace(w, inner=inner) for w in in_pieces)]
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)
             leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
@@ -145,14 +145,20 @@ def _costs(local: Local) -> list[int]:
     return [local.flops, local.forward_peak, backward, staying]
 
 
-def _save_sets(piece: Piece) -> list[frozenset[int]]:
+def _recomputing(piece: Piece) -> Iterator[Segment]:
+    """The ways to recompute a piece: with save sets, and with the best of them on the host."""
+    whole = Segment(0, len(piece.sizes), recompute=True)
     must_run = [i for i, size in enumerate(piece.extra) if size]
     leaves = [v for v, leaves in enumerate(piece.leaves) if leaves]
-    found = Network(piece, piece.needed, must_run, given=piece.given).hull(TUNING.save_sets)
+    network = Network(piece, piece.needed, must_run, given=piece.given)
     # What others keep alive anyway costs nothing to save.
     free = Network(piece, piece.needed, must_run, leaves, piece.given)
-    found += free.hull(TUNING.free_save_sets)
-    return list(dict.fromkeys(cut.saved for cut in found))
+    cuts = [*network.hull(TUNING.save_sets), *free.hull(TUNING.free_save_sets)]
+    for saved in dict.fromkeys(cut.saved for cut in cuts):
+        yield replace(whole, saved=saved)
+    if piece.transfer < math.inf:
+        # Where a byte costs more on the device than its way to the host, all that is saved goes.
+        yield replace(whole, saved=network.cut(piece.transfer).saved, offload=True)
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
@@ -179,7 +185,7 @@ def _tokens(model: MemoryModel) -> list[int]:
             model.fixed[i],
             grows,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
-            tuple(i - v for v in model.needs[i]),
+            tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
             tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
         )

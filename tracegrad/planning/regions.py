@@ -1,27 +1,34 @@
 """A plan, written into its graph: every segment that is recomputed becomes a `Recompute`.
 
 What the plan saves inside a segment gets a name (see `names`), and the policy of the region saves
-these names and nothing else. Where the backward pass of a segment goes
-piece by piece, each piece is a `Recompute` within that of the segment.
+these names and nothing else. What comes into it is kept anyway; to be kept on the host it gets a
+name inside. Where the backward pass of a segment goes piece by piece, each piece is a `Recompute`
+within that of the segment.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad.ir import Graph, Node, Value
+from tracegrad.ir.grouping import entering
 from tracegrad.planning.activity import active_operands
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.names import name_results
+from tracegrad.planning.names import name_operands, name_results
 from tracegrad.planning.simulation import Segment
 
 
-def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
-    """The graph of a model, rewritten; the model's own stays as it is."""
+def with_regions(
+    model: MemoryModel, plan: Sequence[Segment], offloaded: Collection[int] = ()
+) -> Graph:
+    """The graph of a model, rewritten; the model's own stays as it is.
+
+    `offloaded`: the positions of its inputs that may be kept on the host as well.
+    """
     assert model.graph is not None
     original = model.graph
     graph = original.copy()
@@ -33,25 +40,38 @@ def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
         if segment.recompute
     ]
     for segment, pieces in ranges:
-        saved = [model.nodes[i] for i in sorted(segment.saved)]
         named = {
             node: name_results(graph, here[node], names, _reads_results(model, node))
-            for node in saved
+            for node in (model.nodes[i] for i in sorted(segment.saved))
         }
-        policy = _save_alone([name for found in named.values() for name in found.names])
-        regions = []
-        for nodes in pieces:
-            members = [
-                new
-                for node in nodes
-                for new in (named[node].nodes if node in named else [here[node]])
-            ]
-            if len(pieces) == 1:
-                regions += members
-            elif members:
-                regions.append(_recomputed(graph, members, policy))
-        _in_turn(graph, _recomputed(graph, regions, policy))
+        kept = [name for found in named.values() for name in found.names]
+        new = {node: found.nodes for node, found in named.items()}
+        members = [
+            [member for node in nodes for member in new.get(node, [here[node]])] for nodes in pieces
+        ]
+        if segment.offload:
+            (inside,) = members
+            alone = _read_alone(graph, inside, [graph.inputs[i] for i in offloaded])
+            came = name_operands(graph, inside, alone, names)
+            members, kept = [[*came.nodes, *inside]], [*kept, *came.names]
+        policy = _keeping(kept, segment.offload)
+        if len(members) > 1:
+            members = [[_recomputed(graph, nodes, policy) for nodes in members if nodes]]
+        _in_turn(graph, _recomputed(graph, members[0], policy))
     return graph
+
+
+def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
+    """What comes into some nodes and nothing else reads, but arguments, which are alive anyway;
+    except these `inputs`."""
+    inside = {*nodes}
+    return [
+        value
+        for value in entering(nodes)
+        if (value.producer is not None or value in inputs)
+        and value not in graph.outputs
+        and inside.issuperset(value.users)
+    ]
 
 
 def _in_turn(graph: Graph, region: Node) -> None:
@@ -87,8 +107,20 @@ def _reads_results(model: MemoryModel, node: Node) -> bool:
     return bool(positions and model.residuals.of(node, positions).results)
 
 
-def _save_alone(names: Sequence[str]) -> Callable[..., Any] | None:
-    return jax.checkpoint_policies.save_only_these_names(*names) if names else None
+def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
+    """The policy of a region that keeps nothing but what has these names."""
+    policies: Any = jax.checkpoint_policies
+    if not names:
+        return None
+    keep: Callable[..., Any] = policies.save_only_these_names(*names)
+    if on_host:
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return keep
 
 
 def _recomputed(graph: Graph, members: Sequence[Node], policy: Callable[..., Any] | None) -> Node:

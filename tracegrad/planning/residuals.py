@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Node, Occurrence, RegionNode, operations
-from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.ir import Graph, Node, Occurrence, RegionNode, operations
+from tracegrad.lowering.evaluate import evaluate, evaluate_node
 from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.planning.flops import size_of
 
@@ -29,7 +29,7 @@ class Residuals:
 
     Attributes:
       operands, results: the positions of those that it reads.
-      extra: bytes of what it reads beside them.
+      extra: bytes of what it reads beside them; at least one, if that is all on the host.
     """
 
     operands: tuple[int, ...]
@@ -80,6 +80,17 @@ class NodeResiduals:
         return (node.primitive, types, tuple(params), regions)
 
 
+def host_bytes(graph: Graph) -> int:
+    """Bytes that a program keeps in the host's memory for its backward pass."""
+    active = [i for i, value in enumerate(graph.inputs) if value.has_gradient]
+
+    def forward(*args: Any) -> Any:
+        return jax.tree.leaves(vjp_of_some(functools.partial(evaluate, graph), args, active)[1])
+
+    kept = jax.make_jaxpr(forward)(*graph.in_avals).out_avals
+    return sum(nbytes(aval) for aval in kept if _jax.is_on_host(aval))
+
+
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
         results, vjp = vjp_of_some(functools.partial(evaluate_node, node), args, active)
@@ -107,6 +118,10 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
         reads.add(var)
         if var in producer and var not in result:
             equation = producer[var]
+            if _jax.is_on_host(var.aval):
+                # Takes nothing of the device, but has to be made, which bytes stand for.
+                extra = max(extra, 1)
+                continue
             if equation.primitive.name in operations.KERNELS or _has_costly(equation):
                 extra += nbytes(var.aval)
             else:

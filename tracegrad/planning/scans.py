@@ -3,12 +3,13 @@
 What a scan keeps for its backward pass is kept once for each iteration. So its body is recomputed
 whole, but for a save set; and beyond that the iterations go in groups of which only the first
 carry is kept, each group being run again when its turn comes (Griewank's checkpointing at two
-levels: the square root of the length is best). All of that for each way to run the scans that are
-inside the body.
+levels: the square root of the length is best). Where the host may keep something, carry and save
+set go there. All of that for each way to run the scans that are inside the body.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +104,7 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
 
     def body_model(graph: Graph) -> MemoryModel:
         active = active_in_body(node, graph, around.active)
-        return model(graph, active=active, residuals=around.residuals)
+        return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
 
     whole = body_model(flatten(node.regions["jaxpr"]))
     assert whole.graph is not None
@@ -124,9 +125,10 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
             )
         piece = Piece(body, 0, len(body))
         must_run = [i for i, size in enumerate(piece.extra) if size]
-        for cut in Network(piece, piece.needed, must_run).hull(TUNING.scan_save_sets):
+        network = Network(piece, piece.needed, must_run)
+        for cut in network.hull(TUNING.scan_save_sets):
             yield _Option(
-                partial(_recomputed, node, body, cut.saved, 1),
+                partial(_recomputed, node, body, cut.saved),
                 length * (variant.flops + cut.flops),
                 length * (cut.bytes + carry),
                 working,
@@ -135,11 +137,21 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
         size = group_size(length)
         if size > 1:
             yield _Option(
-                partial(_recomputed, node, body, frozenset(), size),
+                partial(_recomputed, node, body, size=size),
                 length * (variant.flops + body.total_flops + cut.flops),
                 length // size * carry,
                 size * (carry + handed) + working,
                 f"scan bodies recomputed, in groups of {size}{inside}",
+            )
+        if body.transfer < math.inf:
+            cut = network.cut(body.transfer)
+            sent = cut.bytes + carry
+            yield _Option(
+                partial(_recomputed, node, body, cut.saved, offload=True),
+                length * (variant.flops + cut.flops + int(body.transfer * sent)),
+                0,
+                sent + working,
+                f"scan bodies recomputed but for {len(cut.saved)} values on the host{inside}",
             )
 
 
@@ -153,9 +165,16 @@ def _best(options: Iterable[_Option], count: int) -> list[_Option]:
 
 
 def _recomputed(
-    node: Node, body: MemoryModel, saved: frozenset[int], size: int
+    node: Node,
+    body: MemoryModel,
+    saved: frozenset[int] = frozenset(),
+    offload: bool = False,
+    size: int = 1,
 ) -> Callable[..., list[Any]]:
-    return _scan(node, with_regions(body, [Segment(0, len(body), True, saved)]), size)
+    constants, carried = _jax.scan_split(node.params)
+    whole = Segment(0, len(body), True, saved, offload=offload)
+    carry = range(constants, constants + carried)
+    return _scan(node, with_regions(body, [whole], carry if offload else ()), size)
 
 
 def group_size(length: int) -> int:

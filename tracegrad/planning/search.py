@@ -89,7 +89,8 @@ class Search:
         for number, variant in self._variants:
             planned = self.whole
             if number:
-                planned = model(variant.graph, residuals=self.whole.residuals)
+                known, transfer = self.whole.residuals, self.whole.transfer
+                planned = model(variant.graph, residuals=known, transfer=transfer)
             case = Case(number, variant, planned)
             self._known.append(case)
             yield case

@@ -26,7 +26,8 @@ class Segment:
     `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
     of that is kept. `inner`: places within it, if its backward pass goes piece by piece. Then it
     first computes again only what goes from one piece to others, and each piece, when its turn
-    comes, the rest.
+    comes, the rest. `offload`: whether what it saves, and what comes into it alone, is kept in the
+    host's memory until then.
     """
 
     start: int
@@ -34,6 +35,7 @@ class Segment:
     recompute: bool = False
     saved: frozenset[int] = frozenset()
     inner: tuple[int, ...] = ()
+    offload: bool = False
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -43,7 +45,7 @@ class Segment:
         """The same, so many operations later."""
         saved = frozenset([v + by for v in self.saved])
         inner = tuple([place + by for place in self.inner])
-        return Segment(self.start + by, self.stop + by, self.recompute, saved, inner)
+        return replace(self, start=self.start + by, stop=self.stop + by, saved=saved, inner=inner)
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Local:
     """What a segment does by itself.
 
     Attributes:
-      flops: extra FLOPs.
+      flops: extra FLOPs, and those for which there is time while it offloads.
       recomputed: the operations that are run again, in that order; some twice, if in pieces.
-      stored: what is kept from its forward to its backward pass.
+      stored: what is kept from its forward to its backward pass, on the device.
       staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
       forward: bytes of its own buffers alive at each operation.
@@ -111,8 +113,12 @@ class Piece:
         self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
-        given = _given(model, start, stop)
-        self.given = [(model.sizes[v], readers) for v, readers in given]
+        self.transfer = model.transfer
+        alone = _read_alone(model, start, stop)
+        read_back = {v for i in within for v in model.needs[i]}
+        self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
+        given = [v for v in alone if v not in read_back]
+        self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
         # If it is kept: what its steps read, and the bytes that go with its forward pass.
         behind = [model.behind[i] for i in within]
         self.needs_kept = [
@@ -120,7 +126,7 @@ class Piece:
             for found, more in zip(self.needs, behind, strict=True)
         ]
         come_back = {v for more in behind for v in more}
-        self.unread_kept = sum([model.sizes[v] for v, _ in given if v not in come_back])
+        self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
         # In the forward pass: where each value is read last, and the bytes that this frees.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
@@ -131,24 +137,40 @@ class Piece:
             if not self.leaves[v]:
                 self._freed[at] += self.sizes[v]
 
-    def run(self, recompute: bool, saved: AbstractSet[int], inner: tuple[int, ...] = ()) -> Local:
-        """Simulates it; positions in `saved`, `inner` and in the result count from its start."""
-        if not recompute:
+    def run(self, way: Segment) -> Local:
+        """Simulates it; positions in the segment and in the result count from its start."""
+        if not way.recompute:
             stored = frozenset([v for found in self.needs_kept for v in found])
             phase = _Phase(0, [], [*reversed(list(enumerate(self.needs_kept)))])
             local = self._local(stored, [phase], kept_extra=sum(self.extra))
             return replace(local, unread=self.unread_kept)
-        saved = {v for v in saved if not self.extra[v]}  # those run again in any case
-        borders = list(itertools.pairwise((0, *inner, len(self.sizes))))
+        saved = {v for v in way.saved if not self.extra[v]}  # those run again in any case
+        borders = way.pieces
         runs = [self._recomputed(saved, *border) for border in borders]
         again = set().union(*runs)
         phases = [self._phase(*borders[k], runs[k]) for k in reversed(range(len(borders)))]
-        if inner:
+        if way.inner:
             first = self._between(saved, borders, runs)
             again |= first
             phases = self._in_pieces(saved, first, phases)
         read = set(self.needed).union(*(self.args[i] for i in again))
-        return self._local(frozenset(read - again), phases, kept_extra=0)
+        local = self._local(frozenset(read - again), phases, kept_extra=0)
+        return self._offloaded(local) if way.offload else local
+
+    def _offloaded(self, local: Local) -> Local:
+        """The same, with what stays in the host's memory: it is there again when the cotangents
+        arrive."""
+        came = self.read_back + sum([size for size, _ in self.given]) - local.unread
+        sent = local.staying + came
+        return replace(
+            local,
+            flops=local.flops + int(self.transfer * sent),
+            stored=frozenset(),
+            staying=0,
+            unread=local.unread + came,
+            forward=self._forward(frozenset(), recompute=True),
+            backward=tuple([size + came for size in local.backward]),
+        )
 
     def _local(self, stored: frozenset[int], phases: list[_Phase], kept_extra: int) -> Local:
         order = [i % len(self.sizes) for phase in phases for i, _ in phase.runs]
@@ -272,13 +294,11 @@ class Piece:
         return tuple(peaks)
 
 
-def _given(model: MemoryModel, start: int, stop: int) -> list[tuple[int, tuple[int, ...]]]:
-    """What came into a segment, is read by nothing else, and of its backward pass only by what is
-    run again: the buffer, and the operations, counted from the start, that read it."""
-    came = {v for i in range(start, stop) for v in model.args[i] if v < start}
-    came.difference_update(*(model.needs[i] for i in range(start, stop)))
+def _read_alone(model: MemoryModel, start: int, stop: int) -> list[int]:
+    """The buffers that came into a segment and that nothing else reads."""
+    came = {v for i in range(start, stop) for v in (*model.args[i], *model.needs[i]) if v < start}
     return [
-        (v, tuple([u - start for u in model.uses[v]]))
+        v
         for v in sorted(came)
         if model.sizes[v] and start <= model.uses[v][0] and model.uses[v][-1] < stop
     ]
@@ -287,13 +307,7 @@ def _given(model: MemoryModel, start: int, stop: int) -> list[tuple[int, tuple[i
 def run_segment(model: MemoryModel, segment: Segment) -> Local:
     """Simulates one segment."""
     start = segment.start
-    piece = Piece(model, start, segment.stop)
-    local = piece.run(
-        segment.recompute,
-        {v - start for v in segment.saved},
-        tuple(place - start for place in segment.inner),
-    )
-    return local.shifted(start)
+    return Piece(model, start, segment.stop).run(segment.shifted(-start)).shifted(start)
 
 
 # ------------------------------------------------------------------------------------ whole plans
