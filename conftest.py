@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(item.iter_markers("long")) and not any(item.iter_markers("slow")):
+        if not item.get_closest_marker("long") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))

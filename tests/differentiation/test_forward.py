@@ -147,6 +147,10 @@ def test_auxiliary_results_and_integers():
     assert aux == {"n": 3}
 
 
+def test_a_variable_among_the_primals_is_its_value():
+    assert jvp(lambda v: v * v, (tg.Variable(3.0),), (1.0,)) == (9.0, 6.0)
+
+
 def test_what_does_not_fit_is_refused_as_by_jax():
     with pytest.raises(TypeError, match="primals and tangents are tuples"):
         jvp(log1pexp, 1.0, 1.0)

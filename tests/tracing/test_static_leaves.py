@@ -122,6 +122,19 @@ def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
         tg.jvp(value, (small,), (wrong,))
 
 
+@pytest.mark.any_jax
+def test_a_setting_of_a_model_has_no_tangent_and_takes_none():
+    class Scaled(eqx.Module):
+        weight: jax.Array
+        rate: float
+
+    model = Scaled(jnp.float32(3.0), 0.5)
+    moved, tangent = tg.jvp(lambda m: m, (model,), (Scaled(jnp.float32(2.0), None),))
+    assert (moved.rate, tangent.rate, float(tangent.weight)) == (0.5, None, 2.0)
+    with pytest.raises(TypeError, match=r"primals\[0\]\.rate is 0\.5, which is no array"):
+        tg.jvp(lambda m: m, (model,), (Scaled(jnp.float32(2.0), 1.0),))
+
+
 def test_integers_of_a_model_get_none_and_alone_are_refused():
     gradient = tg.grad(lambda m: m["w"] ** 2 * m["count"])({"w": 3.0, "count": jnp.array(2)})
     np.testing.assert_allclose(gradient["w"], 12.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from tracegrad.annotations.calls import (
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import described
 from tracegrad.rewriting.operation import checked_cotangent
+from tracegrad.variables.statics import is_none
 
 
 @functools.partial(
@@ -193,13 +193,13 @@ def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
     for argument, gradient in zip(args, returned):
         structure: Any
         structure_found: Any
-        values, structure = jax.tree.flatten(argument, is_leaf=_is_none)
+        values, structure = jax.tree.flatten(argument, is_leaf=is_none)
         slots = list(map(is_traced, values))
         if gradient is None:
             found += [None] * sum(slots)
             continue
         # Slices are the gradient of an array, and a tree like slices that are an argument.
-        leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_none)
+        leaves, structure_found = jax.tree.flatten(gradient, is_leaf=is_none)
         if structure_found != structure:
             leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
         if structure_found != structure:
@@ -212,10 +212,6 @@ def _is_gradient(tree: object) -> bool:
     return tree is None or is_slices(tree)
 
 
-# Asked of every leaf and every node of a tree: a call in C.
-_is_none = NoneType.__instancecheck__
-
-
 def _slots(tree: Any) -> list[bool]:
     """For each leaf, with None as one, whether it is an input."""
-    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_none)]
+    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_none)]

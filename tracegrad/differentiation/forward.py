@@ -11,7 +11,8 @@ from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
 from tracegrad.tracing.in_force import apply_in_force, under_rules_already
-from tracegrad.variables.statics import is_array
+from tracegrad.variables.statics import are_traced, is_none, place_of_leaf, with_statics
+from tracegrad.variables.trees import without_variables
 
 
 def jvp(
@@ -60,22 +61,22 @@ def jvp(
             "primals and tangents are tuples, with one entry per argument; got "
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
+    primals, tangents = without_variables(tuple(primals)), tuple(tangents)
     run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun)(*primals)))))
-    primals, tangents = tuple(primals), tuple(tangents)
     structure: Any
     given: Any
-    values, structure = jax.tree.flatten(primals, is_leaf=_is_none)
-    directions, given = jax.tree.flatten(tangents, is_leaf=_is_none)
+    values, structure = jax.tree.flatten(primals, is_leaf=is_none)
+    directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
     if structure != given:
         return jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
     moving = [i for i, direction in enumerate(directions) if direction is not None]
+    traced = are_traced(values, structure)
     for i in moving:
-        if not is_array(values[i]):
+        if not traced[i]:
             raise TypeError(
-                f"{_place(structure, i)} is {values[i]!r}, which is no array: its tangent is None, "
-                f"not {directions[i]!r}"
+                f"primals{place_of_leaf(structure, i)} is {values[i]!r}, which is no array: its "
+                f"tangent is None, not {directions[i]!r}"
             )
-    results: list[Any] = []
 
     def along(moved: list[Any]) -> Any:
         arguments = list(values)
@@ -83,34 +84,12 @@ def jvp(
             arguments[i] = value
         outputs = run(*jax.tree.unflatten(structure, arguments))
         outputs, aux = outputs if has_aux else (outputs, None)
-        leaves, tree = jax.tree.flatten(outputs)
-        results[:] = leaves, tree
-        return [leaf for leaf in leaves if is_array(leaf)], aux
+        return with_statics(outputs), aux
 
-    outs, tangents_out, aux = jax.jvp(
+    outputs, out_tangents, aux = jax.jvp(
         along, ([values[i] for i in moving],), ([directions[i] for i in moving],), has_aux=True
     )
-    leaves, tree = results
-    outputs, out_tangents = (
-        jax.tree.unflatten(tree, _put(leaves, arrays, others))
-        for arrays, others in ((outs, leaves), (tangents_out, [None] * len(leaves)))
-    )
+    leaves, tree = jax.tree.flatten(out_tangents)  # what is no array stands in both
+    kept = zip(leaves, are_traced(leaves, tree), strict=True)
+    out_tangents = jax.tree.unflatten(tree, [leaf if is_kept else None for leaf, is_kept in kept])
     return (outputs, out_tangents, aux) if has_aux else (outputs, out_tangents)
-
-
-def _is_none(node: object) -> bool:
-    return node is None
-
-
-def _put(leaves: list[Any], arrays: list[Any], others: list[Any]) -> list[Any]:
-    """Arrays in the places of those among leaves, and others beside them."""
-    rest = iter(arrays)
-    return [
-        next(rest) if is_array(leaf) else other for leaf, other in zip(leaves, others, strict=True)
-    ]
-
-
-def _place(structure: Any, index: int) -> str:
-    places = jax.tree.unflatten(structure, range(structure.num_leaves))
-    keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
-    return f"primals{jax.tree_util.keystr(keys)}"

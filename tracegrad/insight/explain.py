@@ -21,7 +21,7 @@ from tracegrad.ir import Graph, Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.variables.leaves import path_name
-from tracegrad.variables.statics import Static
+from tracegrad.variables.statics import Static, is_none
 
 
 def explain(
@@ -272,7 +272,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
                 "first of a pair)"
             )
         return [jnp.ones((), outs[0].aval.dtype), *assigned]
-    leaves = jax.tree.leaves(cotangent, is_leaf=lambda leaf: leaf is None)
+    leaves = jax.tree.leaves(cotangent, is_leaf=is_none)
     if len(leaves) != count:
         raise ValueError(
             f"cotangent has {len(leaves)} leaves, the result of {function_name(fun)} {count}"

@@ -15,7 +15,7 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.listening import start_listening, stop_listening
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -161,7 +161,7 @@ def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
     """Every primal with its tangent, an array of its type."""
     leaves, tree = jax.tree.flatten(primals, is_leaf=lambda n: n is None or is_variable(n))
     given: Any
-    directions, given = jax.tree.flatten(tangents, is_leaf=lambda node: node is None)
+    directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
     if given != tree:
         raise ValueError(
             f"the tangents must have the structure of the primals, {tree}; they have {given}"

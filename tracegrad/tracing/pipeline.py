@@ -23,7 +23,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import call_traced
-from tracegrad.tracing.donated_modules import donated_places, refuse_sharing
+from tracegrad.tracing.donated_modules import donation
 from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.known_variants import KnownVariants, signature
@@ -73,8 +73,7 @@ class Pipeline:
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
-        donated = [options.get(f"donate_arg{kind}") for kind in ("nums", "names")]
-        self._donates = any(each not in (None, ()) for each in donated)  # 0 is an argument
+        self._donation = donation(fun, options, static)
         self._packs_results = _is_for_all(options.get("out_shardings"))
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
@@ -146,8 +145,8 @@ class Pipeline:
             return args, kwargs, (*variables, *self._surroundings()), None
         (args, kwargs), structures = self.static.given(args, kwargs, held)
         modules = modules_in((args, kwargs)) if structures else None
-        if modules is not None and self._donates:
-            refuse_sharing(self.fun, self.options, self.static, args, kwargs)
+        if modules is not None and self._donation is not None:
+            self._donation.refuse_sharing(self.fun, args, kwargs)
         args, kwargs, variables = self._taken_apart(args, kwargs)
         return args, kwargs, (*structures, *variables, *self._surroundings()), modules
 
@@ -261,9 +260,7 @@ class Pipeline:
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
-        donated: Sequence[int] = ()
-        if self._donates:
-            donated = donated_places(self.fun, self.options, self.static, args, kwargs)
+        donated = () if self._donation is None else self._donation.places(args, kwargs)
         use = Use(graph, donated=donated, packs=self._packs_results)
         if not outer:  # else nothing is compiled for it
             self._note(args, kwargs, graph, use)

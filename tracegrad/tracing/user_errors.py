@@ -6,7 +6,6 @@ is added as a note.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,6 +13,7 @@ from types import TracebackType
 import jax
 
 from tracegrad import _jax
+from tracegrad.ir import match
 from tracegrad.ir.occurrence import is_own_file, line_of_error
 from tracegrad.tracing import foreign_modules
 
@@ -79,25 +79,22 @@ def explain_loop(error: Exception) -> None:
     if not known or any("checkpointed_loop" in note for note in getattr(error, "__notes__", ())):
         return
     # JAX hangs the lines in which the loop was traced on the error, as its cause.
-    loop = line_of_error(None if error.__cause__ is None else error.__cause__.__traceback__)
-    if loop is None:
-        error.add_note(_NO_REVERSE.format(where="match.op('while')"))
-        return
-    where = f"match.source('{os.path.basename(loop.file)}:{loop.line}')"
-    line = f"{loop.file}:{loop.line} in {loop.function}: {loop.code}"
-    error.add_note(f"{line}\n{_NO_REVERSE.format(where=where)}")
+    stack = None if error.__cause__ is None else error.__cause__.__traceback__
+    loop = line_of_error(stack)
+    where = match.op("while") if loop is None else match.source(loop.place)
+    _advise(error, _NO_REVERSE.format(where=where), stack)
 
 
 def _explain_module(error: Exception) -> None:
     """Adds to flax's error about a change that could not come out whose it is, and the cure."""
     if not any(foreign_modules.CURE in note for note in getattr(error, "__notes__", ())):
-        _advise(error, foreign_modules.advice(error))
+        _advise(error, foreign_modules.advice(error), error.__traceback__)
 
 
-def _advise(error: Exception, advice: str | None) -> None:
+def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
     notes = getattr(error, "__notes__", ())
     if advice is not None and not any(advice in note for note in notes):
-        line = innermost_user_line(error.__traceback__)
+        line = innermost_user_line(stack)
         error.add_note(f"{line}\n{advice}" if line else advice)
 
 
@@ -124,7 +121,7 @@ def explain(error: Exception) -> Exception:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
     if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
         advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
-    _advise(error, advice)
+    _advise(error, advice, error.__traceback__)
     _explain_module(error)
     if _jax.filters_tracebacks():
         error = error.with_traceback(_without_our_frames(error.__traceback__))

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from types import NoneType
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +28,8 @@ T = TypeVar("T")
 # For ``is_leaf=``, where a Variable itself is meant and not its value. (Asked of every leaf and
 # every node of a tree: a call in C.)
 is_variable = Variable.__instancecheck__
+# For ``is_leaf=``, where None stands in the place of an array.
+is_none = NoneType.__instancecheck__
 
 
 class Part:
@@ -146,11 +149,16 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static
     try:
         return Static(leaf, is_result=is_result)
     except TypeError as error:
-        places = jax.tree.unflatten(structure, range(structure.num_leaves))
-        keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
-        where = jax.tree_util.keystr(keys)
+        where = place_of_leaf(structure, index)
         place = f"result{where}" if is_result else f"the argument {where.removeprefix('.')}"
         raise TypeError(f"{place}: {error}") from error.__cause__
+
+
+def place_of_leaf(structure: Any, index: int) -> str:
+    """Where in a tree of a structure a leaf is, for messages: ``[0]['bias']``."""
+    places = jax.tree.unflatten(structure, range(structure.num_leaves))
+    keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
+    return jax.tree_util.keystr(keys)
 
 
 _ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
