@@ -61,7 +61,7 @@ def tracegrad_namespace():
     )
     for name in FUNCTIONS.split():
         setattr(lib, name, getattr(jnp, name))
-    for name in vars(tg):
+    for name in dir(tg):
         if not name.startswith("_"):
             setattr(lib, name, getattr(tg, name))
     return lib

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
 
-def _missing(*_: Any) -> Any:
-    raise RuntimeError("import tracegrad: it brings what graphs are traced and lowered by")
-
-
 def _later(room: str, what: str) -> Callable[..., Any]:
     """What a room gives that nobody has imported yet: it is imported at the first call."""
 
@@ -37,14 +33,17 @@ class Engine:
     `derivatives_by_rules`: a block in which JAX's own derivatives go by the rules in force.
     `explain_tape`: why the gradients of a tape are what they are."""
 
-    to_callable: Callable[[Graph], Callable[..., Any]] = _missing
-    trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph] = _missing
-    fit_to_budget: Callable[[Any], Callable[[Graph], Graph]] = _missing
-    derivatives_by_rules: Callable[[], AbstractContextManager[None]] = _missing
-    explain_tape: Callable[..., Any] = _missing
+    to_callable: Callable[[Graph], Callable[..., Any]]
+    trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Graph]
+    fit_to_budget: Callable[[Any], Callable[[Graph], Graph]]
+    derivatives_by_rules: Callable[[], AbstractContextManager[None]]
+    explain_tape: Callable[..., Any]
 
 
 engine = Engine(
+    to_callable=_later("tracing", "to_callable"),
+    trace_at=_later("tracing", "trace_at"),
     fit_to_budget=_later("planning", "fit_to_budget"),
+    derivatives_by_rules=_later("differentiation", "derivatives_by_rules"),
     explain_tape=_later("insight", "explain_tape"),
 )

@@ -170,14 +170,16 @@ class Node:
         return f"<{type(self).__name__} {outputs} = {self.name}({inputs})>"
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Apply(Node):
     """One JAX primitive without sub-programs: every ordinary operation."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+
 class StopGradient(Node):
     """Hands on its one input; the gradient ends here. (`stop_gradient` of either library.)"""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -205,7 +207,6 @@ class RegionNode(Node):
         return name not in self.replaced and self._regions[name].is_clean
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Call(RegionNode):
     """One JAX primitive with regions: ``jit`` and control flow.
 
@@ -213,18 +214,21 @@ class Call(RegionNode):
     ``body_jaxpr`` (while), ``branches[0]``, ``branches[1]``, ... (cond and switch).
     """
 
+    __slots__ = ()
+
     @property
     def name(self) -> str:
         return str(self.params.get("name", self.op))
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Recompute(RegionNode):
     """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
 
     `policy` decides which of them are saved all the same (`jax.checkpoint_policies`);
     None saves nothing but the inputs.
     """
+
+    __slots__ = ()
 
     @property
     def policy(self) -> Callable[..., Any] | None:
@@ -316,7 +320,7 @@ def _refuse(node: Node, name: str, *_: object) -> None:
 
 
 # What `dataclass` puts there says less, and before Python 3.14 fails where there are slots too.
-for _kind in (Node, Apply, StopGradient, RegionNode, Call, Recompute, CustomGradient):
+for _kind in (Node, RegionNode, CustomGradient):
     type.__setattr__(_kind, "__setattr__", _refuse)
     type.__setattr__(_kind, "__delattr__", _refuse)
 

@@ -1,5 +1,6 @@
 """Recording ordinary arrays into graphs, and gradients of what was recorded."""
 
+from tracegrad.tape.forward_accumulator import ForwardAccumulator as ForwardAccumulator
 from tracegrad.tape.gradient_tape import GradientTape as GradientTape
 from tracegrad.tape.gradients import AggregationMethod as AggregationMethod
 from tracegrad.tape.gradients import gradients as gradients
