@@ -7,12 +7,12 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
 
 
@@ -44,13 +44,13 @@ class Leaf:
     def is_trained(self) -> bool:
         """Whether it may be meant to get a gradient: no statistics of a model, no counts."""
         if self.is_module_state:
-            return isinstance(self.holder, sys.modules["flax.nnx"].Param)
+            return isinstance(self.holder, nnx().Param)
         return not self.is_beside_params
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
-    holders = (Variable, sys.modules["flax.nnx"].Variable) if has_modules() else (Variable,)
+    holders = (Variable, nnx().Variable) if has_modules() else (Variable,)
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, holders)
     )
@@ -83,4 +83,4 @@ def path_name(path: Any) -> str:
 
 def has_modules() -> bool:
     """Whether there can be modules of flax.nnx: nothing is imported for them."""
-    return "flax.nnx" in sys.modules
+    return nnx() is not None

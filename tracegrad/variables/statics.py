@@ -201,9 +201,10 @@ def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
         for i, kind in enumerate(kinds)
         if issubclass(kind, _NUMBERS) and not issubclass(kind, np.generic)
     ]
-    if not numbers or "equinox" not in sys.modules:
+    module = _module_of_equinox()
+    if not numbers or module is None:
         return frozenset()
-    is_inside = _inside_modules(structure)
+    is_inside = _inside_modules(structure, module)
     return frozenset(i for i in numbers if is_inside[i])
 
 
@@ -211,24 +212,31 @@ _NUMBERS = (int, float, complex)  # and bool
 _PLAIN_NUMBERS = frozenset({bool, *_NUMBERS})
 
 
+def _module_of_equinox() -> type | None:
+    """Its class of modules, where it is imported, and not only begun to be; else None."""
+    return getattr(sys.modules.get("equinox"), "Module", None)
+
+
 def is_module(node: object) -> bool:
     """Whether an object is a module of equinox."""
-    return "equinox" in sys.modules and isinstance(node, sys.modules["equinox"].Module)
+    module = _module_of_equinox()
+    return module is not None and isinstance(node, module)
 
 
 def has_modules(tree: Any) -> bool:
     """Whether there are modules of equinox in a tree."""
-    return "equinox" in sys.modules and any(_inside_modules(jax.tree.structure(tree)))
+    module = _module_of_equinox()
+    return module is not None and any(_inside_modules(jax.tree.structure(tree), module))
 
 
-def _inside_modules(structure: Any) -> list[bool]:
-    """For each leaf whether it is in a module; there is equinox."""
+def _inside_modules(structure: Any, module: type) -> list[bool]:
+    """For each leaf whether it is in a module, by their class."""
     node = structure.node_data()
-    if node is not None and issubclass(node[0], sys.modules["equinox"].Module):
+    if node is not None and issubclass(node[0], module):
         return [True] * structure.num_leaves
     if node is None:
         return [False] * structure.num_leaves
-    return [is_inside for child in structure.children() for is_inside in _inside_modules(child)]
+    return [inside for child in structure.children() for inside in _inside_modules(child, module)]
 
 
 def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
