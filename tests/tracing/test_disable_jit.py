@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +66,18 @@ def test_a_variable_among_the_results_is_handed_out_as_its_value():
         v.assign(100.0), w.assign(100.0)
     assert not any(isinstance(leaf, Variable) for leaf in (result["v"], *result["w"]))
     assert (result["v"], result["w"]) == (2.0, [2.0])
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_arguments_that_are_no_arrays_are_what_they_are(is_warm):
+    scale = eqx.nn.Lambda(lambda x: x if is_traced(x) else 2.0 * abs(x))
+    apply = tg.trace(lambda fun, x: (fun(x), fun))
+    ways = {"argument": apply, "itself": lambda fun, x: (tg.trace(fun)(x), fun)}
+    for call in ways.values():
+        if is_warm:
+            assert call(scale, -1.0) == (-1.0, scale)
+        with jax.disable_jit():
+            assert call(scale, -1.0) == (2.0, scale)
 
 
 def test_gradients_says_what_keeps_it_from_reading_a_traced_function():

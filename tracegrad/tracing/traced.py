@@ -94,7 +94,8 @@ class TracedFunction:
         of those that it reads and assigns, which it writes over, then of those that it only reads.
         It returns a pair: a list of the assigned values, and the result. A Variable among the
         arguments is one of these; for a compiled program that is to be called, pass its `.value`.
-        That of a module of equinox takes the module first, and so do `graph` and `trace`.
+        That of a module of equinox takes the module first, and so do `graph` and `trace`. To be
+        called, a compiled program has to be that of a function of arrays, in trees without others.
         """
         lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
         return lowered

@@ -163,7 +163,8 @@ class Body:
         pipeline, use = self._pipeline(), self.use
         assert pipeline is not None, "the traced function that is called holds it"
         if _jax.config.jax_disable_jit:
-            if not use.is_plain:  # no warm call asks; here nothing has been called yet
+            # No warm call asks. Nothing was called yet, and the pipeline has the call's arguments.
+            if not use.is_plain or pipeline.takes_apart:
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
