@@ -4,6 +4,7 @@
 ``tests/test_jax.py`` on the oldest and on the newest supported JAX.
 """
 
+from tracegrad._jax import loop_reverse as loop_reverse
 from tracegrad._jax.arrays import ARRAY as ARRAY
 from tracegrad._jax.arrays import align as align
 from tracegrad._jax.arrays import fresh_alias as fresh_alias

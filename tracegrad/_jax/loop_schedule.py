@@ -1,14 +1,18 @@
 """Which states of a loop are kept while nobody knows how often it runs, and how they are replayed.
 
-On the way forward at most `slots` states are kept, evenly: one every ``1 << level`` steps, and
-where there are no more places one every ``2 << level``, each in the place of one between two
-others, from the left. Once the number of steps is known, the steps between two kept states are
-replayed with `slots` more places and the binomial schedule, which is optimal for a known number.
+On the way forward one state more than `slots` is kept at most, evenly: one every ``1 << level``
+steps, and where there are no more places one every ``2 << level``, each in the place of one between
+two others, from the left. Once the number of steps is known, the steps between two kept states are
+replayed by the binomial schedule, which is optimal for a known number, with `slots` places of which
+the first is that of the kept state. These are ``2 * slots`` states at a time, and the one that is
+differentiated.
 
-Since the states in between may take as many places as those that were kept, this replays no more
-steps than the best placement of `slots` states alone would, had it known the number of steps
-(Griewank and Walther, *Revolve*, 2000: that is `fewest_replayed`). The problem is that of Stumm and
-Walther, *New algorithms for optimal online checkpointing*, 2010.
+So this replays no more steps than the binomial optimum of `slots` states (Griewank and Walther,
+*Revolve*, 2000: that is `fewest_replayed`), though that knows the number of steps from the start:
+half of the memory makes up for not knowing it. Without it nobody could (Stumm and Walther, *New
+algorithms for optimal online checkpointing*, 2010): with two states in all, however they are moved
+forward, there is a number of steps, up to 300, of which 1.177 times as many are replayed as by the
+best places for that number; with three 1.101 times, with four 1.07 times (by trying all ways).
 
 The functions are of NumPy's or of JAX's integers (`np` says which), so that what runs can be
 counted without running it.
@@ -30,36 +34,42 @@ _MOST_STEPS = 10**6
 _MOST_REPETITIONS = 192
 
 
-def slot_to_keep(kept: Any, level: Any, positions: Any, np: Any) -> Any:
-    """Where the next state is kept, when `kept` were."""
-    slots = len(positions)
-    between = (positions >> level) & 1
-    leftmost = np.argmin(np.where(between == 1, positions, _LARGEST))
-    return np.where(kept < slots, kept, leftmost)
+def place_of(position: Any, places: int, np: Any) -> Any:
+    """Where the state after so many steps is kept, if it is.
+
+    The first states are in order. From then on it is where the one was that is given up for it: of
+    an odd number of places that one is just so many, ``places << (level - 1)`` steps, before; of an
+    even number one less, of the places beside that of the initial state.
+    """
+    if places % 2:
+        return np.fmod(position, places)
+    return np.where(position > 0, 1 + np.fmod(position - 1, places - 1), 0)
 
 
-def next_to_keep(position: Any, kept: Any, level: Any, positions: Any, np: Any) -> tuple[Any, Any]:
+def next_to_keep(position: Any, level: Any, places: int, np: Any) -> tuple[Any, Any]:
     """After how many steps the next state is kept, and the level from then on.
 
     Args:
       position: after how many steps the last one was kept.
-      kept: how many were, that one included.
       level: until now.
-      positions: after how many steps those in the slots were, that one included.
+      places: how many there are, at least 2.
     """
-    if len(positions) == 1:
-        return np.full_like(position, _LARGEST), level
-    is_full = kept >= len(positions)
-    no_more_between = np.all((positions >> level) & 1 == 0)
-    level = np.where(is_full & no_more_between, level + 1, level)
-    apart = 2 << level
-    return np.where(is_full, (position // apart + 1) * apart, position + 1), level
+    level = np.where((position >> level) < places - 1, level, level + 1)
+    return ((position >> level) + 1) << level, level
 
 
-def slot_before(end: Any, kept: Any, positions: Any, np: Any) -> Any:
-    """Where the last state before a step is."""
-    is_before = (np.arange(len(positions)) < kept) & (positions < end)
-    return np.argmax(np.where(is_before, positions, -1))
+def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
+    """After how many steps the last state is that was kept before a step.
+
+    Args:
+      end: that step, at least 1.
+      level: at last.
+      positions: i32[places]: after how many steps those that are kept were.
+    """
+    finer = np.maximum(level - 1, 0)
+    near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
+    is_kept = positions[place_of(near, len(positions), np)] == near
+    return np.where(is_kept, near, far)
 
 
 @cached(16)  # a table for each number of slots: a loop is traced with it a few times
@@ -92,15 +102,14 @@ def steps_to_next(length: Any, free: Any, slots: int, np: Any) -> Any:
 def replayed(steps: int, slots: int) -> int:
     """How many steps of a loop are run again, without those that are differentiated where they run,
     each once."""
-    position, kept, level, positions = 0, 0, 0, numpy.zeros(slots, numpy.int64)
+    places = slots + 1
+    position, level, positions = 0, 0, numpy.zeros(places, numpy.int64)
     while position < steps:
-        positions[slot_to_keep(kept, level, positions, numpy)] = position
-        kept += 1
-        after, level = next_to_keep(numpy.asarray(position), kept, level, positions, numpy)
-        position = int(after)
+        positions[place_of(position, places, numpy)] = position
+        position, level = map(int, next_to_keep(position, level, places, numpy))
     count, end = 0, steps
     while end > 0:
-        start = int(positions[slot_before(end, kept, positions, numpy)])
+        start = int(last_before(end, level, positions, numpy))
         stack = [start]
         while end > start:
             while stack[-1] < end - 1:

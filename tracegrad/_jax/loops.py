@@ -2,13 +2,7 @@
 
 It is lowered, batched and differentiated forward by JAX's own rules for `while`, with itself in the
 place of the loops that these make. So a program that nobody differentiates in reverse is the one
-that it was. JAX linearises a loop by running forward mode and telling apart what is known (the
-values) and what is not (the tangents). There the known part is run so that it keeps states
-(`loop_schedule`), and the other becomes one linear operation, whose transpose goes back from
-one of these states to the one before. What a step does to cotangents is JAX's transpose of its
-tangents: nothing here knows a derivative.
-
-All loops made here are of this primitive in their turn, so derivatives of any order follow.
+that it was. `loop_reverse` has the rules for reverse mode.
 
 The tables of rules are those that JAX's documentation of new primitives uses; see
 `programs.identity_primitive`.
@@ -21,16 +15,13 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad as _ad  # noqa: TID251
 from jax.interpreters import batching, mlir  # noqa: TID251
 from jax.interpreters import partial_eval as _pe  # noqa: TID251
 
-from tracegrad._jax import loop_schedule as schedule
-from tracegrad._jax.arrays import is_inexact
 from tracegrad._jax.programs import WHILE as _WHILE
-from tracegrad._jax.programs import constants_of, eval_program, opened
+from tracegrad._jax.programs import constants_of, opened
 
 WHILE: Any = _WHILE
 ad: Any = _ad  # of which some functions have types and others not
@@ -42,18 +33,13 @@ messages call it."""
 
 WHILES: tuple[Any, ...] = (WHILE, CHECKPOINTED_WHILE)
 
-_LINEAR: Any = jex.Primitive("linear_while")
-"""The tangents of such a loop, as a linear function of those that go in: with the operands of the
-loop, `unknown` of them tangents, after `kept` values that its forward run has left behind."""
-
 _OURS = ("checkpoints", "place")
-_OF_LINEAR = ("unknown", "kept")
 
 
-def _apart(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters that JAX's loop has, and our own."""
     ours = {name: params[name] for name in _OURS}
-    return {k: v for k, v in params.items() if k not in (*_OURS, *_OF_LINEAR)}, ours
+    return {k: v for k, v in params.items() if k not in _OURS}, ours
 
 
 def _with_ours(equation: Any, ours: Mapping[str, Any]) -> Any:
@@ -95,15 +81,15 @@ def checkpointed_while_loop(
 
 
 def _types(*avals: Any, **params: Any) -> Any:
-    return WHILE.abstract_eval(*avals, **_apart(params)[0])
+    return WHILE.abstract_eval(*avals, **apart(params)[0])
 
 
 def _bind_while(*args: Any, **params: Any) -> Any:
-    return WHILE.bind(*args, **_apart(params)[0])
+    return WHILE.bind(*args, **apart(params)[0])
 
 
-def _batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = _apart(params)
+def batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
+    own, ours = apart(params)
     found: list[Any] = []
 
     def run(*args: Any) -> Any:
@@ -114,8 +100,8 @@ def _batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
     return _run_with_ours(program, args, ours), found
 
 
-def _differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
-    own, ours = _apart(params)
+def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
+    own, ours = apart(params)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     found: list[Any] = []
 
@@ -136,289 +122,26 @@ def _differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _without_dead(*args: Any) -> Any:
     *rest, equation = args
-    own, ours = _apart(equation.params)
+    own, ours = apart(equation.params)
     (*used, equation) = pe.dce_rules[WHILE](*rest, equation.replace(primitive=WHILE, params=own))
     return (*used, _with_ours(equation, ours))
 
 
 def _parted(saveable: Any, unknown: Any, written: Any, equation: Any) -> Any:
     """For `jax.checkpoint`, which keeps nothing: the known part, and the whole once more."""
-    own, ours = _apart(equation.params)
+    own, ours = apart(equation.params)
     known, staged, *rest = pe.partial_eval_jaxpr_custom_rules[WHILE](
         saveable, unknown, written, equation.replace(primitive=WHILE, params=own)
     )
     return _with_ours(known, ours), _with_ours(staged, ours), *rest
 
 
-# -------------------------------------------------------------------------------- reverse mode
-
-
-def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
-    """The parameters of the loop of all that does not depend on the unknown operands, and which
-    operands that leaves out: those, and what the loop carries on in their company (tangents that
-    are zero at first). None if when it ends depends on them."""
-    program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **own))(*avals)
-    (equation,) = opened(program).eqns
-    known, _, unknown_outs, *_ = pe.partial_eval_jaxpr_custom_rules[WHILE](
-        None, list(unknown), [True] * len(unknown), equation
-    )
-    if known is None:
-        return None
-    return known.params, [*unknown[: -len(unknown_outs)], *unknown_outs]
-
-
-def _linearised(trace: Any, *tracers: Any, **params: Any) -> Any:
-    own, ours = _apart(params)
-    unknown = [not tracer.is_known() for tracer in tracers]
-    avals = [tracer.aval for tracer in tracers]
-    linear = all(is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
-    parts = _known_part(own, avals, unknown) if linear and not all(unknown) else None
-    if parts is None:
-        return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
-    known, unknown = parts
-    values = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
-    outs, kept = _recorded(values, known, ours)
-    tangents = trace.default_process_primitive(
-        _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
-    )
-    return _merged(_split(own, unknown)[2], outs, tangents)
-
-
-def _merged(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
-    if len(choose) != len(no) + len(yes):
-        raise AssertionError("as many as are chosen from")
-    a, b = iter(no), iter(yes)
-    return [next(b) if chosen else next(a) for chosen in choose]
-
-
-def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    first = params["cond_nconsts"]
-    last = first + params["body_nconsts"]
-    return list(args[:first]), list(args[first:last]), list(args[last:])
-
-
-def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
-    """Runs a loop, keeping states: its results, and what `_replayed` wants of them."""
-    *_, init = _split(params, args)
-    going, step = _condition_and_body(params, args)
-    slots = ours["checkpoints"]
-
-    def one_step(carry: Any) -> Any:
-        position, live, end, state = carry
-        state = _where(live, step(state), state)
-        return position + 1, going(state), end, state
-
-    def stretch(carry: Any) -> Any:
-        position, live, state, kept, level, positions, states = carry
-        slot = schedule.slot_to_keep(kept, level, positions, jnp)
-        positions = positions.at[slot].set(position)
-        states = _put(states, slot, state)
-        end, level = schedule.next_to_keep(position, kept + 1, level, positions, jnp)
-        position, live, _, state = checkpointed_while_loop(
-            lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), ours
-        )
-        return position, live, state, kept + 1, level, positions, states
-
-    zero = jnp.int32(0)
-    states = [lax.broadcast(one, (slots,)) for one in init]
-    carry = (zero, going(init), init, zero, zero, jnp.zeros(slots, jnp.int32), states)
-    steps, _, outs, kept, _, positions, states = checkpointed_while_loop(
-        lambda c: jnp.any(c[1]), stretch, carry, ours
-    )
-    return outs, [steps, kept, positions, *states]
-
-
-def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangents: Any) -> Any:
-    """The cotangents of the unknown operands of a loop, from those of its unknown results.
-
-    Args:
-      kept: what `_recorded` left.
-      args: the operands of the whole loop; what stands for the unknown ones does not matter.
-      unknown: which operands are tangents.
-      own: the parameters of the whole loop.
-      cotangents: of the results that are tangents.
-    """
-    params, _ = _known_part(own, [_aval(arg) for arg in args], unknown)
-    known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    going, step = _condition_and_body(params, known)
-    steps, count, positions, *states = kept
-    slots = ours["checkpoints"]
-    _, of_body, _ = _split(own, args)
-    _, moving, flowing = _split(own, unknown)
-    constants = [arg for arg, u in zip(of_body, moving, strict=True) if not u]
-    sums = [
-        ad.instantiate_zeros(ad.Zero(_aval(arg)))
-        for arg, u in zip(of_body, moving, strict=True)
-        if u
-    ]
-
-    def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
-        def tangents(given: Any, carried: Any) -> Any:
-            operands = [*_merged(moving, constants, given), *_merged(flowing, state, carried)]
-            results = eval_program(own["body_jaxpr"], operands)
-            return [t for t, u in zip(results, flowing, strict=True) if u]
-
-        live = going(state)
-        # Where a batch goes on for others alone, the body means nothing, and may be infinite.
-        state = _where(live, state, [lax.index_in_dim(each, 0, keepdims=False) for each in states])
-        types = jax.tree.map(jax.typeof, (sums, cotangents))
-        none = [jnp.zeros_like(ct) for ct in cotangents]
-        more, found = jax.linear_transpose(tangents, *types)(_where(live, cotangents, none))
-        return [a + b for a, b in zip(sums, more, strict=True)], _where(live, found, cotangents)
-
-    def forward(carry: Any) -> Any:
-        position, end, state = carry
-        return position + 1, end, _where(going(state), step(state), state)
-
-    def advance(carry: Any) -> Any:
-        top, places, stack, end = carry
-        position = places[top]
-        after = position + schedule.steps_to_next(end - position, slots - 1 - top, slots, jnp)
-        start = (position, after, _take(stack, top))
-        *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, ours)
-        return top + 1, places.at[top + 1].set(after), _put(stack, top + 1, state), end
-
-    def back_one(carry: Any) -> Any:
-        top, places, stack, end, start, sums, cotangents = carry
-        top, places, stack, _ = checkpointed_while_loop(
-            lambda c: c[1][c[0]] < c[3] - 1, advance, (top, places, stack, end), ours
-        )
-        sums, cotangents = back_through(_take(stack, top), sums, cotangents)
-        return jnp.maximum(top - 1, 0), places, stack, end - 1, start, sums, cotangents
-
-    def back_stretch(carry: Any) -> Any:
-        end, places, stack, sums, cotangents = carry
-        slot = schedule.slot_before(end, count, positions, jnp)
-        start = positions[slot]
-        places, stack = places.at[0].set(start), _put(stack, 0, _take(states, slot))
-        inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
-        _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(
-            lambda c: c[3] > c[4], back_one, inner, ours
-        )
-        return end, places, stack, sums, cotangents
-
-    # One place more than slots: for a state that is differentiated where there is no free one.
-    stack = [lax.broadcast(one, (slots + 1,)) for one in _take(states, 0)]
-    carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
-    *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, ours)
-    return [*sums, *cotangents]
-
-
-def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
-    """Whether a loop goes on from a state, and the state after that, as functions of it. The first
-    is one boolean, or for each element of a batch one."""
-    of_condition, of_body, _ = _split(params, args)
-
-    def going(state: Any) -> Any:
-        return eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
-
-    def step(state: Any) -> Any:
-        return eval_program(params["body_jaxpr"], [*of_body, *state])
-
-    return going, step
-
-
-def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    """The first for the elements of a batch that are live; all of it if there is no batch."""
-    if live.ndim == 0:
-        return list(yes)
-
-    def choose(a: Any, b: Any) -> Any:
-        mask = lax.broadcast_in_dim(live, a.shape, range(live.ndim))
-        return lax.select(mask, a, b)
-
-    return [choose(a, b) for a, b in zip(yes, no, strict=True)]
-
-
-def _put(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
-    return [
-        lax.dynamic_update_index_in_dim(all_, one, slot, 0)
-        for all_, one in zip(places, state, strict=True)
-    ]
-
-
-def _take(places: Sequence[Any], slot: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(all_, slot, 0, keepdims=False) for all_ in places]
-
-
-def _aval(arg: Any) -> Any:
-    return arg.aval if ad.is_undefined_primal(arg) else jax.typeof(arg)
-
-
-def _transposed(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """The transpose of a loop that has become a linear function: it keeps its states now."""
-    own, ours = _apart(params)
-    unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _known_part(own, [_aval(arg) for arg in args], unknown)
-    if parts is None:
-        raise ValueError(f"{ours['place']} is not linear in what it is transposed for")
-    known, unknown = parts
-    _, kept = _recorded([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
-    given = [ct for ct, u in zip(cotangents, _split(own, unknown)[2], strict=True) if u]
-    return _cotangents(given, kept, args, unknown, own, ours)
-
-
-def _linear_transposed(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    own, ours = _apart(params)
-    kept, args = args[: params["kept"]], args[params["kept"] :]
-    found = _cotangents(cotangents, kept, args, params["unknown"], own, ours)
-    return [*[None] * len(kept), *found]
-
-
-def _cotangents(cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any) -> list[Any]:
-    given = [ad.instantiate_zeros(ct) for ct in cts]
-    flowing = iter(_replayed(kept, args, unknown, own, ours, given))
-    found = [next(flowing) if u else None for u in unknown]
-    return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(found, args)]
-
-
-def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    *_, unknown_outs = _split(params, params["unknown"])
-    return [result for result, u in zip(results, unknown_outs, strict=True) if u]
-
-
-def _run_linear(*args: Any, **params: Any) -> list[Any]:
-    own, _ = _apart(params)
-    return _unknown_results(WHILE.bind(*args[params["kept"] :], **own), params)
-
-
-def _linear_types(*avals: Any, **params: Any) -> Any:
-    results, effects = WHILE.abstract_eval(*avals[params["kept"] :], **_apart(params)[0])
-    return _unknown_results(results, params), effects
-
-
-def _linear_batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = _apart(params)
-    args, places = args[params["kept"] :], places[params["kept"] :]
-    return tuple(
-        _unknown_results(each, params) for each in _batched(axis, args, places, **own, **ours)
-    )
-
-
-def _linear_forward(primals: Any, tangents: Any, **params: Any) -> Any:
-    own, ours = _apart(params)
-    primals, tangents = primals[params["kept"] :], tangents[params["kept"] :]
-    return tuple(
-        _unknown_results(each, params)
-        for each in _differentiated_forward(primals, tangents, **own, **ours)
-    )
-
-
-for _primitive, _run, _abstract in (
-    (CHECKPOINTED_WHILE, _bind_while, _types),
-    (_LINEAR, _run_linear, _linear_types),
-):
-    _primitive.multiple_results = True
-    _primitive.def_impl(_run)
-    _primitive.def_effectful_abstract_eval(_abstract)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
-batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = _batched
-batching.fancy_primitive_batchers[_LINEAR] = _linear_batched
-ad.primitive_jvps[CHECKPOINTED_WHILE] = _differentiated_forward
-ad.primitive_jvps[_LINEAR] = _linear_forward
-ad.primitive_transposes[CHECKPOINTED_WHILE] = _transposed
-ad.primitive_transposes[_LINEAR] = _linear_transposed
-pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearised
+CHECKPOINTED_WHILE.multiple_results = True
+CHECKPOINTED_WHILE.def_impl(_bind_while)
+CHECKPOINTED_WHILE.def_effectful_abstract_eval(_types)
+mlir.register_lowering(CHECKPOINTED_WHILE, mlir.lower_fun(_bind_while, multiple_results=True))
+batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = batched
+ad.primitive_jvps[CHECKPOINTED_WHILE] = differentiated_forward
 pe.partial_eval_jaxpr_custom_rules[CHECKPOINTED_WHILE] = _parted
 if WHILE in pe.dce_rules:  # from 0.12 on
     pe.dce_rules[CHECKPOINTED_WHILE] = _without_dead

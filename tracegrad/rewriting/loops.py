@@ -23,11 +23,12 @@ def checkpointed_loop(
 
     Args:
       where: a selector; what matches is such loops, or holds some.
-      checkpoints: how many states of a loop are kept on the way forward. In the backward pass as
-        many more are, so that memory is at most ``2 * checkpoints`` times what the loop carries,
-        and what the backward pass of one step needs, however many steps there are. Up to so many
-        steps none is run again, up to their square each about once; beyond, how often grows as
-        slowly as by the binomial schedule.
+      checkpoints: how many states of a loop are kept on the way forward, beside the first. In the
+        backward pass nearly as many more are, so that memory is at most ``2 * checkpoints`` times
+        what the loop carries, and what the backward pass of one step needs, however many steps
+        there are. Up to one step more than that none is run again, up to half of their square each
+        once at most; beyond, no more than if the number of steps had been known from the start,
+        and so many states placed best for it.
       missing_ok: whether it may match nothing.
 
     Returns:
