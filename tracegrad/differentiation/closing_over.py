@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, RegionNode, Source
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
@@ -103,23 +102,8 @@ def _may_close_over(function: Any) -> bool:
 
 def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> Any:
     """The node of an operation with programs in which something closes over; else None."""
-    if not params or not has_closed_over(params):
+    if not params or not _jax.facts_below(params).closes_over:
         return None
     source = Source(_jax.current_source_info(), None)
     node = lone_node(primitive, params, list(map(jax.typeof, args)), source)
     return node if isinstance(node, RegionNode) else None
-
-
-def has_closed_over(params: Mapping[str, Any]) -> bool:
-    """Whether a `jax.custom_jvp` in the programs of an operation closes over something."""
-    return any(_program_closes_over(program) for _, program in _jax.sub_programs(params))
-
-
-@of_program
-def _program_closes_over(program: Any) -> bool:
-    return any(
-        equation.params.get("num_consts", 0) > 0
-        if equation.primitive is _jax.CUSTOM_JVP
-        else has_closed_over(equation.params)
-        for equation in _jax.opened(program).eqns
-    )

@@ -6,11 +6,7 @@ error; to a tape, and to `gradients()`, it ends what is connected, as `stop_grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 
 
@@ -44,20 +40,6 @@ def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
 TO_HOST = _jax.identity_primitive(
     "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
 )
-
-
-def calls_host(params: Mapping[str, Any]) -> bool:
-    """Whether something is handed to the host anywhere in the programs of an operation."""
-    return any(program_calls_host(program) for _, program in _jax.sub_programs(params))
-
-
-@of_program
-def program_calls_host(program: Any) -> bool:
-    """Whether something is handed to the host anywhere in a program."""
-    return any(
-        equation.primitive is TO_HOST or calls_host(equation.params)
-        for equation in _jax.opened(program).eqns
-    )
 
 
 def end_gradients_at_host(node: Node) -> None:

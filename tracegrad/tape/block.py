@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Source, Value
-from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
+from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
@@ -139,7 +139,7 @@ def graph_of(
         elif not is_shown:
             if computation.has_effects:
                 silence(node)
-            if calls_host(params):
+            if computation.hands_to_host:
                 end_gradients_at_host(node)
         graph.adopt(node, [types[slot] for slot in results])
         nodes.append(node)

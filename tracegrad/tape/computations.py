@@ -19,15 +19,11 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program, when_clearing
-from tracegrad.differentiation.closing_over import has_closed_over
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.tape.effects import has_effects
 from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tape.lifting import (
-    constants_below,
     lift_anew,
-    numpy_constants_below,
     refused_to_lift,
 )
 from tracegrad.tracing.importer import lone_node
@@ -38,6 +34,8 @@ jit_settings = _jax.jit_settings
 # A program of so many operations is compiled once more for the tape, so that it is called fast:
 # compiling takes little. A larger one shares what JAX has compiled.
 _SMALL = 10
+# The forward pass of one of more than so many saves what its derivative needs.
+_LARGE = 32
 
 
 class Computation:
@@ -50,6 +48,7 @@ class Computation:
       rule: of a custom rule that was made for one call: it is known by what it traces to.
       run: the compiled operation, which returns what the primitive does; None if it is bound.
       has_effects: whether it prints or calls the host.
+      hands_to_host: whether something in its programs is handed to the host.
       is_run_once: whether it holds what is not to run again for a derivative, whoever compiles it:
         a loop, a branch, a call of the host, or a recomputed function, which says itself what is
         run again.
@@ -63,6 +62,7 @@ class Computation:
     __slots__ = (
         "_keys",
         "constants",
+        "hands_to_host",
         "has_effects",
         "is_run_once",
         "is_shared",
@@ -92,22 +92,26 @@ class Computation:
         self.is_shared = is_shared and rule is None
         self._keys = None if key is None else (key, key)
         self.programs = [program for _, program in _jax.sub_programs(params)]
-        self.has_effects = has_effects(params)
+        facts = _jax.facts_below(params)
+        self.has_effects = facts.has_effects
+        self.hands_to_host = TO_HOST in facts.primitives
         self.is_used = True
         self.run: Callable[..., Any] | None = None
-        self.is_run_once = self.saves = is_run_once(primitive, params)
+        # (A `while` loop has no backward pass.)
+        self.is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
+        self.saves = self.is_run_once
         self.saved: dict[Any, Any] = {}  # by what is differentiated; see `linearised`
         if self.is_shared and not self.has_effects:
-            self._prepare()
+            self._prepare(facts)
 
-    def _prepare(self) -> None:
+    def _prepare(self, facts: _jax.ProgramFacts) -> None:
         if self.primitive is _JIT:
             if not _jax.is_plain_jit(self.params):
                 return
-            count, heavy = _weight(self.params["jaxpr"])
             # What says something of their derivatives is asked in the backward pass.
-            self.saves |= ((heavy and count > 1) or count > 32) and not has_closed_over(self.params)
-            if not self.saves or count <= _SMALL:
+            if facts.count > 1 and not facts.closes_over and not self.saves:
+                self.saves = facts.count > _LARGE or _is_heavy(self.params["jaxpr"])
+            if not self.saves or facts.count <= _SMALL:
                 self.run = _compiled_program(self.params)
         elif self.primitive is _jax.CUSTOM_JVP or (
             _jax.runs_compiled(self.primitive) and not self.programs
@@ -144,19 +148,6 @@ def sole_equation(program: Any) -> Any:
 _RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST})
 
 
-def is_run_once(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """See `Computation`. (A `while` loop has no backward pass.)"""
-    programs = _jax.sub_programs(params)
-    return primitive in _RUN_ONCE or any(_runs_once(program) for _, program in programs)
-
-
-@of_program
-def _runs_once(program: Any) -> bool:
-    return any(
-        is_run_once(equation.primitive, equation.params) for equation in _jax.opened(program).eqns
-    )
-
-
 # Their results are worth keeping for the backward pass.
 _HEAVY = frozenset({"conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Those of a matrix product are, if it has so many terms: fewer are computed in the time that it
@@ -164,19 +155,17 @@ _HEAVY = frozenset({"conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 _WORTH_KEEPING = 1 << 16
 
 
-def _weight(program: Any) -> tuple[int, bool]:
-    """How many operations a program has, and whether one of them is costly."""
-    count, heavy = 0, False
-    for equation in _jax.opened(program).eqns:
-        inner = [_weight(p) for _, p in _jax.sub_programs(equation.params)]
-        count += sum(n for n, _ in inner) if inner else 1
+@of_program
+def _is_heavy(program: Any) -> bool:
+    """Whether one of the operations of a program is costly."""
+    return any(_is_costly(equation) for equation in _jax.opened(program).eqns)
+
+
+def _is_costly(equation: Any) -> bool:
+    inner = _jax.sub_programs(equation.params)
+    if inner:
         is_call = equation.primitive in (_JIT, _jax.CUSTOM_JVP)
-        heavy |= any(h for _, h in inner) or _is_heavy(equation)
-        heavy |= bool(inner) and not is_call
-    return count, heavy
-
-
-def _is_heavy(equation: Any) -> bool:
+        return not is_call or any(_is_heavy(program) for _, program in inner)
     if equation.primitive.name != "dot_general":
         return equation.primitive.name in _HEAVY
     (summed, _), _ = equation.params["dimension_numbers"]
@@ -306,9 +295,9 @@ class JittedCall:
         self.settings = settings
         self.captured: Sequence[Any] = ()
         self.refused: Mapping[int, Exception] = {}
-        constants = constants_below(params["jaxpr"])
+        facts = _jax.program_facts(params["jaxpr"])
         # The owner of a NumPy array may change it before a gradient is asked for.
-        changeable = numpy_constants_below(params["jaxpr"])
+        constants, changeable = facts.arrays, facts.numpy_arrays
         self.has_tracers = any(map(_jax.is_tracer, constants))
         if (constants or changeable) and not self.has_tracers:
             types = [variable.aval for variable in _jax.opened(params["jaxpr"]).invars]

@@ -9,11 +9,6 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 
 
-def has_effects(params: Mapping[str, Any]) -> bool:
-    """Whether the programs of an operation do more than compute: print, or call the host."""
-    return any(_jax.opened(program).effects for _, program in _jax.sub_programs(params))
-
-
 def reads_the_host(params: Mapping[str, Any]) -> bool:
     """Whether such a call gives results, so that what follows depends on them."""
     return any(_gives_results(program) for _, program in _jax.sub_programs(params))

@@ -95,7 +95,7 @@ def program_key(program: Any, within: Within | None = EXACT) -> Structure:
     """A key equal for programs of the same operations on the same constants (by identity)."""
     if within is AS_RUN:
         return _key_as_run(program)
-    if within.rules and has_rules(program):
+    if within.rules and has_rules(_jax.program_facts(program)):
         return Structure(_parts(program, within))
     return _exact_key(program)
 
@@ -188,15 +188,9 @@ def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
     return primitive, functions, around, program_key(params["call_jaxpr"]), params["num_consts"]
 
 
-@of_program
-def has_rules(program: Any) -> bool:
-    """Whether a function with a derivative of its own is anywhere in a program."""
-    return any(
-        equation.primitive in RULES
-        or "bwd" in equation.params
-        or any(has_rules(inner) for _, inner in _jax.sub_programs(equation.params))
-        for equation in _jax.opened(program).eqns
-    )
+def has_rules(facts: _jax.ProgramFacts) -> bool:
+    """Whether a function with a derivative of its own is anywhere in programs."""
+    return not facts.primitives.isdisjoint(RULES)
 
 
 class MadeOf(NamedTuple):

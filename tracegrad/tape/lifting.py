@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
@@ -22,33 +21,6 @@ from tracegrad.tape.keys import params_key
 from tracegrad.tracing.importer import make_node
 
 
-def captured_arrays(params: Mapping[str, Any]) -> Sequence[Any]:
-    """The arrays among the constants of a primitive's programs, each once."""
-    found: dict[int, Any] = {}
-    for _, program in _jax.sub_programs(params):
-        found.update((id(array), array) for array in constants_below(program))
-    return tuple(found.values()) if found else ()
-
-
-@of_program
-def constants_below(program: Any) -> tuple[Any, ...]:
-    """The arrays among the constants of a program and of those in it, each once."""
-    found = [c for c in _jax.constants_of(program) if isinstance(c, jax.Array)]
-    for equation in _jax.opened(program).eqns:
-        found += captured_arrays(equation.params)
-    return tuple({id(array): array for array in found}.values())
-
-
-@of_program
-def numpy_constants_below(program: Any) -> tuple[Any, ...]:
-    """The NumPy arrays among the constants of a program and of those in it, each once."""
-    found = [c for c in _jax.constants_of(program) if isinstance(c, np.ndarray)]
-    for equation in _jax.opened(program).eqns:
-        for _, inner in _jax.sub_programs(equation.params):
-            found += numpy_constants_below(inner)
-    return tuple({id(array): array for array in found}.values())
-
-
 def lift(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], args: Sequence[Any]
 ) -> dict[str, Any]:
@@ -56,7 +28,7 @@ def lift(
 
     Raises ValueError if a `jax.custom_jvp` closes over one of the captured arrays.
     """
-    first = next(p for _, p in _jax.sub_programs(params) if constants_below(p))
+    first = next(p for _, p in _jax.sub_programs(params) if _jax.program_facts(p).arrays)
     key = (
         primitive,
         params_key(params),

@@ -25,9 +25,9 @@ from tracegrad.ir.dependence import joined
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.host_calls import (
+    TO_HOST,
     end_gradients_at_host,
     end_gradients_in,
-    program_calls_host,
 )
 from tracegrad.rewriting.ports import with_steps
 from tracegrad.tape.computations import Computation
@@ -93,7 +93,7 @@ class Linearised(Computation):
         """
         self.original = of
         self.active = active
-        self._has_rules = of.primitive in RULES or any(map(has_rules, of.programs))
+        self._has_rules = of.primitive in RULES or has_rules(_jax.facts_below(of.params))
         self._passes = passes
         self._graph = graph
         self.count = passes[0].count
@@ -263,7 +263,7 @@ def _trace_orders(
             break  # whoever asks for this derivative is told
         passes.append(one)
         graph = import_program(program)
-        if program_calls_host(program):
+        if TO_HOST in _jax.program_facts(program).primitives:
             # That of a custom rule is differentiated from now on.
             end_gradients_in(graph)
 

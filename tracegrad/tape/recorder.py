@@ -27,8 +27,8 @@ from tracegrad.tape.computations import (
     without_donation,
 )
 from tracegrad.tape.direct_calls import NotDirect, direct_form
-from tracegrad.tape.effects import has_effects, reads_the_host
-from tracegrad.tape.lifting import captured_arrays, lift
+from tracegrad.tape.effects import reads_the_host
+from tracegrad.tape.lifting import lift
 from tracegrad.tape.own_rules import OwnRule, own_rule_key
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
@@ -254,7 +254,8 @@ class Recorder(Running):
         if not any(_jax.sub_programs(params)):
             _WITHOUT_PROGRAMS.add(primitive)
             return self.process_primitive(primitive, args, params)
-        constants = captured_arrays(params)
+        facts = _jax.facts_below(params)
+        constants = facts.arrays
         tell_of_assigned((*constants, *args))
         captured = [c for c in constants if self.is_tracked(c)] if constants else []
         operands = [*captured, *args]
@@ -262,7 +263,7 @@ class Recorder(Running):
         if watching:
             args = self.own_operands(primitive, args)
             operands = [*captured, *args]
-            if primitive is _JIT and has_effects(params) and reads_the_host(params):
+            if primitive is _JIT and facts.has_effects and reads_the_host(params):
                 return self._run_program(params["jaxpr"], args)
         params = dict(without_donation(params))
         with set_current_trace(self.parent_trace):

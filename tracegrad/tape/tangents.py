@@ -11,7 +11,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
-from tracegrad.rewriting.host_calls import calls_host, end_gradients_at_host
+from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
@@ -181,7 +181,7 @@ def _graph_of(operation: _Ran) -> Graph:
     inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in operation.args)
     source = Source(operation.source_info, None)
     node = make_node(computation.primitive, computation.params, inputs, source, (), {})
-    if calls_host(computation.params):
+    if computation.hands_to_host:
         end_gradients_at_host(node)
     graph.append(node, [jax.typeof(result) for result in operation.results])
     for value in node.outputs:

@@ -1,0 +1,83 @@
+"""What there is in a program and in those in it, at any depth: found in one walk, once for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad._jax.caches import of_program
+from tracegrad._jax.programs import CUSTOM_JVP, constants_of, opened, sub_programs
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFacts:
+    """What is true of one program or of several, with the programs in them.
+
+    Attributes:
+      primitives: those of the operations.
+      count: how many operations there are, each as often as it is called; calls do not count.
+      arrays, numpy_arrays: the constants that are such, each once.
+      has_effects: whether more is done than computing: printing, calls of the host.
+      closes_over: whether a `jax.custom_jvp` closes over something.
+    """
+
+    primitives: frozenset[Any] = frozenset()
+    count: int = 0
+    arrays: tuple[Any, ...] = ()
+    numpy_arrays: tuple[Any, ...] = ()
+    has_effects: bool = False
+    closes_over: bool = False
+
+
+_NOTHING = ProgramFacts()
+
+
+@of_program
+def program_facts(program: Any) -> ProgramFacts:
+    """The facts of one program."""
+    open_form, constants = opened(program), constants_of(program)
+    primitives, count, closes_over = set[Any](), 0, False
+    below = []
+    for equation in open_form.eqns:
+        primitives.add(equation.primitive)
+        inner = facts_below(equation.params)
+        if inner is _NOTHING:
+            count += 1
+            continue
+        below.append(inner)
+        count += inner.count
+        is_rule = equation.primitive is CUSTOM_JVP
+        closes_over |= equation.params.get("num_consts", 0) > 0 if is_rule else inner.closes_over
+    arrays = [each for each in constants if isinstance(each, jax.Array)]
+    numpy_arrays = [each for each in constants if isinstance(each, np.ndarray)]
+    return ProgramFacts(
+        frozenset(primitives).union(*(inner.primitives for inner in below)),
+        count,
+        _once([*arrays, *(array for inner in below for array in inner.arrays)]),
+        _once([*numpy_arrays, *(array for inner in below for array in inner.numpy_arrays)]),
+        bool(open_form.effects),
+        closes_over,
+    )
+
+
+def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
+    """The facts of all programs among the parameters of an operation."""
+    each = [program_facts(program) for _, program in sub_programs(params)]
+    if len(each) < 2:
+        return each[0] if each else _NOTHING
+    return ProgramFacts(
+        frozenset().union(*(facts.primitives for facts in each)),
+        sum(facts.count for facts in each),
+        _once(array for facts in each for array in facts.arrays),
+        _once(array for facts in each for array in facts.numpy_arrays),
+        any(facts.has_effects for facts in each),
+        any(facts.closes_over for facts in each),
+    )
+
+
+def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple({id(array): array for array in arrays}.values())
