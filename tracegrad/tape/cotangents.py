@@ -26,7 +26,7 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import with_stand_ins
 from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
 from tracegrad.tape.rules_on_values import as_traced, refusing_values
-from tracegrad.tracing.in_force import rules_in_force
+from tracegrad.tracing.in_force import Force, rules_in_force
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
 Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -145,12 +145,12 @@ def cotangents(
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
     """
-    how = _How(stopped, aggregate, gated)
+    how = _How(stopped, aggregate, gated, _jax.is_top_level(), rules_in_force())
     given = tuple([seed is not None for seed in seeds])
     sparse = (kind.sparse,) * len(sources)
     pieces = pieces_between(record, sources, targets, stopped) if record.rules else ()
     rules = [i for piece in pieces if piece.is_rule for i in piece.operations]
-    if rules and not _jax.is_top_level() and _is_behind_a_rule(record, max(rules), sources):
+    if rules and not how.only_runs and _is_behind_a_rule(record, max(rules), sources):
         return _as_traced(record, rules, (sources, targets), kind, seeds, how)
     if rules:
         return _piecewise(record, pieces, (sources, targets), kind, seeds, how)
@@ -159,11 +159,17 @@ def cotangents(
 
 
 class _How(NamedTuple):
-    """How cotangents are pulled back: see `pull_back`."""
+    """How cotangents are pulled back: see `pull_back`.
+
+    One that only runs serves every block of the same gradient; one that may be differentiated in
+    its turn (by another tape, or a transformation) only those of the same derivatives.
+    """
 
     stopped: frozenset[int]
     aggregate: Aggregation
     gated: bool
+    only_runs: bool
+    rules: tuple[Force, ...]  # in force
 
 
 def _run(by_slot: Sequence[Any], ready: _Ready, seeds: Sequence[Any]) -> list[Any]:
@@ -193,11 +199,7 @@ def _compiled(
       sparse: for each source whether its cotangent may be slices.
       piece: of which part of the record; default: all of it.
     """
-    # One that only runs serves every block of the same gradient; one that may be differentiated in
-    # its turn (by another tape, or a transformation) only those of the same derivatives.
-    runs = _jax.is_top_level()
-    rules = rules_in_force()
-    here = kind, sources, targets, given, runs, rules, how, sparse
+    here = kind, sources, targets, given, how, sparse
     programs = record.step.programs if piece is None else piece.programs
     placed = programs.get(here)
     if placed is not None:
@@ -222,11 +224,11 @@ def _made(
     block: Block, kind: Kind, given: tuple[bool, ...], how: _How, sparse: tuple[bool, ...]
 ) -> _Compiled:
     """The compiled backward of a block, remembered by its structure."""
-    runs = _jax.is_top_level()
     stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
-    replay = NOTHING if runs else replay_of(block, stops)
-    structure = block.key if runs else block.exact_key
-    key = Structure((kind, given, structure, rules_in_force(), stops, *how[1:], sparse, replay))
+    replay = NOTHING if how.only_runs else replay_of(block, stops)
+    structure = block.key if how.only_runs else block.exact_key
+    ways = stops, how.aggregate, how.gated, how.rules, sparse, replay
+    key = Structure((kind, given, structure, *ways))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
         traced = trace_backward(

@@ -274,7 +274,9 @@ def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]
 
 
 def _parts(program: Any, within: Within | None) -> Any:
-    open_form = _jax.opened(program)
+    open_form, constants = _jax.opened(program), _jax.constants_of(program)
+    # Under which each operation was made: mesh, compute type, random numbers.
+    settings = [_jax.settings_of(equation.ctx) for equation in open_form.eqns]
     numbers: dict[Any, int] = {}
 
     def define(variables: Sequence[Any]) -> tuple[Any, ...]:
@@ -288,10 +290,8 @@ def _parts(program: Any, within: Within | None) -> Any:
         value = np.asarray(atom.val)  # by its bits: 0.0 equals -0.0, and no NaN another
         return value.dtype, value.shape, value.tobytes(), atom.aval
 
-    constants = tuple(map(_ById, _jax.constants_of(program)))
-    parts: list[Any] = [constants, define(open_form.constvars), define(open_form.invars)]
-    # Under which each was made: mesh, compute type, random numbers.
-    settings = [_jax.settings_of(equation.ctx) for equation in open_form.eqns]
+    of_constants = define(open_form.constvars)
+    parts: list[Any] = [tuple(map(_ById, constants)), of_constants, define(open_form.invars)]
     for equation, ctx in zip(open_form.eqns, settings, strict=True):
         params, key = equation.params, None
         if equation.primitive in RULES:
