@@ -142,12 +142,13 @@ def named_after(
     Its signature stays its own, which takes arrays by position only: JAX reads it to bind them.
     `names`: how the user knows each of the arrays, for whoever reads the program.
     """
-    program.__name__ = program.__qualname__ = name_of(fun)
+    name, code = name_of(fun), code_of(fun)
+    program.__name__ = program.__qualname__ = name
     program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in _identifiers(names)]
         or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
     )
-    if (code := code_of(fun)) is not None:
+    if code is not None:
         # JAX reads the source line here. Not the function itself, which JAX would keep alive with
         # all that it closes over, but one of the same code.
         cells = tuple(CellType() for _ in code.co_freevars)

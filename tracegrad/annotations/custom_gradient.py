@@ -35,8 +35,6 @@ from tracegrad.annotations.pullback import (
     zero_cotangent,
 )
 from tracegrad.annotations.variables import (
-    Operands,
-    Reads,
     flat_with_variables,
     given_variables,
     require_variables_parameter,
@@ -45,7 +43,7 @@ from tracegrad.annotations.variables import (
 from tracegrad.ir.wording import name_of
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.rules_on_values import Rule
-from tracegrad.variables.reading import ReadsOutside
+from tracegrad.variables.reading import Operands, Reads, ReadsOutside
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 

@@ -24,12 +24,11 @@ from tracegrad.annotations.pullback import (
     Residuals,
     trace_pullback,
 )
-from tracegrad.annotations.variables import (
-    Operands,
-)
+from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.wording import brief, described
 from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
+from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
@@ -89,7 +88,7 @@ class Call:
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:
-            grad_fn, operands = self.reads.list_for(grad_fn, len(args))
+            grad_fn, operands = listed_with(self.reads, self.fun, grad_fn, len(args))
             if operands:
                 args, arrays = (*args, operands), (*arrays, *operands)
         pullback: Pullback | Exception

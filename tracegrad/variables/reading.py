@@ -1,13 +1,25 @@
-"""Where the Variables are read that a function reads which is traced for one call: around it."""
+"""What a function reads of Variables that is traced for one call, and around it has a value.
+
+A function with a custom gradient is one: its rule has each trainable Variable that it reads as an
+input, like its arguments. A value that went in on another way would be a constant, or a tracer that
+outlives its trace.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
+from tracegrad.ir.wording import described
+from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -56,3 +68,143 @@ class ReadsOutside(InOwnTrace):
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         outside(value)
+
+
+# ---------------------------------------------------- functions with a gradient of their own
+
+
+class _Reading(threading.local):
+    for_gradient = False  # a gradient function that is traced reads, and what it belongs to has not
+
+
+_reading = _Reading()
+
+
+class Reads(ReadsOutside):
+    """Collects the Variables that a function with a custom gradient reads. (A `Listener`.)"""
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._fun = fun
+        leaves = jax.tree.leaves(args, is_leaf=is_variable)
+        self._given = {leaf for leaf in leaves if isinstance(leaf, Variable)}
+        self._found: dict[Variable, None] = {}
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if not _reading.for_gradient:
+            self._found[variable] = None
+        return super().on_read(variable, outside)
+
+    def note(self, values: Sequence[Any]) -> None:
+        """Hears of what functions further inside have read, from what the program closes over."""
+        read = map(variable_of, values)
+        self._found.update(dict.fromkeys(v for v in read if v is not None))
+
+    @property
+    def trainable(self) -> tuple[Variable, ...]:
+        """The trainable ones, each once, without those given as arguments, sorted by name."""
+        found = (v for v in self._found if v.trainable and v not in self._given)
+        return tuple(sorted(found, key=lambda variable: variable.name))
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        _refuse_assignment(self._fun, variable)
+
+
+class Operands(Reads):
+    """The same for a function that is traced together with its gradient function: there each
+    trainable Variable is an operand, one that stands for its value in the trace around. (A
+    `Listener`.)
+
+    Attributes:
+      listed: those of which the gradient function has to return the gradients.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__(fun, args)
+        self.listed: tuple[Variable, ...] = ()
+        self._operands: dict[Variable, Any] = {}
+        self._values: dict[int, Any] = {}  # by the identity of the operand
+
+    def operand(self, variable: Variable, value: Any) -> Any:
+        """What stands for the value of a Variable."""
+        if not variable.trainable or variable in self._given:
+            return value
+        if variable not in self._operands:
+            operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
+            self._operands[variable] = operand
+            self._values[id(operand)] = value
+        return self._operands[variable]
+
+    def value_of(self, operand: Any) -> Any:
+        """What an operand stands for; other values are themselves."""
+        return self._values.get(id(operand), operand)
+
+    def values(self) -> list[Any]:
+        """Those of the Variables that are listed."""
+        return [self.value_of(self._operands[variable]) for variable in self.listed]
+
+    def list_read(self) -> list[Any]:
+        """Lists what was read until now. Returns the operands that stand for that."""
+        self.listed = self.trainable
+        return [self._operands[variable] for variable in self.listed]
+
+    def are_all_in(self, program: Any) -> bool:
+        """Whether the program has an operand for all that the function read: what functions
+        further inside read that JAX has kept is not heard; and there may be no program."""
+        if program is None:
+            return not self.trainable
+        self.note([c for c in _jax.constants_of(program) if id(c) not in self._values])
+        return list(map(id, self.trainable)) == list(map(id, self.listed))
+
+    def read_for_gradient(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """What a read of the gradient function alone gives: by the function itself it is none, nor
+        by those around it, which only call that."""
+        if variable in self._operands:
+            return self._operands[variable]
+        before, _reading.for_gradient = _reading.for_gradient, True
+        try:
+            with _jax.set_current_trace(self._trace):
+                value = outside()
+        finally:
+            _reading.for_gradient = before
+        return self.operand(variable, value)
+
+
+class InGradient(InOwnTrace):
+    """What a gradient function alone reads is an operand too, and no input. (A `Listener`.)"""
+
+    def __init__(self, operands: Operands) -> None:
+        self._operands = operands
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return outside()
+        return self._operands.read_for_gradient(variable, outside)
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
+
+
+class Substitute(InOwnTrace):
+    """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)
+
+    Functions further inside read outside, as ever; `custom_gradient` puts the values there.
+    """
+
+    def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
+        self._values = values
+        self._fun = fun
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        known = variable in self._values and not self._is_inside
+        return self._values[variable] if known else outside()
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        _refuse_assignment(self._fun, variable)
+
+
+def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:
+    raise RuntimeError(
+        f"{described(fun)}, which has a custom gradient, assigns the Variable {variable.name!r}: "
+        "its rule may run it more than once, or not at all. Return the value and assign it outside"
+    )
