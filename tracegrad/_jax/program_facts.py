@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tracegrad._jax.caches import of_program
-from tracegrad._jax.programs import CUSTOM_JVP, constants_of, opened, sub_programs
+from tracegrad._jax.programs import CUSTOM_JVP, parts_of, sub_programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ _NOTHING = ProgramFacts()
 @of_program
 def program_facts(program: Any) -> ProgramFacts:
     """The facts of one program."""
-    open_form, constants = opened(program), constants_of(program)
+    open_form, constants = parts_of(program)
     primitives, count, closes_over = set[Any](), 0, False
     below = []
     for equation in open_form.eqns:

@@ -71,6 +71,11 @@ def opened(program: Any) -> Any:
     return program.jaxpr if hasattr(program, "jaxpr") else program
 
 
+def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Its open form, and the values of its constants: from both it is made."""
+    return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
+
+
 def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The sub-programs among a primitive's parameters, by the names of their regions.
 
@@ -91,7 +96,7 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
     """Binds every equation of a program as it was: same parameters, scopes and source lines."""
-    return list(jax.core.eval_jaxpr(opened(program), constants_of(program), *args))
+    return list(jax.core.eval_jaxpr(*parts_of(program), *args))
 
 
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:

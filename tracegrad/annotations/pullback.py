@@ -64,10 +64,11 @@ class Program:
         return cls(program.replace(consts=constants), captured), values
 
     def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        constants = list(_jax.constants_of(self.program))
+        open_form, constants = _jax.parts_of(self.program)
+        given = list(constants)
         for i, value in zip(self.captured, values):
-            constants[i] = value
-        return list(jax.core.eval_jaxpr(_jax.opened(self.program), constants, *arguments))
+            given[i] = value
+        return list(jax.core.eval_jaxpr(open_form, given, *arguments))
 
 
 def _can_be_argument(constant: object) -> bool:

@@ -75,8 +75,8 @@ def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
         program = jax.make_jaxpr(lambda *args: bound(*args))(*args)
     except Exception:  # it cannot be traced by itself, where it asks for values
         return
-    open_form = _jax.opened(program)
-    values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
+    open_form, constants = _jax.parts_of(program)
+    values = dict(zip(open_form.constvars, constants, strict=True))
     values.update(zip(open_form.invars, args, strict=True))
     for equation in open_form.eqns:
         if equation.primitive is _jax.CUSTOM_JVP:

@@ -92,7 +92,7 @@ def _captures(program: Any) -> bool:
 
 def _hoist(program: Any) -> Any:
     """The same program with its constants as leading arguments."""
-    open_form, constants = _jax.opened(program), _jax.constants_of(program)
+    open_form, constants = _jax.parts_of(program)
     count = len(constants)
 
     def run(*args: Any) -> list[Any]:

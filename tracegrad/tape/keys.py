@@ -274,7 +274,7 @@ def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]
 
 
 def _parts(program: Any, within: Within | None) -> Any:
-    open_form, constants = _jax.opened(program), _jax.constants_of(program)
+    open_form, constants = _jax.parts_of(program)
     # Under which each operation was made: mesh, compute type, random numbers.
     settings = [_jax.settings_of(equation.ctx) for equation in open_form.eqns]
     numbers: dict[Any, int] = {}

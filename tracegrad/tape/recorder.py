@@ -350,8 +350,8 @@ class Recorder(Running):
 
     def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
         """Runs a program operation by operation; `is_new`: it was traced for this one run."""
-        open_form = _jax.opened(program)
-        values = dict(zip(open_form.constvars, _jax.constants_of(program), strict=True))
+        open_form, constants = _jax.parts_of(program)
+        values = dict(zip(open_form.constvars, constants, strict=True))
         values.update(zip(open_form.invars, args, strict=True))
 
         def read(atom: Any) -> Any:

@@ -56,7 +56,7 @@ def _import(
     name: str | None = None,
     operands: Sequence[Value | Literal] = (),
 ) -> Graph:
-    open_form, constants = _jax.opened(program), _jax.constants_of(program)
+    open_form, constants = _jax.parts_of(program)
     graph = Graph(name or function.name, function_source=function.source)
     seen[id(program)] = graph
     values: dict[Any, Value] = {}

@@ -227,7 +227,7 @@ class Capture:
     def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
         """The program with one more input, behind the others, for each Variable whose value at the
         function's entry is used; and these, in the order of the reads."""
-        constants = list(_jax.constants_of(program))
+        open_form, constants = _jax.parts_of(program)
         owners = [self._owner(constant) for constant in constants]
         for variable in owners:
             if variable is not None:
@@ -236,7 +236,6 @@ class Capture:
             return program, []
         places = {key: i for i, key in enumerate(self._found)}
         slots = [None if v is None else places[id(v)] for v in owners]
-        open_form = _jax.opened(program)
         count = len(open_form.invars)
 
         def run(*inputs: Any) -> list[Any]:
