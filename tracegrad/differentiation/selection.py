@@ -168,13 +168,27 @@ class Selection:
     @functools.cached_property
     def named_leaves(self) -> list[Leaf]:
         """Each selected leaf by the argument's name and its path in that: ``params.0.kernel``."""
-        named = []
-        for argument in self.arguments:
-            key = argument.key
-            name = key if isinstance(key, str) else _positional_name(self.fun, key)
-            leaves = zip(argument.named_leaves, argument.mask, strict=True)
-            named += [leaf.within(name) for leaf, m in leaves if m]
-        return named
+        return [
+            leaf
+            for argument in self.arguments
+            for leaf, m in zip(self._named(argument), argument.mask, strict=True)
+            if m
+        ]
+
+    @property
+    def names_of_all(self) -> list[str]:
+        """The names of all leaves of all arguments, in the order in which JAX flattens these."""
+        selected = {argument.key: argument for argument in self.arguments}
+        keys = (*range(len(self.args)), *sorted(self.kwargs))
+        arguments = [
+            selected.get(key) or _argument(key, self.args, self.kwargs, None) for key in keys
+        ]
+        return [leaf.name for argument in arguments for leaf in self._named(argument)]
+
+    def _named(self, argument: Argument) -> list[Leaf]:
+        key = argument.key
+        name = key if isinstance(key, str) else _positional_name(self.fun, key)
+        return [leaf.within(name) for leaf in argument.named_leaves]
 
     @property
     def names(self) -> list[str]:

@@ -222,7 +222,7 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     names: dict[int, str] = {}
     try:
         program, inputs = graph(of_all)(chosen, arrays), [*chosen, *arrays]
-        paths = _argument_paths(selection)
+        paths = selection.names_of_all
         names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         program, inputs = graph(of_selected)(chosen), list(chosen)
@@ -235,12 +235,6 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
         for path, fits in zip(selection.names, is_input, strict=True)
     }
     return _Call(program, inputs, sources, names, count)
-
-
-def _argument_paths(selection: Selection) -> list[str]:
-    """The path of every leaf of the arguments, in the order in which JAX flattens them."""
-    args, kwargs = selection.args, selection.kwargs
-    return resolve(selection.fun, (*range(len(args)), *sorted(kwargs)), args, kwargs).names
 
 
 def _refuse_references(program: Graph) -> None:
