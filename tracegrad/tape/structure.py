@@ -9,10 +9,7 @@ next without looking at an operation again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from tracegrad import _jax
 from tracegrad.tape.computations import Computation, when_forgetting
@@ -83,8 +80,3 @@ def begin_anew() -> None:
 
 
 when_forgetting(begin_anew)  # structures hold computations
-
-
-def types_of(values: Sequence[Any]) -> list[Any]:
-    """The types of arrays and numbers."""
-    return [jax.typeof(value) for value in values]

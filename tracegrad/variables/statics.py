@@ -54,10 +54,6 @@ class Given(Part):
         assert variable is not None, "the caller of the function holds it"
         return variable
 
-    @property
-    def is_gone(self) -> bool:
-        return self._ref() is None
-
     def __repr__(self) -> str:
         return self._text
 
