@@ -481,6 +481,40 @@ def test_calls_of_the_host_are_told_by_their_names():
     assert not _jax.calls_host(equation(jnp.sin, 1.0).primitive.name)
 
 
+def test_the_facts_of_a_program_are_those_of_the_programs_in_it_too():
+    array, numpy_array = jnp.arange(3.0), np.arange(3.0, dtype=np.float32)
+
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) + array - numpy_array
+
+    def twice(x):
+        return jax.lax.scan(lambda carry, _: (inner(inner(carry)), None), x, length=2)[0]
+
+    facts = _jax.program_facts(jax.make_jaxpr(twice)(array))
+    assert {primitive.name for primitive in facts.primitives} == {
+        "scan",
+        "jit",
+        "sin",
+        "add",
+        "sub",
+    }
+    assert facts.count == 6
+    assert [each is array for each in facts.arrays] == [True]
+    assert [each.tolist() for each in facts.numpy_arrays] == [[0.0, 1.0, 2.0]]
+    assert (facts.has_effects, facts.closes_over) == (False, False)
+
+    def closing_over(x):
+        rule = jax.custom_jvp(lambda y: y * x)
+        rule.defjvp(lambda primals, tangents: (rule(*primals), tangents[0]))
+        jax.debug.print("{}", x)
+        return jax.jit(rule)(x)
+
+    facts = _jax.program_facts(jax.make_jaxpr(closing_over)(1.0))
+    assert (facts.has_effects, facts.closes_over) == (True, True)
+    assert _jax.facts_below({"name": "sin"}) == _jax.ProgramFacts()
+
+
 def test_a_call_that_is_not_compiled_is_asked_about_first_and_a_warm_one_is_jits():
     asked = []
 

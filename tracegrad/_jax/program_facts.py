@@ -19,7 +19,8 @@ class ProgramFacts:
 
     Attributes:
       primitives: those of the operations.
-      count: how many operations there are, each as often as it is called; calls do not count.
+      count: how many operations there are, those of a program once for each call of it. Calls do
+        not count.
       arrays, numpy_arrays: the constants that are such, each once.
       has_effects: whether more is done than computing: printing, calls of the host.
       closes_over: whether a `jax.custom_jvp` closes over something.

@@ -98,9 +98,8 @@ class Use:
         of_modules = self.updates, self.settings, self.returns_modules, self.modules
         self.has_state = bool(read or assigned or any(of_modules))
         self.calls_host = graph is not None and self.has_state and graph.calls_host
-        recomputes = graph is not None and graph.recomputes
-        needed = _jax.keep_recompute_options(jax.default_backend()) if recomputes else None
-        self.recomputes = needed is not None
+        needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
+        self.recomputes = graph is not None and needed is not None and graph.recomputes
         self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
         self.identity = (
