@@ -352,7 +352,11 @@ CHANGED_STRUCTURE = {
     "a new Variable": (new_variable, r"`model\.extra` is a Variable, and was absent"),
     "another value": (
         lambda model, x: model.linear.bias.set_value((x, x)),
-        r"`model\.linear\.bias\.value` is PyTreeDef.*, and was an array",
+        r"`model\.linear\.bias\.value` is \(\*, \*\), and was an array",
+    ),
+    "no value any more": (
+        lambda model, x: model.linear.bias.set_value(None),
+        r"`model\.linear\.bias\.value` is None, and was an array",
     ),
 }
 
@@ -364,6 +368,18 @@ def test_a_change_of_structure_inside_raises_and_names_it(run, case):
     model = Noisy(nnx.Rngs(0))
     with pytest.raises(TypeError, match=f"changes the structure.*{message}.*before the call"):
         run(lambda model, x: change(model, x))(model, X)
+
+
+def test_parts_that_change_places_inside_raise_and_are_named():
+    def exchanged(models):
+        a, b = models["a"].linear, models["b"].linear
+        models["a"].linear, models["b"].linear = b, a
+        return a
+
+    models = {name: Plain(nnx.Rngs(seed)) for seed, name in enumerate("ab")}
+    where = r"moves parts .*`models\['a'\]\.linear` is what `models\['b'\]\.linear` was.*Exchange"
+    with pytest.raises(TypeError, match=where):
+        tg.trace(exchanged)(models)
 
 
 SETTING = {"alone": tg.trace, "in another": lambda f: tg.trace(lambda *args: tg.trace(f)(*args))}

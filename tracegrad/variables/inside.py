@@ -28,6 +28,7 @@ from tracegrad.variables.modules import (
 from tracegrad.variables.nnx_objects import (
     described,
     differences,
+    find,
     is_module,
     is_state,
     nnx,
@@ -124,6 +125,7 @@ class Inside:
         if self._places:
             now = read(self._modules)
             outcome.settings = self._settings(now)
+            self._check_places(now)
             pairs = enumerate(zip(self._before.arrays, now.arrays, strict=True))
             outcome.updates = [i for i, (old, new) in pairs if old is not new]
             values = [now.arrays[i] for i in outcome.updates]
@@ -158,6 +160,23 @@ class Inside:
             names = self._module_names()
             raise TypeError(_structure_changed(as_before, self._modules, names))
         return settings
+
+    def _check_places(self, now: Reading) -> None:
+        """Raises where an object of the modules is in the place of another one. Whoever has the
+        caller's object of that place would get its values."""
+        numbers = {id(node): i for i, node in enumerate(self._before.objects)}
+        for i, node in enumerate(now.objects):
+            number = numbers.get(id(node), i)
+            if number != i:
+                names, as_before = self._module_names(), self._structure.build(self._before.arrays)
+                here = _path(node, self._modules, names)
+                there = _path(read(as_before).objects[number], as_before, names)
+                raise TypeError(
+                    "a traced function moves parts of a module of flax.nnx that it is given: "
+                    f"`{here}` is what `{there}` was. The caller's objects stay in their "
+                    "places, and get new values. Exchange the values, as by `a[...], b[...] = "
+                    "b[...], a[...]` or nnx.update, or move the objects before the call"
+                )
 
     def _handed_out(self, result: Any) -> Any:
         """A result without modules that the function was given: references stand for them; and a
@@ -198,6 +217,11 @@ class Inside:
             for path, leaf in paths
             if is_held(leaf)
         ]
+
+
+def _path(node: Any, modules: Sequence[Any], names: Sequence[str]) -> str:
+    found = ((name, find(node, module)) for name, module in zip(names, modules, strict=True))
+    return next(f"{name}{path}" for name, path in found if path is not None)
 
 
 def _structure_changed(before: Sequence[Any], now: Sequence[Any], names: Sequence[str]) -> str:

@@ -294,7 +294,7 @@ class Structure:
 
     def describe(self, names: Sequence[str]) -> dict[str, str]:
         """What it is made of, by path: for messages."""
-        return described(self.build([None] * len(self.places)), names)
+        return described(self.build([...] * len(self.places)), names)
 
     def __repr__(self) -> str:
         return "<the structure of modules>"

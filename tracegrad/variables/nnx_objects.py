@@ -84,9 +84,9 @@ def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
         attributes = static_attributes(node)
         if isinstance(node, flax.Variable):
             attributes = node.get_metadata()
-            inner = jax.tree.structure(node.get_raw_value(), is_leaf=lambda x: x is None)
-            is_array = jax.tree_util.treedef_is_leaf(inner)
-            texts[f"{where}.value"] = "an array" if is_array else repr(inner)
+            inner = jax.tree.structure(node.get_raw_value())
+            tree = repr(inner).removeprefix("PyTreeDef(").removesuffix(")")
+            texts[f"{where}.value"] = "an array" if tree == "*" else tree
         texts.update({f"{where}.{name}": repr(value) for name, value in attributes.items()})
     return texts
 
