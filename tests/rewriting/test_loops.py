@@ -286,6 +286,30 @@ def test_rules_of_a_trace_and_tapes_reach_loops():
     np.testing.assert_allclose(tape.gradient(y, a), 0.25, rtol=1e-6)
 
 
+def test_collectives_in_a_loop_are_no_effect_that_must_not_be_repeated():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("i",))
+
+    def on_each(x, w):
+        def step(carry):
+            return carry[0] + 1, jnp.sin(carry[1]) * w + lax.pmean(carry[1], "i")
+
+        return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+    @jax.jit
+    def sharded(w):
+        spec = jax.P("i")
+        over = jax.shard_map(on_each, mesh=mesh, in_specs=(spec, jax.P()), out_specs=spec)
+        return jnp.sum(over(jnp.arange(2.0), w))
+
+    def alone(w):
+        x = jnp.arange(2.0)
+        for _ in range(3):
+            x = jnp.sin(x) * w + jnp.mean(x)
+        return jnp.sum(x)
+
+    np.testing.assert_allclose(jax.grad(checkpointed(sharded, 1))(0.7), jax.grad(alone)(0.7))
+
+
 @pytest.mark.any_jax
 @pytest.mark.parametrize("slots", [1, 2, 3, 6, 16])
 def test_no_more_steps_are_replayed_than_if_their_number_had_been_known(slots):
@@ -348,6 +372,23 @@ def test_loops_inside_of_what_matches_are_meant():
         lambda a: 2 * jax.jit(solver)(a), rules.checkpointed_loop(match.call("solver"))
     )
     np.testing.assert_allclose(jax.grad(edited)(16.0), 2 / 32, rtol=1e-5)
+
+
+def test_without_a_selector_all_loops_are_meant_and_what_cannot_be_run_again_may_be_there():
+    def prints(x):
+        def step(x):
+            jax.debug.print("", ordered=True)
+            return 2 * x
+
+        return lax.while_loop(lambda x: x < 4, step, x)
+
+    rule = rules.checkpointed_loop()
+    assert repr(rule) == "rules.checkpointed_loop()"
+    edited = tg.rewrite(lambda a: newton(newton(a)) * prints(1), rule)
+    np.testing.assert_allclose(jax.grad(edited)(16.0), 4 / 32, rtol=1e-5)
+    assert tg.rewrite(lambda x: 2 * x, rule)(1.0) == 2.0
+    with pytest.raises(ValueError, match=r"loop at test_loops.py:\d+ \(.*prints\) has an effect"):
+        jax.grad(tg.rewrite(prints, rule))(1.0)
 
 
 @pytest.mark.parametrize("way", ["grad", "jacobian", "trace", "rewrite", "tape"])

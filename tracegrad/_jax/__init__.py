@@ -70,9 +70,9 @@ from tracegrad._jax.programs import constants_of as constants_of
 from tracegrad._jax.programs import equation_context as equation_context
 from tracegrad._jax.programs import eval_program as eval_program
 from tracegrad._jax.programs import identity_primitive as identity_primitive
-from tracegrad._jax.programs import is_debugging as is_debugging
 from tracegrad._jax.programs import is_plain_jit as is_plain_jit
 from tracegrad._jax.programs import jit_settings as jit_settings
+from tracegrad._jax.programs import may_be_repeated as may_be_repeated
 from tracegrad._jax.programs import opened as opened
 from tracegrad._jax.programs import outside_calls as outside_calls
 from tracegrad._jax.programs import parts_of as parts_of

@@ -33,7 +33,7 @@ from tracegrad._jax.loops import (
     checkpointed_while_loop,
     differentiated_forward,
 )
-from tracegrad._jax.programs import eval_program, opened
+from tracegrad._jax.programs import eval_program, may_be_repeated, opened
 
 ad: Any = _ad  # of which some functions have types and others not
 pe: Any = _pe
@@ -89,6 +89,13 @@ def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, An
 
 def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
     """Runs a loop, keeping states: its results, and what `_replayed` wants of them."""
+    effects = params["cond_jaxpr"].effects | params["body_jaxpr"].effects
+    if not all(map(may_be_repeated, effects)):
+        raise ValueError(
+            f"{ours['place']} has an effect in each step, and its steps are run again in the "
+            "backward pass, where it would happen once more. Take it out of the loop; "
+            "jax.debug.print (without ordered=True) may stay, and prints again"
+        )
     *_, init = _split(params, args)
     going, step = _condition_and_body(params, args)
     places = ours["checkpoints"] + 1

@@ -55,10 +55,18 @@ def _effects_of_debugging() -> frozenset[Any]:
 _OF_DEBUGGING = in_a_new_thread(_effects_of_debugging)
 
 
-def is_debugging(effect: Any) -> bool:
-    """Whether an effect is that of `jax.debug.callback` and its like where they have no order: it
-    may happen more often, or never."""
-    return effect in _OF_DEBUGGING
+def _effect_of_axes() -> type:
+    (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("a"), axis_env=[("a", 1)])().effects
+    return type(effect)
+
+
+_OF_AXES = in_a_new_thread(_effect_of_axes)
+
+
+def may_be_repeated(effect: Any) -> bool:
+    """Whether an effect may happen more often, or never: that of `jax.debug.callback` and its like
+    where they have no order, and that of a collective, which is the name of an axis."""
+    return effect in _OF_DEBUGGING or isinstance(effect, _OF_AXES)
 
 
 def constants_of(program: Any) -> Sequence[Any]:

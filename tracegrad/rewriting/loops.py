@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence
+from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, match
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.selector import Selector
 from tracegrad.rewriting.edits import Edit, edited
-from tracegrad.rewriting.match_rule import MatchRule
+from tracegrad.rewriting.match_rule import MatchRule, at_each
 
 
 def checkpointed_loop(
-    where: Selector, checkpoints: int = 16, *, missing_ok: bool = False
+    where: Selector | None = None, checkpoints: int = 16, *, missing_ok: bool = False
 ) -> MatchRule:
     """Gives a while loop reverse mode: some of its states are kept, and the steps between them are
     run again in the backward pass.
@@ -22,21 +22,21 @@ def checkpointed_loop(
     known before it runs. Nested loops inside of what matches get it too.
 
     Args:
-      where: a selector; what matches is such loops, or holds some.
+      where: a selector; what matches is such loops, or holds some. None: all of the program.
       checkpoints: how many states of a loop are kept on the way forward, beside the first. In the
         backward pass nearly as many more are, so that memory is at most ``2 * checkpoints`` times
         what the loop carries, and what the backward pass of one step needs, however many steps
         there are. Up to one step more than that none is run again, up to half of their square each
         once at most; beyond, no more than if the number of steps had been known from the start,
         and so many states placed best for it.
-      missing_ok: whether it may match nothing.
+      missing_ok: whether it may match nothing; always with None.
 
     Returns:
       A rule. Values and forward mode are what they were, and so is the compiled program where
       nothing is differentiated in reverse. Derivatives of any order, `jax.vmap` (also where the
       numbers of steps differ), `jax.checkpoint` and the like go by it. It raises, when it is
-      applied, GraphError where a match holds no while loop, or one that has an effect in
-      each step.
+      applied, GraphError where a match holds no while loop, or one that has an effect in each step;
+      with None a loop of that kind may be there as long as nothing differentiates it in reverse.
 
     The number of steps may depend on what is differentiated; the gradient is that of the steps that
     were run, as if their number was fixed. So nothing is left of a bisection's, whose steps only
@@ -48,7 +48,7 @@ def checkpointed_loop(
     >>> def newton(a):  # the square root
     ...     return jax.lax.while_loop(lambda x: jnp.abs(x * x - a) > 1e-5,
     ...                               lambda x: 0.5 * (x + a / x), a)
-    >>> f = tg.rewrite(newton, tg.rules.checkpointed_loop(tg.match.op("while")))
+    >>> f = tg.rewrite(newton, tg.rules.checkpointed_loop())
     >>> print(f"{jax.grad(f)(4.0):.4f}")
     0.2500
 
@@ -58,11 +58,13 @@ def checkpointed_loop(
     if checkpoints < 1:
         raise ValueError(f"checkpointed_loop wants one checkpoint or more, not {checkpoints!r}")
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+    def edit(graph: Graph, nodes: Sequence[Node], found: Occurrence) -> None:
         (node,) = nodes
-        ours = {"checkpoints": checkpoints, "place": f"the while loop{at(match.origin)}"}
+        ours = {"checkpoints": checkpoints, "place": f"the while loop{at(found.origin)}"}
         graph.set_params(node, {**node.params, **ours}, primitive=_jax.CHECKPOINTED_WHILE)
 
+    if where is None:
+        return MatchRule("checkpointed_loop", match.where(_is_loop), at_each(edit), True, text="")
     at_loops = at_each_loop(edit, "rules.checkpointed_loop", _require_pure)
     return MatchRule("checkpointed_loop", where, at_loops, missing_ok)
 
@@ -83,11 +85,11 @@ def at_each_loop(
 
     def edit_loops(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         found: dict[tuple[object, Node], Occurrence] = {}
-        for match in matches:
-            loops = [each for each in graph.walk() if _is_loop(each) and _holds(match, each)]
+        for matched in matches:
+            loops = [each for each in graph.walk() if _is_loop(each) and _holds(matched, each)]
             if not loops:
                 raise GraphError(
-                    f"{asked}: {match} is no while loop and holds none. match.op('while') finds "
+                    f"{asked}: {matched} is no while loop and holds none. match.op('while') finds "
                     "the loops of a program; one whose number of steps is known is a scan, which "
                     "has reverse mode as it is"
                 )
@@ -113,11 +115,15 @@ def _holds(match: Occurrence, found: Occurrence) -> bool:
     return node in match.nodes
 
 
+def _is_pure(found: Occurrence) -> bool:
+    return all(map(_jax.may_be_repeated, found.node.effects))
+
+
 def _require_pure(graph: Graph, loop: Occurrence, asked: str) -> None:
     """Raises GraphError for a loop whose steps do more than compute, since they are run again."""
-    if all(map(_jax.is_debugging, loop.node.effects)):
+    if _is_pure(loop):
         return
-    *_, culprit = (each for each in graph.walk() if each.node.effects and _holds(loop, each))
+    *_, culprit = (each for each in graph.walk() if _holds(loop, each) and not _is_pure(each))
     raise GraphError(
         f"{asked}: {loop} has an effect in each step ({culprit.node.name}{at(culprit.origin)}), "
         "and its steps are run again in the backward pass, where it would happen once more. Take "
