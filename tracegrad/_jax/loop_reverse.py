@@ -140,6 +140,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
     going, step = _condition_and_body(params, known)
     steps, level, positions, *states = kept
     slots = ours["checkpoints"]
+    reaches = schedule.reaches(slots)
     _, of_body, _ = _split(own, args)
     _, moving, flowing = _split(own, unknown)
     constants = [arg for arg, u in zip(of_body, moving, strict=True) if not u]
@@ -172,7 +173,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
     def advance(carry: Any) -> Any:
         top, places, stack, end = carry
         position = places[top]
-        after = position + schedule.steps_to_next(end - position, slots - 1 - top, slots, jnp)
+        after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches, jnp)
         start = (position, after, _take(stack, top))
         *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, ours)
         return top + 1, places.at[top + 1].set(after), _put(stack, top + 1, state), end

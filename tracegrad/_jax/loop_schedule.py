@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy
 
-from tracegrad._jax.caches import cached
-
 _LARGEST = 2**31 - 1
 # Up to so many steps between two kept states the schedule is optimal, if no step is run more often.
 # The table below is small: XLA's CPU backend makes one kernel of a loop that touches few bytes.
@@ -72,8 +70,7 @@ def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
     return np.where(is_kept, near, far)
 
 
-@cached(16)  # a table for each number of slots: a loop is traced with it a few times
-def _reaches(slots: int) -> numpy.ndarray[Any, Any]:
+def reaches(slots: int) -> numpy.ndarray[Any, Any]:
     """i32[slots + 1, repetitions]: how many steps so many slots reverse, none replayed oftener."""
     repetitions = 2
     while comb(slots + repetitions, slots) < _MOST_STEPS and repetitions < _MOST_REPETITIONS:
@@ -82,15 +79,16 @@ def _reaches(slots: int) -> numpy.ndarray[Any, Any]:
     return numpy.array(rows, numpy.int32)
 
 
-def steps_to_next(length: Any, free: Any, slots: int, np: Any) -> Any:
+def steps_to_next(length: Any, free: Any, reaches: Any, np: Any) -> Any:
     """How far to go from a kept state to the next that is kept, in order to reverse `length` steps.
 
     Args:
       length: at least 2, the first of them being from the kept state.
-      free: how many slots there are beside the one of that state, of `slots` in all.
+      free: how many slots there are beside the one of that state.
+      reaches: how far all slots reach; see there.
     """
-    reaches = np.asarray(_reaches(slots))
-    own, fewer = reaches[free + 1], reaches[free]
+    reached = np.asarray(reaches)
+    own, fewer = reached[free + 1], reached[free]
     repetitions = np.sum(own < length) - 1  # of the states before the next, at most
     best = np.minimum(own[repetitions], length - fewer[repetitions])
     return np.where(length > own[-1], length - fewer[-1], best)
@@ -107,14 +105,14 @@ def replayed(steps: int, slots: int) -> int:
     while position < steps:
         positions[place_of(position, places, numpy)] = position
         position, level = map(int, next_to_keep(position, level, places, numpy))
-    count, end = 0, steps
+    count, end, reached = 0, steps, reaches(slots)
     while end > 0:
         start = int(last_before(end, level, positions, numpy))
         stack = [start]
         while end > start:
             while stack[-1] < end - 1:
                 free = slots - len(stack)
-                forward = int(steps_to_next(end - stack[-1], free, slots, numpy))
+                forward = int(steps_to_next(end - stack[-1], free, reached, numpy))
                 count += forward
                 stack.append(stack[-1] + forward)
             end = stack.pop() if len(stack) > 1 else start
