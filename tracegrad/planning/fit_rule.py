@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.planning.budget import MemoryBudget, budget_bytes
+from tracegrad.planning.found import FOUND
 from tracegrad.planning.offloading import Offload, transfer_flops
 from tracegrad.planning.plan_recompute import plan_graph
 from tracegrad.rewriting.edits import refuse_differentiated
@@ -35,8 +34,13 @@ def recompute_to_fit(
     """
     budget_bytes(memory_budget, 1 << 40)
     transfer = transfer_flops(offload, measure)
-    key = type(memory_budget), memory_budget, measure, transfer  # 1 is a byte, and 1.0 is all
-    return _fitting.get(key) or _fitting.put(key, _FitToBudget(memory_budget, measure, transfer))
+    # Of one budget there is one rule, so that functions traced with it again share their programs.
+    # Of budgets 1 is a byte, and 1.0 is all.
+    key = "rule", type(memory_budget), memory_budget, measure, transfer
+    known: Rule | None = FOUND.get(key)
+    if known is None:
+        known = FOUND.put(key, _FitToBudget(memory_budget, measure, transfer))
+    return known
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +60,6 @@ class _FitToBudget:
 
     def __repr__(self) -> str:
         return f"memory_budget={self.memory_budget!r}"
-
-
-# Of one budget there is one rule, so that functions traced with it again share their programs:
-# without it each is planned again, which takes seconds.
-_fitting: Cache[Any, _FitToBudget] = Cache(256)
 
 
 engine.fit_to_budget = recompute_to_fit

@@ -14,14 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
 from tracegrad.lowering.partial import vjp_of_some
-
-# By what XLA was given, and where. Saves compiling: a function that is traced again, or planned for
-# another budget, is compiled again as it is with nothing recomputed, and often as it was planned.
-_held: Cache[tuple[str, str], int] = Cache(256)
+from tracegrad.planning.found import FOUND
 
 
 class NotMeasuredError(Exception):
@@ -76,12 +72,13 @@ class Gradient:
             gradient = self._of(program, traced)
             lowered = jax.jit(gradient, compiler_options=options).lower(shapes, given)
             key = (
+                "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
                 f"{_jax.compiled_by()} {options}",
             )
-            known = _held.get(key)
+            known: int | None = FOUND.get(key)
             if known is None:
-                known = _held.put(key, temporary_bytes(lowered.compile()))
+                known = FOUND.put(key, temporary_bytes(lowered.compile()))
         except NotMeasuredError:
             raise
         except Exception as error:  # whatever JAX or XLA cannot do with a part of a program

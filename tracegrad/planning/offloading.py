@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
+from tracegrad.planning.found import FOUND
 
 Offload = bool | float
 
 _HOST = "pinned_host"
-_measured: Cache[str, float] = Cache(16)  # by the kind of device
 
 
 def transfer_flops(offload: Offload, measure: bool) -> float:
@@ -52,8 +51,9 @@ def transfer_flops(offload: Offload, measure: bool) -> float:
         )
     if offload is not True:
         return float(offload)
-    kind = device.device_kind
-    return _measured.get(kind) or _measured.put(kind, measured_transfer(device))
+    key = "transfer", device.device_kind
+    known: float | None = FOUND.get(key)
+    return FOUND.put(key, measured_transfer(device)) if known is None else known
 
 
 def has_host_memory(device: Any) -> bool:
