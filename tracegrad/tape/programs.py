@@ -1,6 +1,6 @@
 """The programs that were made for what runs operation by operation, for the next like it.
 
-Of tapes, and of calls with overridden gradients.
+Of tapes, of calls with overridden gradients, and what `explain` runs.
 """
 
 from __future__ import annotations
