@@ -57,7 +57,8 @@ class ModuleFunction:
         return self.__qualname__
 
 
-# By what modules are besides their arrays, as long as that lives; and what sees to that.
+# By what modules are besides their arrays, as long as that lives; and what sees to that. Without
+# them each model that a step returns would be traced and compiled anew.
 _functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
 
 

@@ -222,7 +222,8 @@ class Outside:
             _arrays[id(variable), leaf] = known
         if root is not None and known.is_alone:
             known.is_alone = False
-            _kept_with(root).append(known)
+            # The module keeps it as long as it lives: functions that JAX keeps have it too.
+            weakref.finalize(root, _let_go, known).atexit = False
         return known
 
     def _name(self, module: Any) -> str:
@@ -240,15 +241,10 @@ class Outside:
 
 # There is one of each, as long as a program or a module has it.
 _arrays: weakref.WeakValueDictionary[tuple[int, int], ModuleArray] = weakref.WeakValueDictionary()
-# Those in a module, by its identity, as long as it lives: functions that JAX keeps have them too.
-_kept: dict[int, tuple[weakref.ref[Any], list[ModuleArray]]] = {}
 
 
-def _kept_with(module: Any) -> list[ModuleArray]:
-    identity = id(module)
-    if identity not in _kept:
-        _kept[identity] = weakref.ref(module, lambda _: _kept.pop(identity, None) and None), []
-    return _kept[identity][1]
+def _let_go(array: ModuleArray) -> None:
+    """What is left to do for the array of a module that is gone: nothing."""
 
 
 def _met(module: Any) -> None:
