@@ -81,6 +81,17 @@ def test_the_reference_has_every_public_name():
     assert public_names().keys() - documented == set()
 
 
+def test_the_reference_has_every_rule():
+    rules = {
+        name
+        for name, value in vars(tracegrad.rules).items()
+        if getattr(value, "__annotations__", {}).get("return") == "MatchRule"
+    }
+    page = (ROOT / "docs" / "reference" / "surgery.md").read_text(encoding="utf-8")
+    listed = page.partition("::: tracegrad.rules\n")[2].partition(":::")[0]
+    assert set(re.findall(r"^ +- (\w+)$", listed, re.M)) == rules
+
+
 def test_every_public_name_has_an_example_that_runs():
     """In its docstring, or, of a module, in those of its functions."""
     without = {

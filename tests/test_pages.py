@@ -70,6 +70,18 @@ def test_every_block_is_run_or_says_whose_it_is(page):
             assert language in {"python", "text"}, block
 
 
+def test_the_list_of_tasks_has_every_task():
+    index = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8")
+    pages = [page for page in PAGES if page.parent.name == "how-to" and page.name != "index.md"]
+    tasks = {
+        f"[{task}]({page.name}#"
+        for page in pages
+        for task in re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)
+    }
+    assert len(tasks) > 40
+    assert [task for task in tasks if task not in index] == []
+
+
 def texts_of_the_package() -> list[str]:
     """Its strings, with an ellipsis where a value is put in, and format fields like those."""
     texts = []
