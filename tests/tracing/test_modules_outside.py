@@ -111,6 +111,30 @@ def test_derivatives_are_of_the_weights_of_that_moment():
             )
 
 
+@pytest.mark.any_jax
+def test_a_rule_reads_the_weights_of_that_moment_or_is_refused():
+    """JAX keeps what it found in a rule, when it differentiates a compiled function."""
+
+    @jax.custom_vjp
+    def rule_of_jax(x):
+        return x + bias()[...]
+
+    rule_of_jax.defvjp(lambda x: (x, None), lambda _, dy: (dy * bias()[...],))
+
+    @tg.custom_gradient
+    def ours(x):
+        return x + bias()[...], lambda dy: dy * bias()[...]
+
+    compiled = tg.trace(lambda x: jnp.sum(ours(x)))
+    inside = tg.trace(lambda x: jax.grad(lambda x: jnp.sum(rule_of_jax(x)))(x))
+    for value in (1.0, 2.0):
+        bias()[...] = value * jnp.ones(2)
+        for gradient in (jax.grad(compiled), inside):
+            np.testing.assert_array_equal(gradient(jnp.zeros(2)), [value, value])
+    with pytest.raises(RuntimeError, match=r"rule_of_jax.*whose rule reads \w+\.linear\.bias"):
+        tg.trace(lambda x: rule_of_jax(x) + bias()[...])(jnp.zeros(2))
+
+
 def test_a_tape_that_watches_the_module_sees_its_arrays_used():
     compiled = tg.trace(loss)
     expected = nnx.grad(lambda network, x: jnp.sum(network(x) ** 2))(model, X)

@@ -54,7 +54,8 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
       bit. (What is rounded last may differ where cotangents of one value are added in another
       order, or where XLA fuses another way.) Rules of kind JVP
       (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of kind VJP are
-      left alone. It holds at any order.
+      left alone. It holds at any order. Of several rules let it be the last: what it has replaced
+      is a custom gradient to those behind it.
 
     The gradient at a place where the function itself is on the side that counts, and has no finite
     derivative, is not finite as before; see `finite_derivative`.

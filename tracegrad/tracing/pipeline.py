@@ -28,6 +28,7 @@ from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.known_variants import KnownVariants, signature
 from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.rules_of_modules import refuse_rules_that_read
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant
@@ -257,6 +258,8 @@ class Pipeline:
             graph = self.graph(args, kwargs)
             if graph.loses:
                 raise TypeError(changes_lost(self.__name__, graph.loses))
+            if graph.surroundings:
+                refuse_rules_that_read(graph)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None

@@ -1,0 +1,88 @@
+"""Refuses rules of JAX that read a module of flax.nnx which a traced function closes over.
+
+What the function itself reads of a module is an input of its program. The rule of a
+`jax.custom_vjp` or `jax.custom_jvp` is run when the program is differentiated, and JAX keeps what
+it found: gradients would be those of the weights of that time, beside values of today's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Occurrence, scopes
+from tracegrad.ir.occurrence import is_own_file, origin_of_function
+from tracegrad.lowering import evaluate_node
+from tracegrad.lowering.partial import of_some, vjp_of_some
+from tracegrad.variables.listening import listening
+from tracegrad.variables.outside import ModuleArray, Outside
+from tracegrad.variables.variable import Variable
+
+
+def refuse_rules_that_read(graph: Graph) -> None:
+    """Raises RuntimeError for a rule in a graph, or below it, that reads an array of a module."""
+    for region in graph.regions_below:
+        for node in region.nodes:
+            if isinstance(node, CustomGradient) and not _is_jaxs(node) and not _is_past(node):
+                _refuse_reads(node)
+
+
+def _is_jaxs(node: CustomGradient) -> bool:
+    function = origin_of_function(node.primal.function_source)
+    return function is not None and is_own_file(function.file)
+
+
+def _is_past(node: CustomGradient) -> bool:
+    """Whether it stands in code that is differentiated already: its rule was run there."""
+    assert node.graph is not None
+    steps = (node, *node.graph.enclosing())
+    return any("jvp" in scopes.transformations(scopes.around(step)) for step in steps)
+
+
+def _refuse_reads(node: CustomGradient) -> None:
+    reads = _Reads()
+    avals = [value.aval for value in node.inputs]
+    flowing = [i for i, value in enumerate(node.inputs) if value.has_gradient]
+    # What a rule raises is raised where somebody differentiates the function.
+    with suppress(Exception):
+        # By the last one: what the function closes over comes first, and JAX, which refuses to
+        # differentiate a rule by that, keeps a rule that was refused as one without results.
+        jax.make_jaxpr(functools.partial(_derivative, node, flowing[-1:], reads))(*avals)
+    if reads.first is not None:
+        raise RuntimeError(
+            f"{Occurrence((), node)} has a jax.custom_{node.kind}, whose rule reads "
+            f"{reads.first.name}, an array of a module that the traced function closes over: "
+            "gradients would keep the value that it has now. Pass the array as an argument, or "
+            "write the rule with tracegrad.custom_gradient"
+        )
+
+
+def _derivative(node: CustomGradient, active: Sequence[int], reads: _Reads, *operands: Any) -> Any:
+    with Outside().watched(), listening(reads):
+        if node.kind == "jvp":
+            run = of_some(lambda xs: evaluate_node(node, xs), operands, active)
+            primals = [operands[i] for i in active]
+            return jax.jvp(run, primals, [jnp.ones_like(primal) for primal in primals])
+        outs, back = vjp_of_some(lambda xs: evaluate_node(node, xs), operands, active)
+        flowing = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
+        return back(_jax.align(list(map(jax.typeof, outs)), flowing))
+
+
+class _Reads:
+    """Hears which array of a module is read first."""
+
+    first: ModuleArray | None = None
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if isinstance(variable, ModuleArray):
+            self.first = self.first or variable
+        return outside()
+
+    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
+        outside(value)
