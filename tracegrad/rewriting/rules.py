@@ -28,6 +28,7 @@ from tracegrad.ir.selector import Selector
 from tracegrad.rewriting.edits import place_name
 from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
+from tracegrad.rewriting.loops import fixed_point as fixed_point
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import at_each as at_each
 from tracegrad.rewriting.norms import within_norm, within_value

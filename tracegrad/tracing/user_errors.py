@@ -69,7 +69,8 @@ _NO_REVERSE = (
     "How often this loop runs is known only when it has run, and reverse mode needs its states. A "
     "rule keeps some of them and replays the rest, `tracegrad.rules.checkpointed_loop(where)`: in "
     "`tracegrad.rewrite(loss, rule)` or `tracegrad.trace(step, rules=[rule])`, here with "
-    "`where={where}`. For a number of steps that is known, `jax.lax.scan` has both modes."
+    "`where={where}`. For what converges `rules.fixed_point` needs none of them. For a number of "
+    "steps that is known, `jax.lax.scan` has both modes."
 )
 
 

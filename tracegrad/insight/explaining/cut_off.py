@@ -28,7 +28,10 @@ _CUT_CURES = {
     "custom rule": "let the rule return a cotangent for this input",
     "stop_gradient": "take it away, or move it to what is to be constant",
 }
-_LOOP_CURE = "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed"
+_LOOP_CURE = (
+    "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed; of a solver "
+    "that converges `rules.fixed_point`"
+)
 
 
 def findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:

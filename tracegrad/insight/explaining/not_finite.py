@@ -23,6 +23,7 @@ from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
+from tracegrad.rewriting.implicit import is_fixed_point
 
 
 def not_finite(
@@ -141,6 +142,8 @@ def _backward_finding(
     place = culprit.place
     found = place.occurrence
     node, origin = found.node, found.origin
+    if any(map(is_fixed_point, (node, *(rule for rule, _ in found.path)))):
+        return _no_fixed_point(found, touched)
     known = [number_text(x) for x in culprit.operands if not math.isnan(x)]
     words = f"the derivative of {node.name}"
     through = ""
@@ -166,6 +169,20 @@ def _backward_finding(
         step=place.step,
         occurrence=found,
         by_rule=by_rule.not_finite(found, culprit.given),
+    )
+
+
+def _no_fixed_point(found: Occurrence, touched: tuple[str, ...]) -> Finding:
+    return Finding(
+        "NaN in the reverse pass",
+        "rules.fixed_point finds no derivative: the loop ended where further steps move its result "
+        "(at a limit of steps?), or the steps are no contraction there (as those of a bisection)",
+        touched,
+        origin=found.origin,
+        cure='more steps; `solve="gmres"` where they converge slowly; or '
+        "`rules.checkpointed_loop`, which differentiates the steps that were run",
+        operation="while",
+        occurrence=found,
     )
 
 
