@@ -236,7 +236,14 @@ class Selection:
             )
         entries: list[Any] = []
         for argument, tree in zip(self.arguments, trees, strict=True):
-            flat = argument.structure.flatten_up_to(tree)
+            try:
+                flat = argument.structure.flatten_up_to(tree)
+            except ValueError as error:
+                raise ValueError(
+                    f"expected a tree like argument {argument.key!r}, of type "
+                    f"{type(argument.tree).__name__}, as grad returns it for wrt; "
+                    f"got one of another structure, of type {type(tree).__name__}"
+                ) from error
             entries += [entry for entry, m in zip(flat, argument.mask, strict=True) if m]
         return entries
 
