@@ -47,20 +47,21 @@ def calls_host(primitive: str) -> bool:
     return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
 
 
-def _effects_of_debugging() -> frozenset[Any]:
-    program = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))()
-    return frozenset(program.effects)
+def _equations() -> Sequence[Any]:
+    def program(x: Any) -> Any:
+        jax.debug.callback(lambda: None)
+        jax.lax.axis_index("a")
+        return jax.jit(lambda x: x)(x)
+
+    with jax.disable_jit(False):
+        made = jax.make_jaxpr(program, axis_env=[("a", 1)])(struct((), np.float32))
+    return made.eqns
 
 
-_OF_DEBUGGING = in_a_new_thread(_effects_of_debugging)
-
-
-def _effect_of_axes() -> type:
-    (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("a"), axis_env=[("a", 1)])().effects
-    return type(effect)
-
-
-_OF_AXES = in_a_new_thread(_effect_of_axes)
+# What JAX makes of these three, found out in one program since that takes a millisecond.
+_DEBUGGING, _AXIS, _CALL = in_a_new_thread(_equations)
+_OF_DEBUGGING = frozenset(_DEBUGGING.effects)
+(_OF_AXES,) = map(type, _AXIS.effects)
 
 
 def may_be_repeated(effect: Any) -> bool:
@@ -151,15 +152,6 @@ def abstract_eval(
     types = out[0] if isinstance(out, tuple) and len(out) == 2 else out
     return list(types) if primitive.multiple_results else [types]
 
-
-def _call_of_plain_jit() -> Any:
-    with jax.disable_jit(False):
-        program = jax.make_jaxpr(jax.jit(lambda x: x))(struct((), np.float32))
-    (equation,) = opened(program).eqns
-    return equation
-
-
-_CALL = in_a_new_thread(_call_of_plain_jit)
 
 # What belongs to a call of `jax.jit` without options, but for the program.
 _PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "jaxpr"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from threading import Thread
 from typing import Any, TypeVar
 
 import jax
@@ -29,8 +29,12 @@ set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_curre
 
 def in_a_new_thread(fun: Callable[[], T]) -> T:
     """Calls a function where nothing is being transformed and there is no mesh, whoever asks."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(fun).result()
+    found: list[T] = []
+    thread = Thread(target=lambda: found.append(fun()))
+    thread.start()
+    thread.join()
+    (result,) = found
+    return result
 
 
 def _kinds_of_traces() -> tuple[type, type]:

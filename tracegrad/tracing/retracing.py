@@ -52,7 +52,7 @@ class RetraceWarning(UserWarning):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signature:
     """What a program was compiled for."""
 
@@ -99,7 +99,7 @@ def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
     return tuple((f"{p[0].key}{jax.tree_util.keystr(p[1:])}", leaf.structure) for p, leaf in held)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TracedSignature:
     """One signature for which a function was traced.
 
@@ -122,7 +122,7 @@ class TracedSignature:
         return f"{self.first:%H:%M:%S}  {self.arguments}{again}\n    {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheInfo:
     """For what a traced function was traced and compiled; see `TracedFunction.cache_info`.
 
