@@ -164,6 +164,12 @@ def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
     assert again.held <= error.value.lowest
 
 
+@pytest.mark.any_jax
+def test_a_bound_of_the_model_is_told_where_it_does_not_contradict_what_xla_held():
+    assert "none below 400 bytes" in str(BudgetTooSmall(300, 500, 400, "cpu, JAX 0.12"))
+    assert "none below" not in str(BudgetTooSmall(300, 500, 600, "cpu, JAX 0.12"))
+
+
 def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     from tracegrad.planning import measuring
 

@@ -28,9 +28,11 @@ class BudgetTooSmall(ValueError):
     def __init__(self, budget: int, lowest: int, bound: int, measured_on: str = ""):
         held = f" as XLA held it ({measured_on})" if measured_on else ""
         model = " in the planner's model" if measured_on else ""
+        # Of tiny programs XLA holds less than the model does, of which the bound says nothing.
+        least = f", and none below {bound:,} bytes is possible{model}" if bound <= lowest else ""
         super().__init__(
             f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
-            f"{lowest:,} bytes{held}, and none below {bound:,} bytes is possible{model}"
+            f"{lowest:,} bytes{held}{least}"
         )
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
 
