@@ -44,20 +44,18 @@ def _least_flops(network: Network, room: int, dearest: float) -> float:
 
     `dearest`: the price for which a byte need not be kept on the device at all.
     """
-    best, low, high = 0.0, 0.0, None
-    price = min(2.0 * network.flops / max(1, room), dearest)
-    # The bound is concave in the price; its slope is the bytes saved less the room.
-    for _ in range(TUNING.prices if network.values else 0):
+    above, below = network.cut(0.0), network.cut(dearest)
+    if below.bytes > room:
+        return below.value - dearest * room
+    best = above.value
+    # The bound is concave in the price, and best where cuts of both sides of the room cost as much.
+    while above.bytes > room:
+        price = (below.flops - above.flops) / (above.bytes - below.bytes)
         cut = network.cut(price)
         best = max(best, cut.value - price * room)
-        if cut.bytes == room or (cut.bytes > room and price == dearest):
+        if cut.bytes in (above.bytes, below.bytes):
             break
-        if cut.bytes > room:
-            low = price
-            price = min(price * 4, dearest) if high is None else (low + high) / 2
-        else:
-            high = price
-            price = (low + high) / 2
+        above, below = (cut, below) if cut.bytes > room else (above, cut)
     return best
 
 

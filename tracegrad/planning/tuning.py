@@ -24,8 +24,7 @@ class Tuning:
       tries: values that local search tries to save.
       scan_save_sets: for the body of a scan.
       scan_options: ways to run the scans of a program.
-      moments, prices: steps of the backward pass, and prices of a byte, that the bound of FLOPs is
-        looked for at.
+      moments: steps of the backward pass that the bound of FLOPs is looked for at.
       rounds: plans that are compiled; where none of them is within the budget, up to two more.
       close: a plan that holds so much of the budget is not made cheaper,
       free: nor is one that costs so little of the forward pass.
@@ -47,7 +46,6 @@ class Tuning:
     scan_save_sets: int = 4
     scan_options: int = 8
     moments: int = 4
-    prices: int = 24
     rounds: int = 2
     close: float = 0.97
     free: float = 0.002
