@@ -13,6 +13,7 @@ from tracegrad.ir import Graph, Node, Occurrence, Value, operations, scopes
 from tracegrad.ir.occurrence import Path
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
+from tracegrad.planning.model import alive
 from tracegrad.planning.residuals import NodeResiduals, nbytes
 
 
@@ -125,20 +126,13 @@ class _Ranges:
 
     def _sizes(self, end: int) -> list[int]:
         """Bytes of buffers at each operation."""
-        changes = [0] * (end + 2)
-        for node in self.program.nodes:
-            for value in node.outputs if node not in self.absorbed else ():
-                changes[self.first[value]] += nbytes(value.aval)
-                changes[self.last[value] + 1] -= nbytes(value.aval)
+        spans = []
         for i, node in enumerate(self.program.nodes):
+            for value in node.outputs if node not in self.absorbed else ():
+                spans.append((self.first[value], self.last[value], nbytes(value.aval)))
             for value in self._overwritten(i, node):
-                changes[i] -= nbytes(value.aval)
-                changes[i + 1] += nbytes(value.aval)
-        sizes, live = [], 0
-        for change in changes[:end]:
-            live += change
-            sizes.append(live)
-        return sizes
+                spans.append((i, i, -nbytes(value.aval)))
+        return alive(spans, end)
 
     def _overwritten(self, moment: int, node: Node) -> list[Value]:
         """What an element-wise operation writes its result over: a buffer that it reads last."""

@@ -25,7 +25,7 @@ from tracegrad.planning.fusion import (
     is_broadcast,
     operands,
 )
-from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.model import MemoryModel, alive
 from tracegrad.planning.residuals import NodeResiduals, nbytes
 from tracegrad.planning.simulation import keep_all
 
@@ -303,21 +303,12 @@ class _Modelling:
 
         Results that are no buffers would be, if they went over a region's border.
         """
-        graph = self.graph
+        end = len(self.index)
         last = {v: max((self.index[u] for u in v._uses), default=-1) for v in self.roots}
-        for v in self.is_output:
-            last[v] = len(graph.nodes)
-        changes = [0] * (len(graph.nodes) + 2)
-        for node in graph.nodes:
-            at = self.index[node]
-            for v in node.outputs:
-                if last[v] > at:
-                    changes[at + 1] += nbytes(v.aval)
-                    changes[last[v] + 1] -= nbytes(v.aval)
-        crossing, total = [], 0
-        for change in changes:
-            total += change
-            crossing.append(total)
+        last.update(dict.fromkeys(self.is_output, end))
+        made = [(at + 1, last[v], v) for node, at in self.index.items() for v in node.outputs]
+        spans = ((start, stop, nbytes(v.aval)) for start, stop, v in made if stop >= start)
+        crossing = alive(spans, end)
         cuts: list[int | None] = []
         before = 0
         for node in self.ops:

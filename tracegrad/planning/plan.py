@@ -17,10 +17,10 @@ from tracegrad.ir.wording import table
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.regions import nodes_of, with_regions
+from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.residuals import host_bytes
-from tracegrad.planning.search import Search
-from tracegrad.planning.simulation import Segment, keep_all, simulate
+from tracegrad.planning.search import Fit, Search
+from tracegrad.planning.simulation import Segment, keep_all
 from tracegrad.tracing import to_callable
 
 FORMAT = "tracegrad recompute plan"
@@ -68,14 +68,13 @@ class RecomputePlan:
     peak_bound: int
     scans: str
     segments: tuple[Segment, ...]
-    _model: MemoryModel = field(repr=False, compare=False)
+    _fit: Fit = field(repr=False, compare=False)
     _whole: MemoryModel = field(repr=False, compare=False)
-    _variant: int = field(repr=False, compare=False)
 
     @property
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
-        return self._variant > 0 or any(segment.recompute for segment in self.segments)
+        return self._fit.case.number > 0 or any(segment.recompute for segment in self.segments)
 
     @functools.cached_property
     def offloaded(self) -> int:
@@ -84,7 +83,7 @@ class RecomputePlan:
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
-        return with_regions(self._model, self.segments)
+        return self._fit.rewritten()
 
     def apply(self) -> Callable[..., Any]:
         """The planned function: of the same arguments and results as the original.
@@ -100,7 +99,7 @@ class RecomputePlan:
         Path(path).write_text(json.dumps(self._as_json(), indent=1) + "\n", encoding="utf-8")
 
     def _as_json(self) -> dict[str, Any]:
-        simulation = simulate(self._model, self.segments)
+        simulation = self._fit.simulation
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -118,7 +117,7 @@ class RecomputePlan:
             "forward_flops": self.forward_flops,
             "flops_bound": self.flops_bound,
             "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
-            "scan_variant": self._variant,
+            "scan_variant": self._fit.case.number,
             "scans": self.scans,
             "segments": [
                 {
@@ -138,7 +137,7 @@ class RecomputePlan:
         }
 
     def __str__(self) -> str:
-        simulation = simulate(self._model, self.segments)
+        simulation = self._fit.simulation
         share = self.flops / max(1, self.forward_flops)
         bound = self.flops_bound / max(1, self.forward_flops)
         lines = [f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}"]
@@ -167,7 +166,7 @@ class RecomputePlan:
         for k, (segment, local, peak) in enumerate(
             zip(self.segments, simulation.locals, simulation.peaks, strict=True)
         ):
-            nodes = nodes_of(self._model, segment.start, segment.stop)
+            nodes = nodes_of(self._fit.case.model, segment.start, segment.stop)
             rows.append(
                 (
                     str(k),
@@ -187,7 +186,7 @@ class RecomputePlan:
     def timeline(self) -> tuple[list[int], list[int]]:
         """Bytes alive at each operation, of the forward and then of the backward pass: with
         everything kept, and with the plan."""
-        before, after = keep_all(self._whole), simulate(self._model, self.segments)
+        before, after = keep_all(self._whole), self._fit.simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
     def curve(self, points: int = 10) -> list[tuple[int, int, int]]:

@@ -160,7 +160,6 @@ def plan_of(
         peak_bound=lowest_peak_bound(whole),
         scans=fit.case.variant.name,
         segments=fit.segments,
-        _model=fit.case.model,
+        _fit=fit,
         _whole=whole,
-        _variant=fit.case.number,
     )

@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.model import MemoryModel, alive
 from tracegrad.planning.paths import Choices, Paths, pareto
 from tracegrad.planning.simulation import (
     Local,
@@ -163,12 +163,9 @@ def _recomputing(piece: Piece) -> Iterator[Segment]:
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
     """For each operation the bytes of earlier buffers that it or a later one reads."""
-    changes = [0] * (len(model) + 1)
-    for v, uses in enumerate(model.uses):
-        if uses and uses[-1] > v:
-            changes[v + 1] += model.sizes[v]
-            changes[uses[-1] + 1 if uses[-1] + 1 <= len(model) else -1] -= model.sizes[v]
-    return list(itertools.accumulate(changes[:-1]))
+    ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
+    spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
+    return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
 def _tokens(model: MemoryModel) -> list[int]:
