@@ -88,14 +88,8 @@ class Local:
         return max(self.backward)
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """Of a backward pass: the operations that are run again, then the steps, each with what it
-    reads. `start`: the first of the operations that it is about."""
-
-    start: int
-    runs: list[tuple[int, Sequence[int]]]
-    steps: list[tuple[int, Sequence[int]]]
+# Of a backward pass: an operation, whether it is run again or its step is taken, and what is read.
+_Event = tuple[int, bool, Sequence[int]]
 
 
 class Piece:
@@ -139,22 +133,31 @@ class Piece:
 
     def run(self, way: Segment) -> Local:
         """Simulates it; positions in the segment and in the result count from its start."""
+        count = len(self.sizes)
         if not way.recompute:
             stored = frozenset([v for found in self.needs_kept for v in found])
-            phase = _Phase(0, [], [*reversed(list(enumerate(self.needs_kept)))])
-            local = self._local(stored, [phase], kept_extra=sum(self.extra))
+            steps = [(i, False, self.needs_kept[i]) for i in reversed(range(count))]
+            local = self._local(stored, steps, kept_extra=sum(self.extra))
             return replace(local, unread=self.unread_kept)
         saved = {v for v in way.saved if not self.extra[v]}  # those run again in any case
-        borders = way.pieces
-        runs = [self._recomputed(saved, *border) for border in borders]
-        again = set().union(*runs)
-        phases = [self._phase(*borders[k], runs[k]) for k in reversed(range(len(borders)))]
-        if way.inner:
-            first = self._between(saved, borders, runs)
-            again |= first
-            phases = self._in_pieces(saved, first, phases)
+        runs = [self._recomputed(saved, *piece) for piece in way.pieces]
+        first = self._between(saved, way.pieces, runs) if way.inner else set()
+        again = first.union(*runs)
+
+        def of(start: int, operands: Sequence[int]) -> Sequence[int]:
+            """What is run first has numbers of its own, behind those of the operations: a piece may
+            run the same once more."""
+            if not way.inner:
+                return operands
+            return [v if v >= start or v in saved else v + count for v in operands]
+
+        events = [(i + count, True, of(count, self.args[i])) for i in sorted(first)]
+        for (start, stop), inside in reversed(list(zip(way.pieces, runs, strict=True))):
+            events += [(i, True, of(start, self.args[i])) for i in sorted(inside)]
+            steps_back = reversed(range(start, stop))
+            events += [(step, False, of(start, self.needs[step])) for step in steps_back]
         read = set(self.needed).union(*(self.args[i] for i in again))
-        local = self._local(frozenset(read - again), phases, kept_extra=0)
+        local = self._local(frozenset(read - again), events, kept_extra=0)
         return self._offloaded(local) if way.offload else local
 
     def _offloaded(self, local: Local) -> Local:
@@ -172,8 +175,8 @@ class Piece:
             backward=tuple([size + came for size in local.backward]),
         )
 
-    def _local(self, stored: frozenset[int], phases: list[_Phase], kept_extra: int) -> Local:
-        order = [i % len(self.sizes) for phase in phases for i, _ in phase.runs]
+    def _local(self, stored: frozenset[int], events: Sequence[_Event], kept_extra: int) -> Local:
+        order = [i % len(self.sizes) for i, is_run, _ in events if is_run]
         again = set(order)
         staying = kept_extra + sum([self.sizes[v] for v in stored])
         return Local(
@@ -182,7 +185,7 @@ class Piece:
             staying=staying,
             unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
             forward=self._forward(stored, kept_extra == 0),
-            backward=self._backward(phases, staying),
+            backward=self._backward(events, staying),
             recomputed=tuple(order),
         )
 
@@ -213,72 +216,31 @@ class Piece:
             wanted.update(v for found in reads for v in found if v < start and v not in saved)
         return self._with_operands(list(wanted), saved, 0)
 
-    def _phase(self, start: int, stop: int, again: set[int]) -> _Phase:
-        return _Phase(
-            start,
-            [(i, self.args[i]) for i in sorted(again)],
-            [(step, self.needs[step]) for step in range(stop - 1, start - 1, -1)],
-        )
-
-    def _in_pieces(
-        self, saved: AbstractSet[int], first: set[int], phases: list[_Phase]
-    ) -> list[_Phase]:
-        """The phases of a backward pass that goes piece by piece. What is run first has numbers of
-        its own, behind those of the operations: a piece may run the same once more."""
-        count = len(self.sizes)
-
-        def of(start: int, operands: Sequence[int]) -> list[int]:
-            return [v if v >= start or v in saved else v + count for v in operands]
-
-        runs: list[tuple[int, Sequence[int]]] = [
-            (i + count, of(count, self.args[i])) for i in sorted(first)
-        ]
-        return [_Phase(0, runs, [])] + [
-            _Phase(
-                phase.start,
-                [(i, of(phase.start, operands)) for i, operands in phase.runs],
-                [(step, of(phase.start, operands)) for step, operands in phase.steps],
-            )
-            for phase in phases
-        ]
-
-    def _backward(self, phases: list[_Phase], live: int) -> tuple[int, ...]:
+    def _backward(self, events: Sequence[_Event], live: int) -> tuple[int, ...]:
         """Bytes alive at each step; `live`: before the first."""
-        sizes = self.sizes if len(phases) == 1 else self.sizes * 2
-        extra = self.extra if len(phases) == 1 else [*self.extra, *([0] * len(self.extra))]
+        sizes, extra = self.sizes * 2, [*self.extra, *[0] * len(self.extra)]
         reads = [0] * len(sizes)
-        for phase in phases:
-            for _, operands in phase.runs:
-                for v in operands:
-                    reads[v] += 1
-            for _, operands in phase.steps:
-                for v in operands:
-                    reads[v] += 1
-        peak = live
-        peaks = []
-        for phase in phases:
+        for _, _, operands in events:
+            for v in operands:
+                reads[v] += 1
+        peak, peaks = 0, []
+        for i, is_run, operands in events:
             # All of it runs when the cotangents arrive: it has a barrier in common with them, and
             # XLA does not put off what it could compute.
-            for i, operands in phase.runs:
+            if is_run:
                 live += sizes[i] + extra[i]
-                if live > peak:
-                    peak = live
-                for v in operands:
-                    reads[v] -= 1
-                    if reads[v] == 0:
-                        live -= sizes[v]
-                if reads[i] == 0:  # run for its extra bytes alone
-                    live -= sizes[i]
-            for step, operands in phase.steps:
-                if live > peak:
-                    peak = live
-                peaks.append(peak + self.cotangents[step])
+            if live > peak:
+                peak = live
+            for v in operands:
+                reads[v] -= 1
+                if reads[v] == 0:
+                    live -= sizes[v]
+            if is_run:
+                live -= 0 if reads[i] else sizes[i]  # run for its extra bytes alone
+            else:
+                live -= extra[i]
+                peaks.append(peak + self.cotangents[i])
                 peak = 0
-                for v in operands:
-                    reads[v] -= 1
-                    if reads[v] == 0:
-                        live -= sizes[v]
-                live -= extra[step]
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
