@@ -41,7 +41,6 @@ class Planner:
     def __init__(self, model: MemoryModel):
         self.model = model
         self.kept = keep_all(model)
-        self._is_large = len(model) > TUNING.large
         self._alike: dict[Hashable, Choices] = {}
         self._tokens = _tokens(model)
 
@@ -49,43 +48,42 @@ class Planner:
         """The best plan found within a budget in bytes; None if there is none."""
         if self.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
             return [Segment(0, len(self.model))], self.kept
-        plans = [improve(self.model, plan, budget) for plan in self._candidates(budget)]
-        found = [(plan, simulate(self.model, plan)) for plan in plans]
-        return min(found, key=lambda pair: (pair[1].flops, pair[1].peak), default=None)
+        plan = self._cheapest(budget)
+        if plan is None:
+            return None
+        plan = improve(self.model, plan, budget)
+        return plan, simulate(self.model, plan)
 
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, for which there is a plan (to a five hundredth)."""
         low, high = 0, self.kept.peak
         while high - low > self.kept.peak // 500 and low < high:
             middle = (low + high) // 2
-            plans = self._candidates(middle)
-            if plans:
-                high = min(simulate(self.model, plan).peak for plan in plans)
-            else:
+            plan = self._cheapest(middle)
+            if plan is None:
                 low = middle + 1
+            else:
+                high = simulate(self.model, plan).peak
         return high
 
-    def _candidates(self, budget: int) -> list[list[Segment]]:
-        """The plans with the least extra FLOPs whose peak is within `budget` bytes, one for each
-        way to place cuts, before local search; none where none was found."""
-        plans = [paths.cheapest(budget - self.model.gathered[-1]) for paths in self._paths]
-        return [plan for plan in plans if plan is not None]
+    def _cheapest(self, budget: int) -> list[Segment] | None:
+        """The plan with the least extra FLOPs whose peak is within `budget` bytes, before local
+        search; None if there is none."""
+        return self._paths.cheapest(budget - self.model.gathered[-1])
 
     @functools.cached_property
-    def _paths(self) -> list[Paths]:
-        ways = TUNING.sideways[:1] if self._is_large else TUNING.sideways
-        return [self._paths_between(cuts) for cuts in dict.fromkeys(map(self._places, ways))]
-
-    def _paths_between(self, cuts: Sequence[int]) -> Paths:
+    def _paths(self) -> Paths:
+        cuts = self._places()
         choices: dict[tuple[int, int], Choices] = {}
-        longest = TUNING.longest_in_large if self._is_large else TUNING.longest
+        is_large = len(self.model) > TUNING.large
+        longest = TUNING.longest_in_large if is_large else TUNING.longest
         for i, j in itertools.combinations(range(len(cuts)), 2):
             is_small = cuts[j] - cuts[i] <= TUNING.most_in_pieces
             inner = tuple(cut - cuts[i] for cut in cuts[i + 1 : j]) if is_small else ()
             choices[i, j] = self._choices_of(cuts[i], cuts[j], j - i <= longest, inner)
         return Paths(self.model, cuts, choices)
 
-    def _places(self, sideways: float) -> tuple[int, ...]:
+    def _places(self) -> tuple[int, ...]:
         """The operations before which a segment may begin, and the end."""
         stop = len(self.model)
         allowed = [i for i in range(1, stop) if self.model.cuts[i] is not None]
@@ -102,7 +100,8 @@ class Planner:
             if not places:
                 continue
             middle = (before[first] + before[last]) / 2
-            place = min(places, key=lambda i: crossing[i] + abs(before[i] - middle) * sideways)
+            off = {i: TUNING.sideways * abs(before[i] - middle) for i in places}
+            place = min(places, key=lambda i: crossing[i] + off[i])
             chosen.add(place)
             for left, right in ((first, place), (place, last)):
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
@@ -149,13 +148,9 @@ def _recomputing(piece: Piece) -> Iterator[Segment]:
     """The ways to recompute a piece: with save sets, and with the best of them on the host."""
     whole = Segment(0, len(piece.sizes), recompute=True)
     must_run = [i for i, size in enumerate(piece.extra) if size]
-    leaves = [v for v, leaves in enumerate(piece.leaves) if leaves]
     network = Network(piece, piece.needed, must_run, given=piece.given)
-    # What others keep alive anyway costs nothing to save.
-    free = Network(piece, piece.needed, must_run, leaves, piece.given)
-    cuts = [*network.hull(TUNING.save_sets), *free.hull(TUNING.free_save_sets)]
-    for saved in dict.fromkeys(cut.saved for cut in cuts):
-        yield replace(whole, saved=saved)
+    for cut in network.hull(TUNING.save_sets):
+        yield replace(whole, saved=cut.saved)
     if piece.transfer < math.inf:
         # Where a byte costs more on the device than its way to the host, all that is saved goes.
         yield replace(whole, saved=network.cut(piece.transfer).saved, offload=True)

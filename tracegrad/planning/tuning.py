@@ -11,13 +11,11 @@ class Tuning:
 
     Attributes:
       cuts: places where a program may be cut.
-      sideways: bytes across that a cut may have more for a byte nearer to the middle; all cuts are
-        placed in each of these ways.
+      sideways: bytes across that a cut may have more for a byte nearer to the middle.
       longest: cuts that one recomputed segment may span.
-      large: operations of a program for which less is tried: the first of `sideways`, and segments
-        that span `longest_in_large` cuts.
+      large: operations of a program for which less is tried: segments that span
+        `longest_in_large` cuts.
       save_sets: for each segment, on the hull of bytes and FLOPs.
-      free_save_sets: more of them, that save for nothing what others keep alive.
       most_in_pieces: operations of a segment whose backward pass goes piece by piece, with
         `sets_in_pieces` of the save sets by which a share of FLOPs of at most `cheap` is run again.
       labels: ways to a cut that are followed further.
@@ -32,12 +30,11 @@ class Tuning:
     """
 
     cuts: int = 64
-    sideways: tuple[float, ...] = (0.05, 0.2)
+    sideways: float = 0.05
     longest: int = 20
     large: int = 500
     longest_in_large: int = 9
     save_sets: int = 7
-    free_save_sets: int = 2
     most_in_pieces: int = 200
     sets_in_pieces: int = 2
     cheap: float = 0.2
