@@ -169,14 +169,16 @@ def floats(tree):
 
 
 def check_transpose(fun, tolerance=1e-9):
-    """That <v, J u> = <J^T v, u>, where J u is JAX's forward mode of the function as it was."""
+    """That <v, J u> = <J^T v, u>, where J u is JAX's forward mode of the function as it was, and by
+    finite differences of it."""
     random = np.random.default_rng(0)
     x, u = jnp.asarray(X), random.normal(size=X.shape)
 
     def of_floats(x):
         return floats(fun(x))
 
-    outs, tangents = jax.jit(lambda x: jax.jvp(of_floats, (x,), (jnp.asarray(u),)))(x)
+    forward = jax.jit(lambda x: jax.jvp(of_floats, (x,), (jnp.asarray(u),)))
+    outs, tangents = forward(x)
     v = [jnp.asarray(random.normal(size=out.shape), out.dtype) for out in outs]
     edited = checkpointed(of_floats)
 
@@ -188,9 +190,13 @@ def check_transpose(fun, tolerance=1e-9):
     values, back = with_cotangents(x)
     for ours, expected in zip(values, outs, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-13, atol=1e-15)
-    forward, backward = inner(v, tangents), inner(back, u)
-    assert abs(forward - backward) <= tolerance * max(1.0, abs(forward))
-    assert np.any(back) or not np.any(forward)
+    expected, backward = inner(v, tangents), inner(back, u)
+    assert abs(expected - backward) <= tolerance * max(1.0, abs(expected))
+    assert np.any(back) or not np.any(expected)
+    step = 1e3 * tolerance
+    above, below = (inner(v, forward(x + sign * step * u)[0]) for sign in (1, -1))
+    difference = (above - below) / (2 * step)
+    assert abs(difference - backward) <= 1e3 * tolerance * max(1.0, abs(expected))
 
 
 @pytest.mark.parametrize("name", FEW)
