@@ -39,6 +39,9 @@ def checkpointed_loop(
       applied, GraphError where a match holds no while loop, or one that has an effect in each step;
       with None a loop of that kind may be there as long as nothing differentiates it in reverse.
 
+    In a batch an element that takes no step adds nothing to a gradient, even where its step would
+    divide by zero; except by what the loop closes over, which is no state.
+
     The number of steps may depend on what is differentiated; the gradient is that of the steps that
     were run, as if their number was fixed. So nothing is left of a bisection's, whose steps only
     compare.
