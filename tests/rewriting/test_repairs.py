@@ -318,6 +318,40 @@ def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
     assert tg.explain(counted, 0.0).cures(changing=True) == ()
 
 
+@pytest.mark.any_jax
+def test_what_a_rule_closes_over_is_left_out_of_its_repair():
+    factor = jnp.array([3.0, 4.0])
+
+    @jax.custom_jvp
+    def by_jvp(x):
+        return jnp.log(x) * factor
+
+    @by_jvp.defjvp
+    def _(primals, tangents):
+        return by_jvp(*primals), tangents[0] / primals[0] * factor
+
+    @jax.custom_vjp
+    def by_vjp(x):
+        return jnp.log(x) * factor
+
+    by_vjp.defvjp(lambda x: (by_vjp(x), x), lambda x, dy: (dy / x * factor,))
+    repairs = {
+        by_jvp: [rules.strong_zero(), rules.finite_derivative(match.call("by_jvp"))],
+        by_vjp: [rules.finite_derivative(match.call("by_vjp"))],
+    }
+    x = jnp.array([2.0, 0.0])
+    for function, its_rules in repairs.items():
+        for rule in its_rules:
+            mended = tg.rewrite(lambda x, f=function: jnp.where(x > 0, f(x), 0.0).sum(), rule)
+            np.testing.assert_array_equal(jax.grad(mended)(x), [1.5, 0.0])
+
+    def rounded(x, scale):
+        return jax.jit(lambda x: jnp.round(x) * scale)(x).sum()
+
+    through = tg.rewrite(rounded, rules.straight_through(match.call("<lambda>")))
+    np.testing.assert_array_equal(jax.grad(through, (0, 1))(x, factor), [[1, 1], [0, 0]])
+
+
 def test_zeros_are_kept_along_each_direction():
     assert jax.jacfwd(tg.rewrite(jnp.log, rules.strong_zero()))(2.0) == 0.5
 

@@ -46,7 +46,7 @@ def may_make_nan(found: Occurrence) -> bool:
 
 def _is_concerned(node: Node) -> bool:
     if isinstance(node, CustomGradient):
-        return node.kind == "jvp" and _has_factors(node.face("jvp"), _tangents_of(node))
+        return node.kind == "jvp" and _rule_has_factors(node)
     return _is_by_element(node) and node.op not in operations.BOUNDED and _is_nonlinear(node)
 
 
@@ -113,9 +113,17 @@ def _along(graph: Graph, tangents: Sequence[int]) -> Iterator[tuple[Node, list[i
         yield node, along
 
 
-def _tangents_of(node: CustomGradient) -> range:
-    """Which inputs of the face of a rule of kind jvp are tangents."""
-    return range(len(node.inputs), len(node.face("jvp").inputs))
+def _rule_has_factors(node: CustomGradient) -> bool:
+    """Whether the derivative by a rule of kind jvp has factors that are no constants: by the
+    operands that it is given, which come after those that the function closes over."""
+    given = [(i, value) for i, value in enumerate(node.inputs) if isinstance(value, Value)]
+    first = node.params.get("num_consts", 0)
+    active = [k for k, (i, value) in enumerate(given) if i >= first and value.has_gradient]
+    try:
+        graph = _with_tangents(_of_values(node), [value.aval for _, value in given], active)
+    except Exception:  # it has no derivative, and that is said where somebody wants it
+        return False
+    return _has_factors(graph, range(len(given), len(graph.inputs)))
 
 
 # ------------------------------------------------------------------------------------- in a graph

@@ -29,11 +29,12 @@ from tracegrad.ir.grouping import entering
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate_node
+from tracegrad.lowering.closed_over import not_differentiated
 from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.rewriting.edits import check_selector, edited, leaving
 from tracegrad.rewriting.kept_zeros import keep_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, at_each
-from tracegrad.rewriting.overriding import override
+from tracegrad.rewriting.overriding import with_gradient
 
 
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
@@ -117,7 +118,20 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
                 f"rules.finite_derivative: {match} has effects, which would happen again where its "
                 "gradient is mended. Mend it in its own rule, by jnp.where(jnp.isfinite(...), ...)"
             )
-        override(graph, node, _finite_gradient(node), match)
+        closed_over = node.params.get("num_consts", 0)
+        gradient = _finite_gradient(node, closed_over)
+
+        def primal(*operands: Any) -> list[Any]:
+            return evaluate_node(node, operands)
+
+        primal.__name__ = primal.__qualname__ = node.name
+        finite = with_gradient(primal, gradient, node.params, node.name, match.origin)
+
+        def guarded(*operands: Any) -> list[Any]:
+            first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
+            return finite(*first, *operands[closed_over:])
+
+        graph.replace(node, guarded)
 
     concerned = where & match.where(lambda found: may_make_nan(found) or _is_vjp_rule(found))
     return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok, text=repr(where))
@@ -127,12 +141,13 @@ def _is_vjp_rule(found: Occurrence) -> bool:
     return isinstance(found.node, CustomGradient) and found.node.kind == "vjp"
 
 
-def _finite_gradient(node: Node) -> Any:
+def _finite_gradient(node: Node, closed_over: int) -> Any:
     """What the rule of a node gives, with zeros for what is NaN or Inf though all that came in was
-    finite."""
+    finite; for the first operands, which the function closes over, it gives nothing."""
 
     def gradient(op: Any, *dys: Any) -> list[Any]:
-        active = [i for i, value in enumerate(op.inputs) if _jax.has_gradient(value)]
+        places = range(closed_over, len(op.inputs))
+        active = [i for i in places if _jax.has_gradient(op.inputs[i])]
         _, back = vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
         flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
@@ -169,8 +184,8 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Args:
       where: a selector; each match is one function, of which one input has the type of its one
-        result. Of several it is the first that depends on an argument of the program; of
-        `lax.clamp` what it bounds.
+        result. Of several it is the first that depends on an argument of the program, and that the
+        function does not close over; of `lax.clamp` what it bounds.
       missing_ok: whether it may match nothing.
 
     Returns:
@@ -196,7 +211,7 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
             is_group = isinstance(match, Fragment)
             operands = entering(match.nodes) if is_group else match.node.inputs
             results = leaving(match.graph, match.nodes)
-            position = position_past(operands, results, varying, "" if is_group else match.node.op)
+            position = position_past(operands, results, varying, None if is_group else match.node)
             if position is None:
                 raise GraphError(
                     f"rules.straight_through: {match} has no float input of the type of its one "
@@ -215,13 +230,16 @@ def position_past(
     operands: Sequence[Value | Literal],
     results: Sequence[Value],
     varying: Mapping[Value, int] | None = None,
-    op: str = "",
+    node: Node | None = None,
 ) -> int | None:
-    """The position of the operand to which `straight_through` hands the gradient of the result of
-    an operation `op`; None if there is none.
+    """The position of the operand to which `straight_through` hands the gradient of the one result
+    of a match; None if there is none.
 
-    `varying`: those of the values that depend on an argument of the function, if that is known. A
-    bound or a threshold that is a constant would take the gradient, and nobody would see it.
+    Args:
+      operands, results: of the match.
+      varying: those of the values that depend on an argument of the program, if that is known. A
+        bound or a threshold that is a constant would take the gradient, and nobody would see it.
+      node: the match, if it is one node.
     """
     if len(results) != 1 or not results[0].has_gradient:
         return None
@@ -230,10 +248,19 @@ def position_past(
         for i, value in enumerate(operands)
         if isinstance(value, Value) and same_type(value.aval, results[0].aval)
     ]
-    if op == "clamp" and 1 in fitting:  # between its bounds
+    if node is not None and node.op == "clamp" and 1 in fitting:  # between its bounds
         return 1
     flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
-    return next(iter(flowing or fitting), None)
+    given = [i for i in flowing if node is None or not _is_closed_over(node, i)]
+    return next(iter(given or flowing or fitting), None)
+
+
+def _is_closed_over(node: Node, position: int) -> bool:
+    """Whether an operand is one that a function closes over: JAX puts these before its own, and
+    knows no names of theirs."""
+    if isinstance(node, CustomGradient):
+        return bool(position < node.params.get("num_consts", 0))
+    return node.primitive is _jax.JIT and not node.regions["jaxpr"].inputs[position].hint
 
 
 def _past(node: Node, position: int) -> Any:
