@@ -24,7 +24,7 @@ OTHERS = sorted(
     - {MAIN, WORDS, PLAN, ROOT / "examples" / "recompute_models.py"}
 )
 
-SLOW = {"checkpoint_training", "gradient_reversal", "train_sharded"}
+SLOW = {"checkpoint_training", "gradient_reversal", "through_a_solver", "train_sharded"}
 
 pytestmark = pytest.mark.any_jax
 

@@ -1,0 +1,125 @@
+"""Gradients through solvers of other libraries, whose loops JAX cannot differentiate in reverse.
+
+A solver runs until it has converged, in a `jax.lax.while_loop`, and a model that calls it cannot be
+trained by `jax.grad`. Two rules change that from outside: nothing in the libraries is written for
+it.
+
+- `rules.checkpointed_loop` is right for any loop: it keeps some states, and runs steps again.
+- `rules.fixed_point` is for what converges: one linear equation at the result, and no state kept.
+  Where the result is no fixed point the gradient is NaN, not wrong.
+
+The first part limits how much a layer can amplify, by its spectral norm as optax iterates it. The
+second chooses how strongly each weight of a fit is held back, by the error on points that the fit
+has not seen. The fit is BFGS, of `jax.scipy.optimize`, which is no contraction (it carries an
+estimate of the curvature that nothing pulls back), so that only the first rule is for it. All
+gradients are compared with finite differences.
+
+    python examples/through_a_solver.py
+
+Needs `pip install 'tracegrad[examples]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.scipy.optimize import minimize
+
+import tracegrad as tg
+
+Loss = Callable[[jax.Array], Any]
+CHECKPOINTED = tg.rules.checkpointed_loop()
+FIXED_POINT = tg.rules.fixed_point(tg.match.op("while"))
+
+
+def layer_with_penalty(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The loss of a layer, and by how much its spectral norm is above one."""
+    largest, _ = optax.power_iteration(weights.T @ weights, num_iters=500, error_tolerance=1e-12)
+    excess = jax.nn.relu(jnp.sqrt(largest) - 1.0)
+    return jnp.mean((jnp.tanh(x @ weights) - y) ** 2) + excess**2
+
+
+def error_after_fit(held_back: jax.Array, seen: tuple, unseen: tuple) -> jax.Array:
+    """The error on unseen points of a logistic regression, fitted to those seen."""
+
+    def error(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.logaddexp(0.0, -y * (x @ weights)))
+
+    def objective(weights: jax.Array) -> jax.Array:
+        return error(weights, *seen) + jnp.sum(jnp.exp(held_back) * weights**2)
+
+    start = jnp.zeros_like(held_back)
+    return error(minimize(objective, start, method="BFGS").x, *unseen)
+
+
+def by_differences(loss: Loss, at: jax.Array) -> np.ndarray:
+    """The gradient by central differences."""
+    moved = 1e-5 * jnp.eye(at.size).reshape(at.size, *at.shape)
+    values = jax.lax.map(loss, jnp.concatenate([at + moved, at - moved]))
+    return np.asarray(values[: at.size] - values[at.size :]).reshape(at.shape) / 2e-5
+
+
+def say_without_a_rule(title: str, loss: Loss, at: jax.Array) -> None:
+    print(title)
+    try:
+        tg.grad(loss)(at)
+    except ValueError as error:
+        (note,) = (note for note in error.__notes__ if "checkpointed_loop" in note)
+        line, words = note.splitlines()
+        print(f"  without a rule, of {line.split('/')[-1]}")
+        print(f"    {words.split('. ')[0]}.")
+
+
+def with_rule(name: str, rule: tg.rules.MatchRule, loss: Loss, at: jax.Array) -> Loss:
+    """The loss and its gradient, compiled; prints how far it is from finite differences."""
+    slope = jax.jit(jax.value_and_grad(tg.rewrite(loss, rule)))
+    expected = by_differences(loss, at)
+    error = np.abs(np.asarray(slope(at)[1]) - expected).max() / np.abs(expected).max()
+    print(f"  by {name}: {error:.0e} from finite differences")
+    return slope
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    random = np.random.default_rng(0)
+
+    x, weights = random.normal(size=(64, 4)), jnp.asarray(random.normal(size=(4, 3)))
+    y = np.sign(x @ np.outer(random.normal(size=4), random.normal(size=3)))
+
+    def layer(weights: jax.Array) -> jax.Array:
+        return layer_with_penalty(weights, x, y)
+
+    say_without_a_rule("A layer with a penalty on its spectral norm", layer, weights)
+    with_rule("checkpointed_loop", CHECKPOINTED, layer, weights)
+    slope = with_rule("fixed_point", FIXED_POINT, layer, weights)
+    before = jnp.linalg.norm(weights, 2)
+    for _ in range(60):
+        weights -= 0.2 * slope(weights)[1]
+    print(f"  60 steps take the norm from {before:.2f} to {jnp.linalg.norm(weights, 2):.2f}\n")
+
+    features = random.normal(size=(120, 8))
+    labels = np.sign(features[:, 0] + 0.5 * random.normal(size=120))  # of the first alone
+    seen, unseen = (features[:40], labels[:40]), (features[40:], labels[40:])
+    held_back = jnp.full(8, -4.0)  # logarithms
+
+    def fit(held_back: jax.Array) -> jax.Array:
+        return error_after_fit(held_back, seen, unseen)
+
+    say_without_a_rule("A fit whose weights are held back", fit, held_back)
+    slope = with_rule("checkpointed_loop", CHECKPOINTED, fit, held_back)
+    before = slope(held_back)[0]
+    for _ in range(100):
+        error, gradient = slope(held_back)
+        held_back -= 20 * gradient
+    first, *others = jnp.exp(held_back)
+    print(f"  100 steps take the error from {before:.3f} to {error:.3f}: the weight that counts is")
+    print(f"  held back by {first:.3f} then, the others by {np.mean(others):.3f} on average")
+
+
+if __name__ == "__main__":
+    main()
