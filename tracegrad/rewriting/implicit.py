@@ -139,6 +139,7 @@ def _solved(at: _Tangents, state: Sequence[int], how: FixedPoint) -> tuple[dict[
         return _as_vector(at.body_of(state, state)(*parts(point)))[0]
 
     after, along = jax.linearize(step, point)
+    along = jax.jit(along)  # traced once for all its uses below
     results, pushed = at.pushed({}, state)
     _, right = jax.jvp(lambda results: _as_vector(results)[0], (results,), (pushed,))
 
