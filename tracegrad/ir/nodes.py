@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tracegrad import _jax
 
@@ -93,8 +93,7 @@ class Literal:
         return str(self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where an equation came from, and the JAX settings under which it was made."""
 
     info: Any  # JAX's SourceInfo: a traceback and the named scopes

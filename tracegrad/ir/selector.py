@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 Covers = Callable[[Path, Node], bool]
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a selector found in a graph: its matches, and whether a node is part of one."""
 
     matches: list[Occurrence]

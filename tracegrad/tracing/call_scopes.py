@@ -15,8 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,8 +33,7 @@ _FRAMEWORKS = {
 }
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of a module that has begun: its path in the outermost module, and by the identities of
     modules the paths of all in that."""
 
