@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,41 +99,24 @@ class RecomputePlan:
         Path(path).write_text(json.dumps(self._as_json(), indent=1) + "\n", encoding="utf-8")
 
     def _as_json(self) -> dict[str, Any]:
+        """All that the plan says, by the names of its attributes, and what it takes to load it."""
         simulation = self._fit.simulation
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        segments = [
+            {**vars(segment), "saved": sorted(segment.saved), "peak": peak, "flops": local.flops}
+            for segment, peak, local in zip(
+                self.segments, simulation.peaks, simulation.locals, strict=True
+            )
+        ]
         return {
             "format": FORMAT,
             "version": VERSION,
             "program": fingerprint(self.graph),
             "name": self.graph.name,
-            "budget": self.budget,
-            "held": self.held,
-            "held_without": self.held_without,
-            "measured_on": self.measured_on,
-            "target": self.target,
-            "peak": self.peak,
-            "peak_without": self.peak_without,
-            "residual": self.residual,
-            "extra_flops": self.flops,
-            "forward_flops": self.forward_flops,
-            "flops_bound": self.flops_bound,
+            **own,
             "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
             "scan_variant": self._fit.case.number,
-            "scans": self.scans,
-            "segments": [
-                {
-                    "start": segment.start,
-                    "stop": segment.stop,
-                    "recompute": segment.recompute,
-                    "saved": sorted(segment.saved),
-                    "inner": list(segment.inner),
-                    "offload": segment.offload,
-                    "peak": peak,
-                    "extra_flops": local.flops,
-                }
-                for segment, peak, local in zip(
-                    self.segments, simulation.peaks, simulation.locals, strict=True
-                )
-            ],
+            "segments": segments,
         }
 
     def __str__(self) -> str:
