@@ -192,6 +192,11 @@ def test_what_is_no_fixed_point_of_a_contraction_has_a_derivative_of_nan(fun, so
     assert np.isnan(jax.jit(lambda a: jax.jvp(solved, (a,), (1.0,))[1])(2.5))
 
 
+def test_a_rule_that_keeps_zeros_does_not_make_zero_of_that():
+    solved = tg.rewrite(bisected, rules.fixed_point(LOOPS), rules.strong_zero())
+    assert np.isnan(jax.jit(jax.grad(solved))(2.5))
+
+
 def test_explain_says_why_it_is_nan():
     (finding,) = tg.explain(implicit(bisected), 3.0).problems
     assert finding.cause == "NaN in the reverse pass"
