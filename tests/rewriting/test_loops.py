@@ -226,6 +226,14 @@ def test_derivatives_of_second_order_in_mixed_modes():
 
 
 @pytest.mark.slow
+def test_elements_of_a_batch_that_take_no_step_add_no_nan_to_second_derivatives():
+    """Of the sum of sqrt(w a), by Newton, which would divide zero by zero where a is zero."""
+    a = jnp.array([0.0, 4.0])
+    edited = checkpointed(lambda w: jnp.sum(jax.vmap(newton)(w * a)), 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(jax.grad(edited)))(1.0), -2 / 4, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_derivatives_of_second_order_in_reverse_mode_alone():
     second = jax.jit(jax.grad(jax.grad(checkpointed(cube_of_root, 2))))
     np.testing.assert_allclose(second(4.0), 3 / 8, rtol=1e-6)

@@ -99,10 +99,11 @@ def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
     *_, init = _split(params, args)
     going, step = _condition_and_body(params, args)
     places = ours["checkpoints"] + 1
+    fit = _fit_for_a_step(init, going)
 
     def one_step(carry: Any) -> Any:
         position, live, end, state = carry
-        state = _where(live, step(state), state)
+        state = _stepped(step, live, state, fit)
         return position + 1, going(state), end, state
 
     def stretch(carry: Any) -> Any:
@@ -150,7 +151,6 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
         if u
     ]
 
-    # Where a batch goes on for others alone, the body means nothing, and may be infinite.
     fit = _fit_for_a_step(_take(states, 0), going)
 
     def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
@@ -168,7 +168,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
 
     def forward(carry: Any) -> Any:
         position, end, state = carry
-        return position + 1, end, _where(going(state), step(state), state)
+        return position + 1, end, _stepped(step, going(state), state, fit)
 
     def advance(carry: Any) -> Any:
         top, places, stack, end = carry
@@ -228,6 +228,12 @@ def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
         return lax.select(mask, a, b)
 
     return [choose(a, b) for a, b in zip(yes, no, strict=True)]
+
+
+def _stepped(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -> list[Any]:
+    """The state after a step. Where a batch goes on for others alone, the body means nothing, and
+    may be infinite: there it is that of a state which is fit for a step, and left out."""
+    return _where(live, step(_where(live, state, fit)), state)
 
 
 def _fit_for_a_step(init: Sequence[Any], going: Any) -> list[Any]:
