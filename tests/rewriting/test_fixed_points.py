@@ -250,6 +250,31 @@ def test_what_is_computed_in_less_precision_counts_as_converged_by_that(dtype, s
     np.testing.assert_allclose(float(gradient), 0.5 / 3**0.5, rtol=4 * jnp.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_on_several_devices_each_solves_its_own_equation_and_common_ones_are_refused(together):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def one(x):
+        def step(carry):
+            z, _ = carry
+            z = jnp.tanh((lax.psum(z, "d") if together else z) / 4 + x)
+            return z, jnp.max(jnp.abs(z - carry[0]))
+
+        start = (jnp.zeros_like(x), jnp.max(x) + jnp.inf)
+        return lax.while_loop(lambda c: lax.pmax(c[1], "d") > 1e-12, step, start)[0]
+
+    def loss(x):
+        return jnp.sum(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)(x) ** 2)
+
+    x, spec = jnp.array([0.3, -0.7]), jax.sharding.PartitionSpec("d")
+    if together:
+        with pytest.raises(tg.GraphError, match=r"test_fixed.* with others along an axis"):
+            implicit(loss)(x)
+        return
+    along = jax.jvp(loss, (x,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(jnp.sum(jax.jit(jax.grad(implicit(loss)))(x)), along, rtol=1e-9)
+
+
 @pytest.mark.any_jax
 def test_what_cannot_be_a_fixed_point_is_refused():
     with pytest.raises(ValueError, match=r"'neumann', 'gmres' or a function .* not 'cholesky'"):

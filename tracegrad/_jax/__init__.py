@@ -70,6 +70,7 @@ from tracegrad._jax.programs import constants_of as constants_of
 from tracegrad._jax.programs import equation_context as equation_context
 from tracegrad._jax.programs import eval_program as eval_program
 from tracegrad._jax.programs import identity_primitive as identity_primitive
+from tracegrad._jax.programs import is_collective as is_collective
 from tracegrad._jax.programs import is_plain_jit as is_plain_jit
 from tracegrad._jax.programs import jit_settings as jit_settings
 from tracegrad._jax.programs import may_be_repeated as may_be_repeated

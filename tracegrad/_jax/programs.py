@@ -67,7 +67,12 @@ _OF_DEBUGGING = frozenset(_DEBUGGING.effects)
 def may_be_repeated(effect: Any) -> bool:
     """Whether an effect may happen more often, or never: that of `jax.debug.callback` and its like
     where they have no order, and that of a collective, which is the name of an axis."""
-    return effect in _OF_DEBUGGING or isinstance(effect, _OF_AXES)
+    return effect in _OF_DEBUGGING or is_collective(effect)
+
+
+def is_collective(effect: Any) -> bool:
+    """Whether an effect is that of computing with what lies along an axis of others."""
+    return isinstance(effect, _OF_AXES)
 
 
 def constants_of(program: Any) -> Sequence[Any]:

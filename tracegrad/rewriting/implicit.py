@@ -160,6 +160,7 @@ def _solved(at: _Tangents, state: Sequence[int], how: FixedPoint) -> tuple[dict[
     # One that leads nowhere special: of a bisection's steps the right side is zero, and so would be
     # the solution, though there is none of any other.
     probe = 1 + jnp.cos(jnp.arange(point.size, dtype=point.dtype) ** 2)
+    probe += 0 * lax.stop_gradient(point)  # in a shard_map it varies with the device as that does
     growth = lax.stop_gradient(_largest(solution(probe)) / 2)
     is_fixed = jnp.isfinite(growth)
     for pair in zip(parts(point), parts(after), strict=True):

@@ -106,7 +106,7 @@ def fixed_point(
       A rule. Values are what they were, and so is the compiled program where nothing is
       differentiated. Forward and reverse mode of any order, `jax.vmap`, `jax.checkpoint` and the
       like go by it. It raises, when it is applied, GraphError where a match holds no while loop, or
-      one that has an effect in each step.
+      one that has an effect or a collective in each step.
 
     **A gradient is NaN, not wrong**, where the loop ended at no fixed point (at its limit of steps,
     as a rule), or where the equation has no solution or was not solved: where the steps are no
@@ -145,6 +145,12 @@ def fixed_point(
     def edit(graph: Graph, nodes: Sequence[Node], found: Occurrence) -> None:
         (node,) = nodes
         body = node.region("body_jaxpr")
+        if any(map(_jax.is_collective, body.effects)):
+            raise GraphError(
+                f"rules.fixed_point: each step of {found} computes with others along an axis, so "
+                "that its fixed point is that of all of them together, for which none has the "
+                "whole equation. rules.checkpointed_loop differentiates such loops"
+            )
         body = edited(body, [each for each in body.walk() if _is_loop(each)], _checkpointed(16))
         rule = implicit(node, body, how)
         for old, new in zip(node.outputs, graph.insert(rule, node.inputs, after=node), strict=True):
