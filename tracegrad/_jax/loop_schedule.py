@@ -11,8 +11,9 @@ So this replays no more steps than the binomial optimum of `slots` states (Griew
 *Revolve*, 2000: that is `fewest_replayed`), though that knows the number of steps from the start:
 half of the memory makes up for not knowing it. Without it nobody could (Stumm and Walther, *New
 algorithms for optimal online checkpointing*, 2010): with two states in all, however they are moved
-forward, there is a number of steps, up to 300, of which 1.177 times as many are replayed as by the
-best places for that number; with three 1.101 times, with four 1.07 times (by trying all ways).
+forward, there is a number of steps of which 1.177 times as many are replayed as by the best places
+for that number; with three 1.101 times, with four 1.07 times (by trying all ways, of numbers up to
+300, 120 and 40).
 
 The functions are of NumPy's or of JAX's integers (`np` says which), so that what runs can be
 counted without running it.
