@@ -260,20 +260,13 @@ class _Modelling:
         """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
         iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
-            return self._transposed_bytes(node)
+            return 0
         is_scan = node.primitive is _jax.SCAN
         inside = max(
             self._region_peak(node, region) - self._cotangents_from_outside(node, region)
             for region in node.regions.values()
         )
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
-
-    def _transposed_bytes(self, node: Node) -> int:
-        """Bytes of the transposed copies from which the gradient of a convolution's kernel is
-        computed, of what the kernel was applied to and of the cotangent."""
-        if not self.fused or node.op != "conv_general_dilated" or node.inputs[1] not in self.active:
-            return 0
-        return nbytes(node.inputs[0].aval) + nbytes(node.outputs[0].aval)
 
     def _cotangents_from_outside(self, node: Node, region: Graph) -> int:
         """Bytes of cotangents that are counted inside a region as well as outside; a loop has
