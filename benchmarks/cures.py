@@ -9,6 +9,7 @@ programs of tests/insight/healthy.py, too.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -95,7 +96,7 @@ def gradient(fun: Callable[..., Any], wrt: Any, args: Any) -> Any:
 
 
 def changed_bits() -> list[str]:
-    """The healthy programs whose compiled gradient has other bits with `strong_zero`."""
+    """The healthy programs whose gradient has other bits with `strong_zero`."""
     changed = []
     for name, (fun, build, wrt) in PROGRAMS.items():
         args = build()
@@ -120,10 +121,15 @@ def main() -> None:
     sizes = [(4, 128, 4, 64), (6, 256, 4, 128)]
     print_table("rules.strong_zero", header, [cost_of_strong_zero(*size) for size in sizes])
     if "--healthy" in sys.argv:
-        found = changed_bits()
-        same = len(PROGRAMS) - len(found)
-        print(f"\n{same} of {len(PROGRAMS)} healthy programs have the same bits")
-        print("others:", ", ".join(found) or "none")
+        for how, context in (
+            ("compiled", contextlib.nullcontext()),
+            ("operation by operation", jax.disable_jit()),
+        ):
+            with context:
+                found = changed_bits()
+            same = len(PROGRAMS) - len(found)
+            print(f"\n{how}, {same} of {len(PROGRAMS)} healthy programs have the same bits")
+            print("others:", ", ".join(found) or "none")
 
 
 if __name__ == "__main__":

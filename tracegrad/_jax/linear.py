@@ -26,10 +26,10 @@ def linear_by_element(
     """``run(operand, factor)``, which is linear in the operand.
 
     Args:
-      run: an operation element by element, of two arrays of one shape.
+      run: an operation element by element, whose result has the shape of the operand.
       transpose: ``transpose(cotangent, factor)``, likewise, gives the cotangent of the operand.
         Under `jax.vmap` both are given larger arrays.
-      operand, factor: the arrays.
+      operand, factor: the arrays; the factor is a number, or has as many axes.
 
     It is not differentiated itself: put it into a function with a `jax.custom_jvp`.
     """
@@ -55,12 +55,15 @@ def _transpose(
 
 def _batch(args: Any, axes: Any, **params: Any) -> Any:
     size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
-    in_front = [
+    operand, factor = (
         # (A literal of a program has no shape.)
         jnp.broadcast_to(a, (size, *jnp.shape(a))) if i is None else jnp.moveaxis(a, i, 0)
         for a, i in zip(args, axes, strict=True)
-    ]
-    return _LINEAR.bind(*in_front, **params), 0
+    )
+    if factor.ndim < operand.ndim:  # a number for each element of the batch
+        factor = factor.reshape(size, *[1] * (operand.ndim - 1))
+        factor = jnp.broadcast_to(factor, operand.shape)
+    return _LINEAR.bind(operand, factor, **params), 0
 
 
 _LINEAR.def_impl(_run)

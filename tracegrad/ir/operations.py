@@ -37,16 +37,19 @@ CHEAP = (
     COMPARISONS
     | ROUNDINGS
     | _names("add add_any sub mul neg max min select_n abs integer_pow square clamp")
+    | _names("one_minus_square polynomial")
     | _names("and or xor not shift_left shift_right_logical shift_right_arithmetic")
     | _names("real imag conj complex reduce_precision iota")
 )
 EXPONENTIALS = _names("exp exp2 expm1 sinh cosh")  # which overflow
+LOGARITHMS = _names("log log2")
 INVERSES = _names("asin acos acosh atanh erf_inv")  # with an end of their domain
 # Of many instructions.
 COSTLY = (
     EXPONENTIALS
     | INVERSES
-    | _names("log log1p tanh logistic erf erfc sin cos tan atan atan2 asinh")
+    | LOGARITHMS
+    | _names("log1p tanh logistic erf erfc sin cos tan atan atan2 asinh")
     | _names("sqrt rsqrt cbrt pow div rem lgamma digamma")
 )
 BY_ELEMENT = (

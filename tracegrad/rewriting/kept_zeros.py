@@ -55,9 +55,7 @@ def _is_by_element(node: Node) -> bool:
         return False
     (result,) = node.outputs
     values = [value for value in node.inputs if isinstance(value, Value)]
-    flows = result.has_gradient and any(value.has_gradient for value in values)
-    # Of a number and an array JAX's operations take the number for an array that is filled with it.
-    return flows and all(value.shape in (result.shape, ()) for value in values)
+    return result.has_gradient and any(value.has_gradient for value in values)
 
 
 # Whether the derivative of an operation has factors that are no constants. To ask it of the
@@ -97,8 +95,6 @@ def _has_factors(graph: Graph, tangents: Sequence[int]) -> bool:
 def _has_factor(node: Node, along: Sequence[int]) -> bool:
     """Whether an operation that is linear in some operands multiplies them by others."""
     if node.op not in operations.FACTORS or not along or not _is_by_element(node):
-        return False
-    if any(node.inputs[i].aval.shape != node.outputs[0].shape for i in along):
         return False
     return any(isinstance(v, Value) and i not in along for i, v in enumerate(node.inputs))
 
@@ -236,32 +232,39 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
         (given,) = jax.linear_transpose(lambda x: product(x, factor), cotangent)(cotangent)
         return given
 
-    def stays(cotangent: Any, factor: Any) -> Any:
-        counts = ~jnp.isfinite(cotangent) if every else cotangent != 0
-        return counts | jnp.isfinite(back(cotangent, factor))
+    def is_lost(cotangent: Any, given: Any) -> Any:
+        kept = jnp.isfinite(cotangent) if every else cotangent == 0
+        return kept & ~jnp.isfinite(given)
 
     @jax.custom_jvp
     def transpose(cotangent: Any, factor: Any) -> Any:
+        given = back(cotangent, factor)
+        lost = is_lost(cotangent, given)
+        if jnp.shape(factor) != jnp.shape(cotangent):
+            # XLA divides by one element for many in its own way.
+            return jnp.where(lost, 0, given)
         # Another factor, and not another product: XLA goes on to fuse that with what it is added
         # to, and rounds as it did.
-        safe = jnp.where(stays(cotangent, factor), factor, operations.FACTORS[node.op])
-        return back(cotangent, safe)
+        return back(cotangent, jnp.where(lost, operations.FACTORS[node.op], factor))
 
     @transpose.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        kept = _kept(import_program(jax.make_jaxpr(back)(*map(jax.typeof, primals))), (), every)
+        types = [jax.typeof(primals[0])] * 2
+        kept = _kept(import_program(jax.make_jaxpr(back)(*types)), (), every)
 
         def selected(cotangent: Any, factor: Any) -> Any:
             # Of a cotangent that is zero the product is zero however the factor changes.
             factor = jnp.where(cotangent != 0, factor, jax.lax.stop_gradient(factor))
             (given,) = evaluate(kept, [cotangent, factor])
-            return jnp.where(stays(cotangent, factor), given, jnp.zeros_like(given))
+            lost = is_lost(cotangent, back(cotangent, factor))
+            return jnp.where(lost, jnp.zeros_like(given), given)
 
         return transpose(*primals), jax.jvp(selected, primals, tangents)[1]
 
     def keeping(*values: Any) -> list[Any]:
         operand, factor = values if is_first else reversed(values)
-        factor = jnp.broadcast_to(factor, jnp.shape(operand))
+        # JAX's operations take a number, or an axis of length 1, for an array filled with it.
+        operand = jnp.broadcast_to(operand, node.outputs[0].shape)
         return [_jax.linear_by_element(product, transpose, operand, factor)]
 
     return keeping

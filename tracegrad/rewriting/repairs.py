@@ -52,11 +52,10 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     Returns:
       A rule. Nothing is changed but NaN and Inf that come of a cotangent of zero: values, forward
       mode and what every operation gives of a cotangent that is finite stay as they are, bit by
-      bit. (What is rounded last may differ where cotangents of one value are added in another
-      order, or where XLA fuses another way.) Rules of kind JVP
-      (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of kind VJP are
-      left alone. It holds at any order. Of several rules let it be the last: what it has replaced
-      is a custom gradient to those behind it.
+      bit. (The last bits of a compiled program may differ, where XLA fuses it another way.) Rules
+      of kind JVP (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of
+      kind VJP are left alone. It holds at any order. Of several rules let it be the last: what it
+      has replaced is a custom gradient to those behind it.
 
     The gradient at a place where the function itself is on the side that counts, and has no finite
     derivative, is not finite as before; see `finite_derivative`.

@@ -48,10 +48,10 @@ def backward_cure(
         if masked:
             return _DOUBLE_WHERE
         return f"eps inside: `{op}(x + eps)`, or " + _DOUBLE_WHERE
-    if op == "log":
+    if op in operations.LOGARITHMS:
         if "softmax" in makers or "div" in makers[:1]:
             return "`jax.nn.log_softmax(logits)` in place of the log of a softmax"
-        return "eps inside: `jnp.log(x + eps)`, or " + _DOUBLE_WHERE
+        return f"eps inside: `jnp.{op}(x + eps)`, or " + _DOUBLE_WHERE
     if op in operations.EXPONENTIALS:
         return _overflow(users)
     if op in ("div", "integer_pow", "reciprocal"):
@@ -88,10 +88,10 @@ def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
     """
     if op in operations.EXPONENTIALS:
         return _overflow(users)
-    if op == "log":
+    if op in operations.LOGARITHMS:
         return (
             "the argument is not positive: `jnp.log1p(x)` for log(1 + x), `jax.nn.log_softmax` for "
-            "the log of a softmax, `jnp.log(x + eps)`, or " + _DOUBLE_WHERE
+            f"the log of a softmax, `jnp.{op}(x + eps)`, or " + _DOUBLE_WHERE
         )
     if op == "log1p":
         return "the argument is not above -1: clip it, or " + _DOUBLE_WHERE
@@ -118,7 +118,7 @@ def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
 
 
 def _overflow(users: Sequence[str]) -> str:
-    if {"add", "log", "log1p"} & set(users[:1]):
+    if {"add", "log1p", *operations.LOGARITHMS} & set(users[:1]):
         return (
             "exp overflows: `jax.nn.softplus(x)` for log(1 + exp(x)), "
             "`jax.nn.sigmoid(x)` for 1 / (1 + exp(-x)), `jax.nn.logsumexp` for log(sum(exp(x)))"
