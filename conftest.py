@@ -91,9 +91,11 @@ def pytest_xdist_auto_num_workers() -> int:
 # Of many of a kind, those that take seconds: the README's command leaves the long to .ci/run, and
 # both leave the slow to .ci/nightly.
 LONG = (
+    r"test_a_program_of_nnx\[lora\]",
     r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
+    r"test_random_loops",
     r"test_random_programs.*\[(cond|scan|loop)\]",
-    r"test_rules_in_force.*memory_budget.*\[tg\]",
+    r"test_rules_in_force.*memory_budget.*\[(tg|jax)\]",
     r"test_save_random.*same_after_loading",
 )
 SLOW = (
