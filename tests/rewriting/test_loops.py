@@ -360,12 +360,17 @@ def test_memory_does_not_grow_with_the_number_of_steps():
 # ------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.any_jax
-def test_what_is_no_loop_or_cannot_be_run_again_is_refused_by_its_line():
+def test_no_checkpoint_is_refused():
     with pytest.raises(ValueError, match="one checkpoint or more, not 0"):
         rules.checkpointed_loop(LOOPS, 0)
-    with pytest.raises(tg.GraphError, match=r"sin.*test_loops.py:\d+.*is no while loop"):
-        tg.rewrite(lambda x: jnp.sin(x), rules.checkpointed_loop(match.op("sin")))(1.0)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("rule", [rules.checkpointed_loop, rules.fixed_point])
+def test_what_is_no_loop_or_cannot_be_run_again_is_refused_by_its_line(rule):
+    no_loop = rf"{rule.__name__}: .*sin.*test_loops.py:\d+.*is no while loop"
+    with pytest.raises(tg.GraphError, match=no_loop):
+        tg.rewrite(lambda x: jnp.sin(x), rule(match.op("sin")))(1.0)
 
     def prints(x):
         def step(x):
@@ -375,7 +380,7 @@ def test_what_is_no_loop_or_cannot_be_run_again_is_refused_by_its_line():
         return lax.while_loop(lambda x: x < 3, step, x)
 
     with pytest.raises(tg.GraphError, match=r"effect in each step \(debug\S+ at test_loops.py:\d+"):
-        checkpointed(prints)(1.0)
+        tg.rewrite(prints, rule(LOOPS))(1.0)
 
 
 def test_loops_inside_of_what_matches_are_meant():

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir.nodes import StopGradient
-from tracegrad.ir.occurrence import Occurrence, is_own_file, is_user_file
+from tracegrad.ir.nodes import CustomGradient, StopGradient
+from tracegrad.ir.occurrence import (
+    Occurrence,
+    is_own_file,
+    is_user_file,
+    origin_of_function,
+)
 
 
 def whose(occurrence: Occurrence) -> str:
@@ -29,6 +34,12 @@ def whose(occurrence: Occurrence) -> str:
         if not is_own_file(frame.file_name):
             return _package(frame.file_name)
     return "yours"
+
+
+def file_of_primal(node: CustomGradient) -> str:
+    """Where the function is written that has the custom gradient; empty if that is not known."""
+    function = origin_of_function(node.primal.function_source)
+    return function.file if function else ""
 
 
 def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:

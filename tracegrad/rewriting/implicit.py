@@ -25,8 +25,8 @@ from jax.flatten_util import ravel_pytree
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node
+from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.occurrence import origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.norms import at_least_32_bits
@@ -121,10 +121,7 @@ def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any
 
 def is_fixed_point(node: Node) -> bool:
     """Whether it is one that `rules.fixed_point` has put in."""
-    if not isinstance(node, CustomGradient):
-        return False
-    function = origin_of_function(node.primal.function_source)
-    return function is not None and function.file == __file__
+    return isinstance(node, CustomGradient) and file_of_primal(node) == __file__
 
 
 def _solved(at: _Tangents, state: Sequence[int], how: FixedPoint) -> tuple[dict[int, Any], Any]:

@@ -21,7 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, Value, operations
-from tracegrad.ir.occurrence import Occurrence, origin_of_function
+from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.occurrence import Occurrence
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.lowering.partial import of_some
 from tracegrad.tracing.importer import import_program
@@ -139,8 +140,7 @@ def keep_zeros(graph: Graph, node: Node, every: bool, primal: Run | None = None)
 
 def keeps_zeros(node: CustomGradient) -> bool:
     """Whether a custom gradient stands in the place of an operation, of which it has the name."""
-    function = origin_of_function(node.primal.function_source)
-    return function is not None and function.file == __file__
+    return file_of_primal(node) == __file__
 
 
 def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:

@@ -152,10 +152,7 @@ def fixed_point(
                 "whole equation. rules.checkpointed_loop differentiates such loops"
             )
         body = edited(body, [each for each in body.walk() if _is_loop(each)], _checkpointed(16))
-        rule = implicit(node, body, how)
-        for old, new in zip(node.outputs, graph.insert(rule, node.inputs, after=node), strict=True):
-            graph.replace_uses(old, new)
-        graph.erase(node, with_effects=True)  # the new node has them
+        graph.replace(node, implicit(node, body, how))
 
     at_loops = at_each_loop(edit, "rules.fixed_point", nested=False)
     return MatchRule("fixed_point", where, at_loops, missing_ok)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, scopes
-from tracegrad.ir.occurrence import is_own_file, origin_of_function
+from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.occurrence import is_own_file
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.partial import of_some, vjp_of_some
 from tracegrad.variables.listening import listening
@@ -29,13 +30,10 @@ def refuse_rules_that_read(graph: Graph) -> None:
     """Raises RuntimeError for a rule in a graph, or below it, that reads an array of a module."""
     for region in graph.regions_below:
         for node in region.nodes:
-            if isinstance(node, CustomGradient) and not _is_jaxs(node) and not _is_past(node):
+            if not isinstance(node, CustomGradient) or is_own_file(file_of_primal(node)):
+                continue
+            if not _is_past(node):
                 _refuse_reads(node)
-
-
-def _is_jaxs(node: CustomGradient) -> bool:
-    function = origin_of_function(node.primal.function_source)
-    return function is not None and is_own_file(function.file)
 
 
 def _is_past(node: CustomGradient) -> bool:

@@ -6,7 +6,8 @@ from types import CodeType
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient
-from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file, origin_of_function
+from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.occurrence import is_jaxs_file, is_own_file, is_user_file
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
@@ -24,10 +25,7 @@ def file_of_rule(node: CustomGradient) -> str:
     """Where the rule is written; of a JVP its function. (The rule of ``custom_gradient(jnp.round)``
     is not JAX's, though the function is.)"""
     code = code_of_rule(node)
-    if code is not None:
-        return code.co_filename
-    function = origin_of_function(node.primal.function_source)
-    return function.file if function else ""
+    return file_of_primal(node) if code is None else code.co_filename
 
 
 def code_of_rule(node: CustomGradient) -> CodeType | None:
