@@ -3,18 +3,21 @@
 The program is run as it is written, from its first operation to its last; what is computed inside
 of its only reader is not written, nor is a view (see `planning.fusion`). Arguments are there all
 the time. A loop, a branch and a recomputed part hold what is inside of them as well, at its peak.
+What waits in the host's memory is not held by a device that has one of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tracegrad.ir import Graph, Node, Occurrence, Value, operations, scopes
 from tracegrad.ir.occurrence import Path
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.model import alive
-from tracegrad.planning.residuals import NodeResiduals, nbytes
+from tracegrad.planning.residuals import NodeResiduals, nbytes, nbytes_anywhere
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,15 @@ def is_backward(node: Node) -> bool:
     return "transpose" in scopes.transformations(scopes.around(node))
 
 
-def find_peak(graph: Graph, path: Path = ()) -> Peak:
-    """The peak of a program; `path`: the calls that lead to it."""
+def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:
+    """The peak of a program; `path`: the calls that lead to it; `is_host`: whether the device has
+    no memory but the host's."""
     program = flatten(graph)
-    alive = _Ranges(program)
+    alive = _Ranges(program, nbytes_anywhere if is_host else nbytes)
     inside: dict[Node, Peak] = {}
     for node in program.nodes:
         peaks = [
-            find_peak(region, Occurrence(path, node).into(name))
+            find_peak(region, Occurrence(path, node).into(name), is_host=is_host)
             for name, region in node.regions.items()
             if node not in alive.absorbed
         ]
@@ -94,8 +98,9 @@ def find_peak(graph: Graph, path: Path = ()) -> Peak:
 class _Ranges:
     """From which operation to which each buffer of a program is alive."""
 
-    def __init__(self, program: Graph):
+    def __init__(self, program: Graph, nbytes: Callable[[Any], int]):
         self.program = program
+        self.nbytes = nbytes
         self.absorbed = Fusion(program, (), True, NodeResiduals()).absorbed
         self.first: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
@@ -129,17 +134,17 @@ class _Ranges:
         spans = []
         for i, node in enumerate(self.program.nodes):
             for value in node.outputs if node not in self.absorbed else ():
-                spans.append((self.first[value], self.last[value], nbytes(value.aval)))
+                spans.append((self.first[value], self.last[value], self.nbytes(value.aval)))
             for value in self._overwritten(i, node):
-                spans.append((i, i, -nbytes(value.aval)))
+                spans.append((i, i, -self.nbytes(value.aval)))
         return alive(spans, end)
 
     def _overwritten(self, moment: int, node: Node) -> list[Value]:
         """What an element-wise operation writes its result over: a buffer that it reads last."""
         if node in self.absorbed or node.op not in operations.CHEAP | operations.COSTLY:
             return []
-        size = nbytes(node.outputs[0].aval)
-        return [v for v in self._dying.get(moment, ()) if nbytes(v.aval) == size][:1]
+        size = self.nbytes(node.outputs[0].aval)
+        return [v for v in self._dying.get(moment, ()) if self.nbytes(v.aval) == size][:1]
 
     def at(self, moment: int) -> int:
         """Bytes of buffers."""
@@ -179,9 +184,9 @@ class _Ranges:
         made = None if value.producer is None else Occurrence(path, value.producer)
         reader = Occurrence(path, later[0]) if later and kind != "result" else None
         source, inner = (None, value) if made is None else _source(made, value)
-        size = nbytes(value.aval)
+        size = self.nbytes(value.aval)
         return Held(
-            value, size, kind, made, source, nbytes(inner.aval), reader, first, min(1.0, last)
+            value, size, kind, made, source, self.nbytes(inner.aval), reader, first, min(1.0, last)
         )
 
 

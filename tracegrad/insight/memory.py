@@ -18,6 +18,7 @@ from tracegrad.insight.memory_advice import Advice, advice_for
 from tracegrad.ir import Occurrence
 from tracegrad.ir.wording import name_of, table
 from tracegrad.planning.budget import in_units
+from tracegrad.planning.offloading import has_host_memory
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
 
@@ -55,7 +56,8 @@ class MemoryReport:
     """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
 
     Bytes of lines are those of the values as the program computes them, in the order in which it
-    does; XLA may compute some of them in another order, or inside of others.
+    does; XLA may compute some of them in another order, or inside of others. What is offloaded to
+    the host's memory counts where the device has no other, as a CPU.
 
     Attributes:
       function: the name of the function.
@@ -183,7 +185,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
     def report(*args: Any, **kwargs: Any) -> MemoryReport:
         traced = fun if isinstance(fun, TracedFunction) else None
         program = (traced.graph if traced else trace_graph(fun))(*args, **kwargs)
-        peak = find_peak(program)
+        peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
         lines = _lines(peak)
         total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""
         try:

@@ -38,7 +38,13 @@ class Residuals:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers."""
+    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers, or waits
+    in the host's memory."""
+    return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
+
+
+def nbytes_anywhere(aval: Any) -> int:
+    """`nbytes`, in whose memory it may be."""
     dtype = getattr(aval, "dtype", None)
     return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
@@ -88,7 +94,7 @@ def host_bytes(graph: Graph) -> int:
         return jax.tree.leaves(vjp_of_some(functools.partial(evaluate, graph), args, active)[1])
 
     kept = jax.make_jaxpr(forward)(*graph.in_avals).out_avals
-    return sum(nbytes(aval) for aval in kept if _jax.is_on_host(aval))
+    return sum(nbytes_anywhere(aval) for aval in kept if _jax.is_on_host(aval))
 
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
