@@ -362,6 +362,9 @@ def test_plans_are_the_same_every_time():
     assert first_plan == second
 
 
+SEGMENT = {"start": 0, "stop": 1, "recompute": True, "saved": [], "inner": [], "offload": False}
+
+
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -372,6 +375,13 @@ def test_plans_are_the_same_every_time():
         ({"segments": []}, "do not cover"),
         ({"scan_variant": 77}, "no variant 77"),
         ({"scans": "in threes"}, "planned by another version .* 'in threes'"),
+        ({"budget": "2GiB"}, "the plan should have int as 'budget', and has '2GiB'"),
+        ({"held": True}, r"should have int | None as 'held', and has True"),
+        ({"segments": ["all"]}, "segment 0 should be an object, and is 'all'"),
+        ({"segments": [SEGMENT | {"saved": None}]}, "segment 0 should have list as 'saved'"),
+        ({"segments": [SEGMENT | {"saved": [7]}]}, "segment 0 is not one of a recompute plan"),
+        ({"segments": [SEGMENT | {"stop": 0}]}, "segment 0 is not one of a recompute plan"),
+        ({"segments": [SEGMENT | {"offload": True}]}, "no 'transfer' says what it costs"),
     ],
 )
 def test_files_that_are_no_plan_of_the_program_are_refused(
@@ -381,8 +391,46 @@ def test_files_that_are_no_plan_of_the_program_are_refused(
     path = tmp_path / "plan.json"
     plan_recompute(mlp, "90%", measure=False)(*shapes).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"plan.json.*{message}"):
         load_plan(path, mlp)(*shapes)
+
+
+@pytest.mark.any_jax
+def test_a_plan_that_lacks_something_says_what(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    plan = plan_recompute(mlp, "90%", measure=False)(*mlp_shapes(3, 16, 8))
+    plan.save(path)
+    whole = json.loads(path.read_text())
+    told = {*vars(plan), "format", "version"} - {"target", "held", "held_without", "budget"}
+    for key in whole.keys() - told:
+        path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        with pytest.raises(ValueError, match=f"as '{key}', and has nothing there. Plan again"):
+            load_plan(path, mlp)
+
+
+def test_a_plan_does_no_effect_twice(tmp_path: Path):
+    def noisy(x: jax.Array) -> jax.Array:
+        y = jnp.sin(x) @ x
+        jax.debug.callback(lambda _: None, y)
+        return jnp.sum(y**2)
+
+    path = tmp_path / "plan.json"
+    plan_recompute(noisy, "100%", measure=False)(f32(8, 8)).save(path)
+    plan = json.loads(path.read_text())
+    (segment,) = plan["segments"]
+    path.write_text(json.dumps(plan | {"segments": [segment | {"recompute": True}]}))
+    with pytest.raises(ValueError, match="effects would happen twice"):
+        load_plan(path, noisy)(f32(8, 8))
+
+
+@pytest.mark.any_jax
+def test_a_program_that_writes_nothing_has_an_empty_plan(tmp_path: Path):
+    plan = plan_recompute(lambda x: x.T, "50%", measure=False)(f32(2, 3))
+    assert plan.segments == ()
+    assert plan.peak == plan.flops == 0
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", lambda x: x.T)(f32(2, 3)) == plan
+    assert tracegrad.trace(lambda x: x.T, memory_budget="1 B")(jnp.ones((2, 3))).shape == (3, 2)
 
 
 @pytest.mark.any_jax
@@ -409,7 +457,7 @@ def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
 @pytest.mark.any_jax
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a recompute plan"):
+    with pytest.raises(ValueError, match=r"is not a recompute plan.*Plan again"):
         load_plan(tmp_path / "plan.json", mlp)
 
 

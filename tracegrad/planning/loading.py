@@ -23,6 +23,31 @@ from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, simulate
 from tracegrad.tracing.graphs import graph as trace_graph
 
+_AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
+
+# What loading reads of a file, and its type there.
+_PLAN: dict[str, Any] = {
+    "program": str,
+    "name": str,
+    "transfer": int | float | None,
+    "scan_variant": int,
+    "scans": str,
+    "segments": list,
+    "target": int,
+    "budget": int,
+    "held": int | None,
+    "held_without": int | None,
+    "measured_on": str,
+}
+_SEGMENT: dict[str, Any] = {
+    "start": int,
+    "stop": int,
+    "recompute": bool,
+    "saved": list,
+    "inner": list,
+    "offload": bool,
+}
+
 
 def load_plan(
     path: str | os.PathLike[str], fun: Callable[..., Any]
@@ -38,23 +63,16 @@ def load_plan(
       backend, or by another JAX, is measured again.
 
     Raises:
-      ValueError: the file is no plan, or of another program (when called with arguments): one with
-        other operations, parameters of them, custom gradients or types. Other values of what it
-        closes over are no other program. Or XLA holds more than the budget where it is measured
-        again.
+      OSError: the file cannot be read.
+      ValueError: the file is no plan, or not a whole one, or of another program (when called with
+        arguments): one with other operations, parameters of them, custom gradients or types. Other
+        values of what it closes over are no other program. Or XLA holds more than the budget where
+        it is measured again.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a recompute plan: {error}") from error
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a recompute plan (no {FORMAT!r} in it)")
-    if data.get("version") != VERSION:
-        raise ValueError(
-            f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
-            f"version {VERSION}. Plan again, and save that: "
-            "plan_recompute(fun, memory_budget)(*args).save(path)"
-        )
+    data = _read(path)
+    segments = [_segment(path, k, entry) for k, entry in enumerate(data["segments"])]
+    if data["transfer"] is None and any(segment.offload for segment in segments):
+        raise ValueError(f"{path}: no 'transfer' says what it costs to offload. {_AGAIN}")
 
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
@@ -70,11 +88,10 @@ def load_plan(
         search = Search(model(flat, transfer=math.inf if transfer is None else transfer))
         number = data["scan_variant"]
         found = [case for case in search.cases() if case.number == number]
-        segments = [_segment(entry) for entry in data["segments"]]
         if not found:
             raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
         name = found[0].variant.name
-        if data.get("scans", name) != name:
+        if data["scans"] != name:
             raise ValueError(
                 f"{path} was planned by another version of this package, which runs scans in other "
                 f"ways: {data['scans']!r} was what is {name!r} now. Plan again"
@@ -83,6 +100,8 @@ def load_plan(
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
             raise ValueError(f"{path}: the segments do not cover the program's operations in order")
+        if any(s.recompute and any(planned.fixed[s.start : s.stop]) for s in segments):
+            raise ValueError(f"{path}: an operation with effects would happen twice. {_AGAIN}")
         fit = Fit(
             found[0], tuple(segments), simulate(planned, segments), data["target"], data["held"]
         )
@@ -111,13 +130,49 @@ def _measured_again(
     return replace(fit, held=held), None, _jax.compiled_by()
 
 
-def _segment(entry: Mapping[str, Any]) -> Segment:
-    start, stop = int(entry["start"]), int(entry["stop"])
-    saved = frozenset(int(v) for v in entry["saved"])
-    segment = Segment(
-        start, stop, bool(entry["recompute"]), saved, tuple(entry["inner"]), bool(entry["offload"])
-    )
-    in_order = all(first < last for first, last in segment.pieces)
-    if not in_order or any(not start <= v < stop for v in saved):
-        raise ValueError(f"not a segment of a recompute plan: {dict(entry)}")
-    return segment
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What the file of a plan says."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a recompute plan: {error}. {_AGAIN}") from error
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a recompute plan (no {FORMAT!r} in it). {_AGAIN}")
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
+            f"version {VERSION}. {_AGAIN}"
+        )
+    return _with_all(path, "the plan", data, _PLAN)
+
+
+def _segment(path: str | os.PathLike[str], number: int, entry: Any) -> Segment:
+    name = f"segment {number}"
+    data = _with_all(path, name, entry, _SEGMENT)
+    start, stop, is_run, is_sent = (data[k] for k in ("start", "stop", "recompute", "offload"))
+    positions = [*data["saved"], *data["inner"]]
+    if all(type(v) is int and start <= v < stop for v in positions):
+        segment = Segment(
+            start, stop, is_run, frozenset(data["saved"]), tuple(data["inner"]), is_sent
+        )
+        is_possible = is_run if is_sent or segment.inner else True
+        in_order = all(first < last for first, last in segment.pieces)
+        if in_order and is_possible and not (is_sent and segment.inner):
+            return segment
+    raise ValueError(f"{path}: {name} is not one of a recompute plan: {dict(entry)}. {_AGAIN}")
+
+
+def _with_all(
+    path: str | os.PathLike[str], name: str, data: Any, types: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """An object of the file, if what stands in it has these types; `name` tells which it is."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path}: {name} should be an object, and is {data!r}. {_AGAIN}")
+    for key, kind in types.items():
+        expected = f"{path}: {name} should have {getattr(kind, '__name__', kind)} as {key!r}"
+        if key not in data:
+            raise ValueError(f"{expected}, and has nothing there. {_AGAIN}")
+        value = data[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{expected}, and has {value!r}. {_AGAIN}")
+    return data

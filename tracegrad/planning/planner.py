@@ -30,6 +30,7 @@ from tracegrad.planning.simulation import (
     Segment,
     Simulation,
     keep_all,
+    plan_to_keep,
     simulate,
 )
 from tracegrad.planning.tuning import TUNING
@@ -47,7 +48,7 @@ class Planner:
     def find(self, budget: int) -> tuple[list[Segment], Simulation] | None:
         """The best plan found within a budget in bytes; None if there is none."""
         if self.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-            return [Segment(0, len(self.model))], self.kept
+            return plan_to_keep(self.model), self.kept
         plan = self._cheapest(budget)
         if plan is None:
             return None
@@ -125,7 +126,7 @@ class Planner:
             runs = [(way, piece.run(way)) for way in ways]
             few = TUNING.cheap * sum(piece.flops)
             cheap = [way for way, local in runs[1:] if not way.offload and local.flops <= few]
-            in_pieces = cheap[-TUNING.sets_in_pieces :] if inner else []
+            in_pieces = cheap[max(0, len(cheap) - TUNING.sets_in_pieces) :] if inner else []
             runs += [(way, piece.run(way)) for way in (replace(w, inner=inner) for w in in_pieces)]
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)

@@ -338,6 +338,11 @@ def simulate(
     )
 
 
+def plan_to_keep(model: MemoryModel) -> list[Segment]:
+    """The plan that recomputes nothing; a program that writes no buffer has no segment."""
+    return [Segment(0, len(model))] if len(model) else []
+
+
 def keep_all(model: MemoryModel) -> Simulation:
     """The program with nothing recomputed."""
-    return simulate(model, [Segment(0, len(model))])
+    return simulate(model, plan_to_keep(model))
