@@ -500,7 +500,7 @@ def test_the_facts_of_a_program_are_those_of_the_programs_in_it_too():
         "add",
         "sub",
     }
-    assert facts.count == 6
+    assert facts.operations == 6
     assert [each is array for each in facts.arrays] == [True]
     assert [each.tolist() for each in facts.numpy_arrays] == [[0.0, 1.0, 2.0]]
     assert (facts.has_effects, facts.closes_over) == (False, False)

@@ -47,8 +47,6 @@ from tracegrad._jax.loop_schedule import replayed as replayed
 from tracegrad._jax.loops import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE
 from tracegrad._jax.loops import WHILES as WHILES
 from tracegrad._jax.loops import checkpointed_while_loop as checkpointed_while_loop
-from tracegrad._jax.processes import agree as agree
-from tracegrad._jax.processes import in_numpy as in_numpy
 from tracegrad._jax.program_facts import ProgramFacts as ProgramFacts
 from tracegrad._jax.program_facts import facts_below as facts_below
 from tracegrad._jax.program_facts import program_facts as program_facts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,21 +12,20 @@ from tracegrad._jax.caches import of_program
 from tracegrad._jax.programs import CUSTOM_JVP, parts_of, sub_programs
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramFacts:
+class ProgramFacts(NamedTuple):
     """What is true of one program or of several, with the programs in them.
 
     Attributes:
       primitives: those of the operations.
-      count: how many operations there are, those of a program once for each call of it. Calls do
-        not count.
+      operations: how many there are, those of a program once for each call of it. Calls do not
+        count.
       arrays, numpy_arrays: the constants that are such, each once.
       has_effects: whether more is done than computing: printing, calls of the host.
       closes_over: whether a `jax.custom_jvp` closes over something.
     """
 
     primitives: frozenset[Any] = frozenset()
-    count: int = 0
+    operations: int = 0
     arrays: tuple[Any, ...] = ()
     numpy_arrays: tuple[Any, ...] = ()
     has_effects: bool = False
@@ -50,7 +48,7 @@ def program_facts(program: Any) -> ProgramFacts:
             count += 1
             continue
         below.append(inner)
-        count += inner.count
+        count += inner.operations
         is_rule = equation.primitive is CUSTOM_JVP
         closes_over |= equation.params.get("num_consts", 0) > 0 if is_rule else inner.closes_over
     arrays = [each for each in constants if isinstance(each, jax.Array)]
@@ -72,7 +70,7 @@ def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
         return each[0] if each else _NOTHING
     return ProgramFacts(
         frozenset().union(*(facts.primitives for facts in each)),
-        sum(facts.count for facts in each),
+        sum(facts.operations for facts in each),
         _once(array for facts in each for array in facts.arrays),
         _once(array for facts in each for array in facts.numpy_arrays),
         any(facts.has_effects for facts in each),

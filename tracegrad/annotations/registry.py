@@ -200,11 +200,10 @@ def _override(name: str, grad: _Registered) -> MatchRule:
     return MatchRule("override_gradient", _Named(name), at_each(edit), missing_ok=True)
 
 
-@dataclass(frozen=True)
 class _Named(Selector):
     """Nodes of a name, outside of custom rules: those replace the derivative of what is in them."""
 
-    name: str
+    made_by = "gradient_override_map"
 
     def look(self, graph: Graph) -> Found:
         matches: list[Occurrence] = []
@@ -214,14 +213,11 @@ class _Named(Selector):
 
     def _visit(self, graph: Graph, path: Path, matches: list[Occurrence]) -> None:
         for node in graph.nodes:
-            if self.name in (node.op, node.name):
+            if self.patterns[0] in (node.op, node.name):
                 matches.append(Occurrence(path, node))
             elif not isinstance(node, CustomGradient):
                 for name, region in node.regions.items():
                     self._visit(region, (*path, (node, name)), matches)
-
-    def __repr__(self) -> str:
-        return f"gradient_override_map({self.name!r})"
 
 
 # ------------------------------------------------------------------------- operation by operation

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tracegrad import _jax
+from tracegrad._jax.processes import agree
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.traced import BoundTracedFunction
@@ -50,10 +50,10 @@ def check_processes(
     text = lowered.as_text()
     topic = f"check_processes({function_name(fun)})"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    outcome = _jax.agree(topic, digest, timeout, lambda said: "" if len({*said}) == 1 else "other")
+    outcome = agree(topic, digest, timeout, lambda said: "" if len({*said}) == 1 else "other")
     if outcome:
         packed = base64.b64encode(zlib.compress(text.encode(), 9)[:_MOST_COMPARED]).decode()
-        difference = _jax.agree(f"{topic}, where they differ", packed, timeout, _difference)
+        difference = agree(f"{topic}, where they differ", packed, timeout, _difference)
         raise ValueError(
             f"{function_name(fun)} is not the same program on all processes, which would wait for "
             f"one another: {difference}\nWhat it depends on has to be the same on all of them: "

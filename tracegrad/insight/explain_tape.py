@@ -109,9 +109,9 @@ def _named(sources: Any) -> list[tuple[Leaf, Any]]:
     arrays = jax.tree.leaves(sources, is_leaf=is_variable)
     for leaf, array in zip(leaves_of(sources), arrays, strict=True):
         if is_variable(array):
-            named.append((replace(leaf, name=_name_of(array, leaf.name)), array))
+            named.append((leaf._replace(name=_name_of(array, leaf.name)), array))
         elif not leaf.name or type_of(array) is not None:
-            named.append((replace(leaf, name=leaf.name or "source"), array))
+            named.append((leaf._replace(name=leaf.name or "source"), array))
     return named
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.processes import in_numpy
 from tracegrad.ir import Graph, operations
 
 Function = Callable[[Sequence[Any]], list[Any]]
@@ -62,7 +63,7 @@ def _difference(
     fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any, limits: Limits
 ) -> Estimate:
     """The derivative of the weighed results along a direction in one leaf."""
-    here = _jax.in_numpy(at[which])
+    here = in_numpy(at[which])
     spread = float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0
     step = limits.step * (spread or 1.0)
     if limits.exact:
@@ -143,7 +144,7 @@ def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> float:
     total = 0.0
     for out, weight in zip(outs, weights, strict=True):
         if weight is not None:
-            total += float(np.sum(np.real(_jax.in_numpy(out) * weight)))
+            total += float(np.sum(np.real(in_numpy(out) * weight)))
     return total
 
 

@@ -9,7 +9,6 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.errors import GraphError
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
 
-@dataclass(frozen=True)
 class _ByFrame(Grouping):
     """Groups of nodes that came of one execution of a piece of Python code.
 
@@ -152,20 +150,21 @@ def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
 class CallOf(_ByFrame):
+    made_by = "match.call"
+
     def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
         for index in range(len(stack.codes) - 1, -1, -1):
             code = stack.codes[index]
             found = known.get(id(code))
             if found is None:
-                found = known[id(code)] = _is_function(code.co_qualname, self.patterns_)
+                found = known[id(code)] = _is_function(code.co_qualname, self.patterns)
             if found:
                 return index, None
         return None
 
     def _is_named(self, node: Node) -> bool:
-        return bool(node.regions) and _is_function(node.name, self.patterns_)
+        return bool(node.regions) and _is_function(node.name, self.patterns)
 
     def names(self, graph: Graph) -> list[str]:
         found: dict[str, None] = {}
@@ -175,9 +174,6 @@ class CallOf(_ByFrame):
             for code in stack_of(o.node, o.graph, root=not o.path).codes:
                 found[_short(code.co_qualname)] = None
         return list(found)
-
-    def __repr__(self) -> str:
-        return f"match.call({', '.join(map(repr, self.patterns_))})"
 
 
 def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
@@ -191,8 +187,8 @@ def _short(qualname: str) -> str:
     return qualname.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
 
-@dataclass(frozen=True)
 class SourceOf(_ByFrame):
+    made_by = "match.source"
     _each_time_round = True
 
     def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
@@ -201,7 +197,7 @@ class SourceOf(_ByFrame):
                 known[id(code)] = is_user_file(code.co_filename)
             if known[id(code)]:
                 (frame,) = stack.frames(index, index + 1)
-                kind = next((p for p in self.patterns_ if _is_place(frame, p)), None)
+                kind = next((p for p in self.patterns if _is_place(frame, p)), None)
                 return None if kind is None else (index, kind)
         return None
 
@@ -209,9 +205,6 @@ class SourceOf(_ByFrame):
         origins = [o.origin for o in graph.walk()]
         places = [name for o in origins if o is not None for name in (o.place, o.function)]
         return list(dict.fromkeys(places))
-
-    def __repr__(self) -> str:
-        return f"match.source({', '.join(map(repr, self.patterns_))})"
 
 
 def _is_place(frame: Frame, pattern: str) -> bool:

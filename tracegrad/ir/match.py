@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ def op(*names: str) -> Selector:
     ...     tg.match.op("dot*"))]
     ['dot_general']
     """
-    return _Op(_checked(names, "match.op", "dot_general"))
+    return _Op(*_checked(names, "match.op", "dot_general"))
 
 
 def call(*names: str) -> Selector:
@@ -76,7 +75,7 @@ def call(*names: str) -> Selector:
     >>> len(tg.graph(twice)(jnp.ones(2)).find(tg.match.call("softmax")))
     2
     """
-    return CallOf(_checked(names, "match.call", "relu"))
+    return CallOf(*_checked(names, "match.call", "relu"))
 
 
 def scope(*globs: str) -> Selector:
@@ -105,7 +104,7 @@ def scope(*globs: str) -> Selector:
     >>> [m.name for m in g.find(tg.match.scope("block_[12]"))]
     ['block_1', 'block_2']
     """
-    return _Scope(_checked(globs, "match.scope", "block_*/attention"))
+    return _Scope(*_checked(globs, "match.scope", "block_*/attention"))
 
 
 def source(*places: str) -> Selector:
@@ -119,7 +118,7 @@ def source(*places: str) -> Selector:
       *places: ``"model.py:42"`` (in a notebook ``"In[3]:42"``), ``"model.py"``, or the name of a
         function (``"Block.__call__"``); ``*`` stands for any letters.
     """
-    return SourceOf(_checked(places, "match.source", "model.py:42"))
+    return SourceOf(*_checked(places, "match.source", "model.py:42"))
 
 
 def where(predicate: Callable[[Occurrence], object]) -> Selector:
@@ -150,28 +149,21 @@ def _checked(names: tuple[str, ...], function: str, example: str) -> tuple[str, 
 # ------------------------------------------------------------------------------------ single nodes
 
 
-@dataclass(frozen=True)
 class _Op(Selector):
-    patterns_: tuple[str, ...]
+    made_by = "match.op"
 
     def look(self, graph: Graph) -> Found:
-        matches = [o for o in graph.walk() if fits_any(o.node.op, self.patterns_)]
+        matches = [o for o in graph.walk() if fits_any(o.node.op, self.patterns)]
         return Found(matches, within(matches))
 
     def names(self, graph: Graph) -> list[str]:
         return list(dict.fromkeys(o.node.op for o in graph.walk()))
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return self.patterns_
 
-    def __repr__(self) -> str:
-        return f"match.op({', '.join(map(repr, self.patterns_))})"
-
-
-@dataclass(frozen=True)
 class _Where(Selector):
-    predicate: Callable[[Occurrence], object]
+    def __init__(self, predicate: Callable[[Occurrence], object]) -> None:
+        super().__init__()
+        self.predicate = predicate
 
     def look(self, graph: Graph) -> Found:
         matches = [o for o in graph.walk() if self.predicate(o)]
@@ -184,8 +176,9 @@ class _Where(Selector):
 # ------------------------------------------------------------------------------------------- scopes
 
 
-@dataclass(frozen=True)
 class _Scope(Grouping):
+    made_by = "match.scope"
+
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         outside = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
@@ -203,16 +196,13 @@ class _Scope(Grouping):
 
     def _inside(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
         """The part of a scope path down to where a pattern is first fulfilled."""
-        ends = [end for p in self.patterns_ if (end := _scope_end(p, parts)) is not None]
+        ends = [end for p in self.patterns if (end := _scope_end(p, parts)) is not None]
         return parts[: min(ends)] if ends else None
 
     def names(self, graph: Graph) -> list[str]:
         paths = dict.fromkeys("/".join(o.scopes) for o in graph.walk())
         parts = [part for path in paths for part in path.split("/")]
         return [name for name in dict.fromkeys([*paths, *parts]) if name]
-
-    def __repr__(self) -> str:
-        return f"match.scope({', '.join(map(repr, self.patterns_))})"
 
 
 def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jaxlib
@@ -49,8 +49,7 @@ _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 Path = tuple[tuple[Node, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """A line of Python code: ``model.py:42 (Block.__call__)``."""
 
     file: str

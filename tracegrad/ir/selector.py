@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +27,14 @@ class Selector(ABC):
     """Finds places in a graph; combined with ``&``, ``|`` and ``~``.
 
     ``a & b`` are the matches of either that lie within both, ``a | b`` those of both, ``~a`` all
-    single nodes outside of `a`.
+    single nodes outside of `a`. Two of one class that were made of equal parts are equal, and so
+    are the rules that have them.
     """
+
+    made_by = ""  # the function that makes it, for its repr
+
+    def __init__(self, *patterns: str) -> None:
+        self.patterns = patterns  # what it was asked for, to find the nearest of `names`
 
     @abstractmethod
     def look(self, graph: Graph) -> Found:
@@ -39,10 +44,14 @@ class Selector(ABC):
         """What it could have been asked for in this graph: for messages, when nothing matches."""
         return []
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """What it was asked for, to find the nearest of `names`."""
-        return ()
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{self.made_by}({', '.join(map(repr, self.patterns))})"
 
     def __and__(self, other: Selector) -> Selector:
         return _And(self, _selector(other))
@@ -69,14 +78,10 @@ def within(matches: Sequence[Occurrence]) -> Covers:
 # ------------------------------------------------------------------------------------- combinations
 
 
-@dataclass(frozen=True)
 class _Two(Selector):
-    left: Selector
-    right: Selector
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (*self.left.patterns, *self.right.patterns)
+    def __init__(self, left: Selector, right: Selector) -> None:
+        super().__init__(*left.patterns, *right.patterns)
+        self.left, self.right = left, right
 
 
 class _And(_Two):
@@ -121,9 +126,10 @@ class _Or(_Two):
         return f"({self.left!r} | {self.right!r})"
 
 
-@dataclass(frozen=True)
 class _Not(Selector):
-    inner: Selector
+    def __init__(self, inner: Selector) -> None:
+        super().__init__()
+        self.inner = inner
 
     def look(self, graph: Graph) -> Found:
         inner = self.inner.look(graph)
@@ -173,16 +179,9 @@ def _selector(other: Any) -> Selector:
 Group = tuple[str | None, list[Node]]
 
 
-@dataclass(frozen=True)
 class Grouping(Selector):
     """Selectors whose matches may be several nodes: the outermost ones are found, region by
     region."""
-
-    patterns_: tuple[str, ...]
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return self.patterns_
 
     def look(self, graph: Graph) -> Found:
         matches = list(self._visit(graph, ()))

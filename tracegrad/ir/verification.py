@@ -6,8 +6,7 @@ Runs after every rewrite in the tests, as `Graph.verify()`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
@@ -107,8 +106,7 @@ def _operands(node: Node, region: str) -> Sequence[Any] | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     """The type of one step's slice of a scanned operand, as far as it is compared."""
 
     shape: tuple[Any, ...]

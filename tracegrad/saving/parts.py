@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.processes import agree
 from tracegrad._version import __version__
 from tracegrad.saving import documents
 from tracegrad.saving.container import MANIFEST, SEAL, Container, map_file, naming, write_container
@@ -97,7 +98,7 @@ def write_parts(path: str, values: Mapping[str, Any], timeout: float) -> None:
     topic = f"save_variables({os.path.basename(path)!r})"
     plans = {name: _plan(value) for name, value in values.items()}
     said = json.dumps({name: _summary(value, plans[name]) for name, value in values.items()})
-    run = _jax.agree(topic, said, timeout, functools.partial(_new_run, topic))
+    run = agree(topic, said, timeout, functools.partial(_new_run, topic))
     owners = sorted({owner for plan in plans.values() for owner in plan.values()})
     names = tuple(_part_name(path, run, k, len(owners)) for k in range(len(owners)))
     ours = os.path.join(folder, names[owners.index(own)]) if own in owners else None
@@ -133,7 +134,7 @@ def write_parts(path: str, values: Mapping[str, Any], timeout: float) -> None:
 
     told = "" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
-        _jax.agree(f"{topic}, run {run}", told, timeout, commit)
+        agree(f"{topic}, run {run}", told, timeout, commit)
     except RuntimeError as error:
         raise fault or error from None
     finally:

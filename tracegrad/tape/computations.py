@@ -109,9 +109,9 @@ class Computation:
             if not _jax.is_plain_jit(self.params):
                 return
             # What says something of their derivatives is asked in the backward pass.
-            if facts.count > 1 and not facts.closes_over and not self.saves:
-                self.saves = facts.count > _LARGE or _is_heavy(self.params["jaxpr"])
-            if not self.saves or facts.count <= _SMALL:
+            if facts.operations > 1 and not facts.closes_over and not self.saves:
+                self.saves = facts.operations > _LARGE or _is_heavy(self.params["jaxpr"])
+            if not self.saves or facts.operations <= _SMALL:
                 self.run = _compiled_program(self.params)
         elif self.primitive is _jax.CUSTOM_JVP or (
             _jax.runs_compiled(self.primitive) and not self.programs

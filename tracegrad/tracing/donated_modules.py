@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracegrad.tracing.graphs import argument_names, function_name
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.variables.modules import array_places, held_arrays, held_paths
 
 
-@dataclass(frozen=True)
-class Donation:
+class Donation(NamedTuple):
     """Which arguments of a function are donated; `static`: those that JAX does not see."""
 
     donated: StaticArguments

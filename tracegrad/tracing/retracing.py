@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -52,8 +52,7 @@ class RetraceWarning(UserWarning):
     """
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What a program was compiled for."""
 
     tree: Any
@@ -99,8 +98,7 @@ def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
     return tuple((f"{p[0].key}{jax.tree_util.keystr(p[1:])}", leaf.structure) for p, leaf in held)
 
 
-@dataclass(frozen=True)
-class TracedSignature:
+class TracedSignature(NamedTuple):
     """One signature for which a function was traced.
 
     Attributes:

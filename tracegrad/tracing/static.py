@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tracegrad.variables.trees import Fixed, given
@@ -21,8 +20,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StaticArguments:
+class StaticArguments(NamedTuple):
     """Static arguments by position and by name."""
 
     positions: frozenset[int] = frozenset()

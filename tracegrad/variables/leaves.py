@@ -7,8 +7,7 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,8 +15,7 @@ from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A leaf of a tree.
 
     Attributes:
@@ -33,7 +31,7 @@ class Leaf:
 
     def within(self, name: str) -> Leaf:
         """The same leaf of what has a name: ``params.dense.kernel``."""
-        return replace(self, name=f"{name}.{self.name}" if name and self.name else name + self.name)
+        return self._replace(name=f"{name}.{self.name}" if name and self.name else name + self.name)
 
     @property
     def is_module_state(self) -> bool:
