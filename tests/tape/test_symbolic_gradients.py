@@ -286,3 +286,16 @@ def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():
         np.testing.assert_allclose(hessian, np.diag(second))
         np.testing.assert_allclose(product, second)
         assert stopped is None
+
+
+@pytest.mark.any_jax
+def test_a_second_derivative_goes_by_a_linear_solve_to_which_none_leads():
+    """The factors of the matrix, which the solve keeps, depend on no x: JAX refuses to
+    differentiate a solve where they alone vary."""
+    matrix = jnp.array([[2.0, 0.5], [0.5, 1.0]])
+
+    def f(x):
+        y = jnp.sum(jnp.linalg.solve(matrix, x)) + jnp.sum(x**3)
+        return gradients(gradients(y, x), x)
+
+    assert np.allclose(inside(f, jnp.array([1.0, -2.0]))[0], [6.0, -12.0])

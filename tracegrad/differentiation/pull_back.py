@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
+from tracegrad.ir.dependence import Masks, joined, spread
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.tracing.user_errors import explain_loop
@@ -101,12 +102,24 @@ def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) 
 def reached_from(
     graph: Graph, wanted: Sequence[Value], stopped: AbstractSet[Value]
 ) -> AbstractSet[Value]:
-    """The values of a dtype that has cotangents to which data flows from a wanted one."""
-    reached = {value for value in wanted if value.has_gradient}
-    for node in graph.nodes:
-        if any(isinstance(v, Value) and v in reached for v in node.inputs):
-            reached.update(v for v in node.outputs if v.has_gradient and v not in stopped)
-    return reached
+    """The values through which a gradient may come back to a wanted one.
+
+    Of a node's results those alone that are connected to a reached operand: JAX fails at some
+    operations (a linear solve) where only the others vary, though nothing arrives by these.
+    """
+    start = {value for value in wanted if value.has_gradient}
+    walk = Walk()
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        # As a whole: see `linked_inputs`.
+        is_whole = isinstance(node, Recompute)
+        found = [joined(ins)] * len(node.outputs) if is_whole else walk.rule(node, ins)
+        pairs = zip(node.outputs, found, strict=True)
+        return [1 if v in start else 0 if v in stopped else mask for v, mask in pairs]
+
+    masks: dict[Value, int] = {}
+    spread(graph, [1 if value in start else 0 for value in graph.inputs], rule, masks)
+    return {value for value, mask in masks.items() if mask and value.has_gradient}
 
 
 def active_inputs(node: Node, reached: AbstractSet[Value]) -> list[int]:
