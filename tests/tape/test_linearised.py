@@ -203,3 +203,20 @@ def test_an_infinite_derivative_of_another_result_makes_no_nan(name):
         tape.watch(x)
         y, _ = SINGULAR[name](x)
     assert tape.gradient(y, x) == 1.0
+
+
+@pytest.mark.any_jax
+def test_a_rule_in_a_compiled_function_reaches_what_its_function_does_not_use():
+    """The forward pass that saves what derivatives need has lost the rule, and with it the way."""
+
+    @jax.custom_vjp
+    def rule(x, y):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x, y: (jnp.sin(x), None), lambda _, ct: (ct, 3 * ct))
+    compiled = jax.jit(lambda x, y: 2 * rule(x, y))
+    x, y = jnp.float32(0.5), jnp.float32(0.7)
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(y)
+        z = compiled(x, y) ** 2
+    assert np.isclose(tape.gradient(z, y), 2 * (2 * jnp.sin(0.5)) * 6)

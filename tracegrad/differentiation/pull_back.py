@@ -28,6 +28,8 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # cotangents of its results; None for an input or a result that has none.
 NodeVJP = Callable[[Node, Mapping[Value, Any], Sequence[Any], Sequence[int]], list[Any]]
 
+_NONE: Mapping[Node, int] = {}
+
 
 def running_sum(terms: Sequence[Any]) -> Any:
     """One term after the other."""
@@ -52,6 +54,7 @@ def pull_back(
     aggregate: Aggregation = running_sum,
     gated: bool = False,
     through: NodeVJP | None = None,
+    deciding: Mapping[Node, int] = _NONE,
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
@@ -66,12 +69,13 @@ def pull_back(
       aggregate: how the cotangents of one value are added up.
       gated: release the cotangents of a node's inputs together, when all of them are there.
       through: how cotangents are pulled back through one node; default: `node_vjp`.
+      deciding: as of `reached_from`.
 
     Returns:
       For each wanted value its cotangent, or None if nothing connects it to a value that has one.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
-    reached = reached_from(graph, wanted, stopped)
+    reached = reached_from(graph, wanted, stopped, deciding)
     for node in reversed(graph.nodes):
         given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
         active = active_inputs(node, reached)
@@ -100,20 +104,28 @@ def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) 
 
 
 def reached_from(
-    graph: Graph, wanted: Sequence[Value], stopped: AbstractSet[Value]
+    graph: Graph,
+    wanted: Sequence[Value],
+    stopped: AbstractSet[Value],
+    deciding: Mapping[Node, int] = _NONE,
 ) -> AbstractSet[Value]:
     """The values through which a gradient may come back to a wanted one.
 
     Of a node's results those alone that are connected to a reached operand: JAX fails at some
     operations (a linear solve) where only the others vary, though nothing arrives by these.
+
+    `deciding`: of how many of its first results a node says itself to what they are connected, when
+    cotangents are pulled back through it.
     """
     start = {value for value in wanted if value.has_gradient}
     walk = Walk()
 
     def rule(node: Node, ins: Masks) -> Masks:
-        # As a whole: see `linked_inputs`.
-        is_whole = isinstance(node, Recompute)
-        found = [joined(ins)] * len(node.outputs) if is_whole else walk.rule(node, ins)
+        # One that is recomputed counts as a whole: see `linked_inputs`.
+        whole = len(node.outputs) if isinstance(node, Recompute) else deciding.get(node, 0)
+        found = [joined(ins)] * whole
+        if whole < len(node.outputs):
+            found += walk.rule(node, ins)[whole:]
         pairs = zip(node.outputs, found, strict=True)
         return [1 if v in start else 0 if v in stopped else mask for v, mask in pairs]
 

@@ -75,7 +75,8 @@ def trace_backward(
     outputs = [values[slot] for slot in block.targets]
     stops = {values[slot] for slot in stopped}
     stand_ins = {values[slot]: slot for slot in replay.slots}
-    reached = reached_from(graph, wanted, stops) if again else frozenset[Value]()
+    deciding = {node: saved.deciding for node, saved in saving.items()}
+    reached = reached_from(graph, wanted, stops, deciding) if again else frozenset[Value]()
     count = len(block.types)
     # Which results of a node have cotangents: what runs again is differentiated with respect to
     # those alone, and before anything is pulled back. So it is traced twice.
@@ -124,6 +125,7 @@ def trace_backward(
             aggregate=aggregate,
             gated=gated,
             through=through,
+            deciding=deciding,
         )
 
     run = jax.named_call(backward, name=UNDER_RULES) if rules else backward

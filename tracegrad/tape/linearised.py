@@ -108,6 +108,14 @@ class Linearised(Computation):
         how = "linearised", active, tuple(types), orders
         self._keys = (*how, key), (*how, of.keys[1])
 
+    @property
+    def deciding(self) -> int:
+        """Of how many of its first results `pull_back` says to what they are connected. The program
+        of the forward pass, in which a rule is but its forward function, does not tell that; to
+        what the others are connected, it does."""
+        is_whole = self.original.primitive is _jax.REMAT  # see `linked_inputs`
+        return len(self._graph.outputs) if is_whole else self.count
+
     def run_forward(self, operands: Sequence[Any]) -> list[Any]:
         """The forward pass, operation by operation: ``(*results, *saved)``."""
         return evaluate(self._graph, operands, Lowering())
