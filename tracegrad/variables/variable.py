@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from tracegrad import _jax
 from tracegrad.variables.lending import keep, store, stored
 from tracegrad.variables.listening import heard_assignment, heard_read, listened
 
+T = TypeVar("T")
 _Operator = Callable[[Any, Any], Any]
 
 
@@ -29,6 +30,15 @@ def _both(apply: _Operator) -> tuple[_Operator, _Operator]:
 def _on_left(apply: _Operator) -> _Operator:
     def method(self: Variable, other: Any) -> Any:
         return apply(self.value, _operand(other))
+
+    return method
+
+
+def _of_value(ask: Callable[[Any], T]) -> Callable[[Variable], T]:
+    """A method that asks the value."""
+
+    def method(self: Variable) -> T:
+        return ask(self.value)
 
     return method
 
@@ -278,26 +288,13 @@ class Variable:
             return np.array(array, dtype=dtype)
         return array
 
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __complex__(self) -> complex:
-        return complex(self.value)
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __index__(self) -> int:
-        return operator.index(self.value)
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value)
+    __float__ = _of_value(float)
+    __int__ = _of_value(int)
+    __complex__ = _of_value(complex)
+    __bool__ = _of_value(bool)
+    __index__ = _of_value(operator.index)
+    __len__ = _of_value(len)
+    __iter__ = _of_value(iter)
 
     def __getitem__(self, index: Any) -> Any:
         return self.value[index]
@@ -335,17 +332,10 @@ class Variable:
     __eq__ = _on_left(operator.eq)
     __ne__ = _on_left(operator.ne)
 
-    def __neg__(self) -> Any:
-        return -self.value
-
-    def __pos__(self) -> Any:
-        return +self.value
-
-    def __abs__(self) -> Any:
-        return abs(self.value)
-
-    def __invert__(self) -> Any:
-        return ~self.value
+    __neg__ = _of_value(operator.neg)
+    __pos__ = _of_value(operator.pos)
+    __abs__ = _of_value(abs)
+    __invert__ = _of_value(operator.invert)
 
     def __round__(self, ndigits: int | None = None) -> Any:
         return round(self.value, ndigits or 0)
