@@ -21,7 +21,7 @@ from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.partial import of_some, vjp_of_some
-from tracegrad.variables.listening import listening
+from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.outside import ModuleArray, Outside
 from tracegrad.variables.variable import Variable
 
@@ -72,7 +72,7 @@ def _derivative(node: CustomGradient, active: Sequence[int], reads: _Reads, *ope
         return back(_jax.align(list(map(jax.typeof, outs)), flowing))
 
 
-class _Reads:
+class _Reads(Listener):
     """Hears which array of a module is read first."""
 
     first: ModuleArray | None = None
@@ -81,6 +81,3 @@ class _Reads:
         if isinstance(variable, ModuleArray):
             self.first = self.first or variable
         return outside()
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)

@@ -34,7 +34,7 @@ from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
-from tracegrad.variables.listening import listened
+from tracegrad.variables.listening import listeners
 from tracegrad.variables.modules import Modules, array_places, modules_in
 from tracegrad.variables.outside import ModuleArray, surroundings
 from tracegrad.variables.overriding import ForwardingTrace
@@ -296,8 +296,8 @@ class Variant:
         updated: Any = [ref() for ref in use.updated] if use.updated else ()
         read: Any = [ref() for ref in use.read] if use.read else ()
         written: Any = [ref() for ref in use.written] if use.written else ()
-        if type(_jax.current_trace(None)) is not self._writes_over_in or listened():
-            call = self._held if _jax.is_top_level() and not listened() else self._watched
+        if type(_jax.current_trace(None)) is not self._writes_over_in or listeners():
+            call = self._held if _jax.is_top_level() and not listeners() else self._watched
             result = call(updated, read, written, args, kwargs, modules)
             return self._put_together(result, modules)
         constants = peek(read) if read else ()

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Who is told that a Variable is read or assigned on its thread, while it listens."""
+    """Who is told that a Variable is read or assigned on its thread, while it listens.
+
+    One that inherits from this and defines one of the two lets the other go on to those outside.
+    """
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Returns the value that the reader gets.
@@ -27,6 +30,7 @@ class Listener(Protocol):
         `outside()` is the value that the next listener out would give, in the end the stored
         array; not to call it keeps the read from those outside.
         """
+        return outside()
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         """Is given the new value, of the Variable's shape and dtype.
@@ -34,6 +38,7 @@ class Listener(Protocol):
         `outside(value)` hands it on, in the end to be stored; not to call it keeps the assignment
         from those outside.
         """
+        outside(value)
 
 
 class _Listeners(threading.local):
@@ -73,11 +78,6 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         stop_listening(listener)
-
-
-def listened() -> bool:
-    """Whether somebody listens to Variables on this thread."""
-    return bool(_listeners.stack)
 
 
 def heard_read(variable: Variable, stored: Callable[[Variable], Any]) -> Any:

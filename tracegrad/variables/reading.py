@@ -18,12 +18,12 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.wording import described
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.listening import listening
+from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-class InOwnTrace:
+class InOwnTrace(Listener):
     """Listens to a function in the trace of its own program, which is a new one for every call.
 
     The programs of functions further inside (the bodies of loops, nested jits) are kept by JAX, and
@@ -33,7 +33,7 @@ class InOwnTrace:
     _own: Any = None
 
     @contextmanager
-    def around(self: Any) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         """Listens while the function runs: a block inside of what is traced."""
         self._own = _jax.staging_trace()
         with listening(self):
@@ -47,7 +47,7 @@ class InOwnTrace:
 
 class ReadsOutside(InOwnTrace):
     """For a function that is traced to be run once, here and now: what it reads of Variables is
-    what it would read if it were not traced, a value of the trace around it. (A `Listener`.)
+    what it would read if it were not traced, a value of the trace around it.
 
     The function's own trace has that as an operand: no value stays in it for a later call.
     """
@@ -66,9 +66,6 @@ class ReadsOutside(InOwnTrace):
         """What the function gets for the value of a Variable around it."""
         return value
 
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)
-
 
 # ---------------------------------------------------- functions with a gradient of their own
 
@@ -81,7 +78,7 @@ _reading = _Reading()
 
 
 class Reads(ReadsOutside):
-    """Collects the Variables that a function with a custom gradient reads. (A `Listener`.)"""
+    """Collects the Variables that a function with a custom gradient reads."""
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__()
@@ -112,8 +109,7 @@ class Reads(ReadsOutside):
 
 class Operands(Reads):
     """The same for a function that is traced together with its gradient function: there each
-    trainable Variable is an operand, one that stands for its value in the trace around. (A
-    `Listener`.)
+    trainable Variable is an operand, one that stands for its value in the trace around.
 
     Attributes:
       listed: those of which the gradient function has to return the gradients.
@@ -171,7 +167,7 @@ class Operands(Reads):
 
 
 class InGradient(InOwnTrace):
-    """What a gradient function alone reads is an operand too, and no input. (A `Listener`.)"""
+    """What a gradient function alone reads is an operand too, and no input."""
 
     def __init__(self, operands: Operands) -> None:
         self._operands = operands
@@ -181,12 +177,9 @@ class InGradient(InOwnTrace):
             return outside()
         return self._operands.read_for_gradient(variable, outside)
 
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)
-
 
 class Substitute(InOwnTrace):
-    """Gives readers of some Variables the values that a rule was given for them. (A `Listener`.)
+    """Gives readers of some Variables the values that a rule was given for them.
 
     Functions further inside read outside, as ever; `custom_gradient` puts the values there.
     """

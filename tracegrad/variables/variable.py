@@ -12,7 +12,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.variables.lending import keep, store, stored
-from tracegrad.variables.listening import heard_assignment, heard_read, listened
+from tracegrad.variables.listening import heard_assignment, heard_read, listeners
 
 T = TypeVar("T")
 _Operator = Callable[[Any, Any], Any]
@@ -209,7 +209,7 @@ class Variable:
         # Of what is neither an array nor a number the sum may be anything, and anybody's.
         kind = type(self._value)
         is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
-        if listened() or not is_new or not _jax.is_top_level():
+        if listeners() or not is_new or not _jax.is_top_level():
             return self.assign(value)
         keep(self, self._checked(value))  # an array that nobody else has: it needs no alias
         return self
