@@ -18,7 +18,7 @@ from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.tracing.user_errors import innermost_user_line
-from tracegrad.variables.modules import held_paths
+from tracegrad.variables.modules import held_arrays
 from tracegrad.variables.statics import is_array, with_statics
 
 Function = Callable[..., Any]
@@ -156,7 +156,7 @@ def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tu
             )
     arguments = *args, *kwargs.values()
     for (parameter, _), tree in zip(parameters, arguments, strict=True):
-        if held_paths(tree):
+        if held_arrays(tree):
             raise TypeError(
                 f"the argument {parameter} has a module of flax.nnx, which is rebuilt by its "
                 "Python code, and no code is saved: save a function that closes over it, or one "

@@ -16,7 +16,8 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.record import Record
-from tracegrad.variables.leaves import has_modules, leaves_of
+from tracegrad.variables.leaves import leaves_of
+from tracegrad.variables.nnx_objects import nnx
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
@@ -24,7 +25,7 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
 
     `sources`: a tree, in which that of a module is told from other arrays.
     """
-    if not has_modules():
+    if nnx() is None:
         return {}
     came_from = dict(_handed_on(record))
     if not came_from:

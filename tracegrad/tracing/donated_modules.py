@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tracegrad.tracing.graphs import argument_names, function_name
 from tracegrad.tracing.static import StaticArguments, resolve
-from tracegrad.variables.modules import array_places, held_arrays, held_paths
+from tracegrad.variables.modules import held_arrays, held_leaves
 
 
 class Donation(NamedTuple):
@@ -25,7 +25,7 @@ class Donation(NamedTuple):
         places: list[int] = []
         start = 0
         for is_donated, argument in arguments:
-            end = start + len(array_places(argument))
+            end = start + len(held_arrays(argument))
             places += range(start, end) if is_donated else ()
             start = end
         return places
@@ -42,7 +42,7 @@ class Donation(NamedTuple):
         paths = [
             f"`{name}{path}`"
             for name, argument in zip(names, arguments, strict=True)
-            for path in held_paths(argument)
+            for _, path in held_leaves(argument)
         ]
         for i in self.places(args, kwargs):
             shared = [path for path, other in zip(paths, arrays, strict=True) if other is arrays[i]]

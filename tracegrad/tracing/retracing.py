@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.variables.modules import Structure, is_held, is_whole
+from tracegrad.variables.modules import Held, Structure, is_whole
 from tracegrad.variables.nnx_objects import differences
 from tracegrad.variables.statics import Given, Static, is_structure
 
@@ -94,7 +94,7 @@ def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
     if is_leaf is None:
         return ()
     leaves, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_leaf)
-    held = ((path, leaf) for path, leaf in leaves if is_held(leaf))
+    held = ((path, leaf) for path, leaf in leaves if type(leaf) is Held)
     return tuple((f"{p[0].key}{jax.tree_util.keystr(p[1:])}", leaf.structure) for p, leaf in held)
 
 

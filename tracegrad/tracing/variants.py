@@ -35,7 +35,7 @@ from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listeners
-from tracegrad.variables.modules import Modules, array_places, modules_in
+from tracegrad.variables.modules import Modules, held_leaves, modules_in
 from tracegrad.variables.outside import ModuleArray, surroundings
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
@@ -179,7 +179,8 @@ class Body:
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
-        of_modules = array_places(pipeline.static.apart(args, kwargs)[0]) if use.updates else ()
+        dynamic, *_ = pipeline.static.apart(args, kwargs)
+        of_modules = [i for i, _ in held_leaves(dynamic)] if use.updates else []
         lowering = Lowering()
         outs = evaluate(graph, flat, lowering)
         count, last = graph.result_count, len(outs) - len(graph.updates)

@@ -20,7 +20,6 @@ from tracegrad.variables.modules import (
     Setting,
     Structure,
     hold,
-    is_held,
     is_held_or_variable,
     is_whole,
     read,
@@ -215,7 +214,7 @@ class Inside:
         return [
             names[path[0].idx] + jax.tree_util.keystr(path[1:])
             for path, leaf in paths
-            if is_held(leaf)
+            if type(leaf) is Held
         ]
 
 

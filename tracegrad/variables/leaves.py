@@ -48,7 +48,7 @@ class Leaf(NamedTuple):
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
-    holders = (Variable, nnx().Variable) if has_modules() else (Variable,)
+    holders = (Variable, nnx().Variable) if nnx() is not None else (Variable,)
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, holders)
     )
@@ -77,8 +77,3 @@ def _is_params(key: Any) -> bool:
 def path_name(path: Any) -> str:
     """A path of JAX as text: ``blocks.0.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def has_modules() -> bool:
-    """Whether there can be modules of flax.nnx: nothing is imported for them."""
-    return nnx() is not None

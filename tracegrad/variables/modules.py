@@ -99,8 +99,8 @@ class Held:
         return None if self.of is None else self.of.roots[self.index]
 
 
-class _At:
-    """Where in a module an array is, as a key of a path: ``.blocks[0].kernel``."""
+class PathKey:
+    """Where in an object an array is, as one key of its path: ``.blocks[0].kernel``."""
 
     __slots__ = ("text",)
 
@@ -111,7 +111,7 @@ class _At:
         return self.text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _At) and self.text == other.text
+        return isinstance(other, PathKey) and self.text == other.text
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -121,10 +121,10 @@ def _flatten(held: Held) -> tuple[Sequence[Any], tuple[Structure, int]]:
     return held.arrays, (held.structure, held.index)
 
 
-def _flatten_with_keys(held: Held) -> tuple[list[tuple[_At, Any]], tuple[Structure, int]]:
+def _flatten_with_keys(held: Held) -> tuple[list[tuple[PathKey, Any]], tuple[Structure, int]]:
     (arrays, of), start = _flatten(held), held.structure.starts[held.index]
     places = held.structure.places[start : start + len(arrays)]
-    return [(_At(p.text), array) for p, array in zip(places, arrays, strict=True)], of
+    return [(PathKey(p.text), array) for p, array in zip(places, arrays, strict=True)], of
 
 
 def _unflatten(of: tuple[Structure, int], arrays: Iterable[Any]) -> Held:
@@ -132,11 +132,6 @@ def _unflatten(of: tuple[Structure, int], arrays: Iterable[Any]) -> Held:
 
 
 jax.tree_util.register_pytree_with_keys(Held, _flatten_with_keys, _unflatten, _flatten)
-
-
-def is_held(node: object) -> bool:
-    """Whether it stands for a module."""
-    return type(node) is Held
 
 
 def is_held_or_variable(node: object) -> bool:
@@ -335,35 +330,20 @@ def hold(leaves: list[Any]) -> bool:
     return True
 
 
-def array_places(arguments: Any) -> list[int]:
-    """Which of the leaves of arguments are arrays of modules."""
-    found: list[int] = []
-    start = 0
-    for leaf in jax.tree.leaves(arguments, is_leaf=is_held_or_variable):
-        if type(leaf) is Held:
-            found += range(start, start + len(leaf.arrays))
-            start += len(leaf.arrays)
-        else:
-            start += 1
-    return found
-
-
 def held_arrays(arguments: Any) -> list[Any]:
     """The arrays of modules."""
     leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
-    return [array for leaf in leaves if is_held(leaf) for array in leaf.arrays]
+    return [array for leaf in leaves if type(leaf) is Held for array in leaf.arrays]
 
 
-def held_paths(argument: Any) -> list[str]:
-    """Where each of them is in an argument: ``['student'].linear.kernel``."""
-    paths = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(argument, is_leaf=is_held_or_variable)[
-        0
-    ]:
-        if is_held(leaf):
-            inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
-            paths += [jax.tree_util.keystr((*path, *keys)) for keys, _ in inner]
-    return paths
+def held_leaves(arguments: Any) -> list[tuple[int, str]]:
+    """Which of the leaves of arguments are those, and where each is: ``['student'].kernel``."""
+    leaves = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=Variable.__instancecheck__)
+    return [
+        (i, jax.tree_util.keystr(path))
+        for i, (path, _) in enumerate(leaves)
+        if path and type(path[-1]) is PathKey
+    ]
 
 
 def modules_in(arguments: Any) -> Modules | None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tracegrad.variables.modules import PathKey
 from tracegrad.variables.statics import Static, fix, is_kind_of_array, settings
 from tracegrad.variables.trees import Fixed, flattened, given
 
@@ -38,24 +39,14 @@ class Packed:
         return jax.tree.unflatten(self.structure, self.arrays)
 
 
-class _Path:
-    """Where an array is in an argument, as JAX's messages write it."""
-
-    def __init__(self, keys: Any):
-        self._text = jax.tree_util.keystr(keys)
-
-    def __str__(self) -> str:
-        return self._text
-
-
 class _Mark:
     """Stands for an array."""
 
 
-def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[_Path, Any]], Any]:
+def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
     marks = [_Mark() for _ in packed.arrays]  # which nothing else in the tree is
     places = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(packed.structure, marks))
-    paths = [_Path(keys) for keys, leaf in places if type(leaf) is _Mark]
+    paths = [PathKey(jax.tree_util.keystr(keys)) for keys, leaf in places if type(leaf) is _Mark]
     return list(zip(paths, packed.arrays, strict=True)), packed.structure
 
 
