@@ -86,10 +86,12 @@ def type_text(aval: Any) -> str:
 def type_key(value: Any) -> Any:
     """Equal for values for which one program serves. (With explicit shardings a type has more
     than shape and dtype.)"""
+    aval = getattr(value, "aval", None)
+    if aval is not None:
+        return aval
     if isinstance(value, (bool, int, float, complex)):
         return (), type(value), True
-    aval = getattr(value, "aval", None)
-    return aval or (value.shape, value.dtype, bool(getattr(value, "weak_type", False)))
+    return value.shape, value.dtype, bool(getattr(value, "weak_type", False))
 
 
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:

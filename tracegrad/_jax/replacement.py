@@ -31,6 +31,15 @@ class Replacement:
 
     @contextmanager
     def in_place(self, places: Iterable[Place]) -> Iterator[None]:
+        """For a block, which needs them all."""
+        self.put(places)
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def put(self, places: Iterable[Place]) -> None:
+        """For somebody more who needs them, until `put_back`."""
         with self._lock:
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
@@ -40,14 +49,14 @@ class Replacement:
                     new[owner, name] = make(getattr(owner, name) if inherited else original)
             _put(new)
             self._needed_by += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._needed_by -= 1
-                if not self._needed_by:
-                    _put(self._originals)
-                    self._originals.clear()
+
+    def put_back(self) -> None:
+        """Somebody does not need them any more."""
+        with self._lock:
+            self._needed_by -= 1
+            if not self._needed_by:
+                _put(self._originals)
+                self._originals.clear()
 
 
 def _put(functions: Mapping[tuple[Any, str], Function]) -> None:

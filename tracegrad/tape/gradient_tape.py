@@ -361,9 +361,9 @@ class GradientTape:
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
-        require_arrays("source", sources, leaves, settings=True)
         wanted = None
-        if not all(isinstance(leaf, (jax.Array, Variable)) for leaf in leaves):
+        if not leaves or not all(isinstance(leaf, (Variable, jax.Array)) for leaf in leaves):
+            require_arrays("source", sources, leaves, settings=True)
             wanted = are_arrays(sources)
             leaves = list(itertools.compress(leaves, wanted))
         if not self._persistent:

@@ -87,7 +87,9 @@ class Record:
             types = (jax.typeof(array),)
             step = Step(None, (slot,), (), types, self.step.is_shared)
             step = self.step.after(key, step)
-        self._go(step, None)
+        self.step = step
+        self.steps.append(step)
+        self.source_infos.append(None)
         return slot
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
@@ -159,11 +161,6 @@ class Record:
         self.add(computation, args, results, info)
         self.rules[self.step.results[0]] = rule
 
-    def _go(self, step: Step, info: Any) -> None:
-        self.step = step
-        self.steps.append(step)
-        self.source_infos.append(info)
-
     # ---------------------------------------------------------------------------------- Variables
 
     def watch_variable(self, variable: Variable) -> None:
@@ -189,8 +186,6 @@ class Record:
 
     def stands_for(self, sources: Sequence[Any]) -> list[Any]:
         """The sources with what has taken part in gradients in the stead of them."""
-        if not self.stand_ins:
-            return list(sources)
         return [each for s in sources for each in (s, *self.stand_ins.get(id(s), ()))]
 
     def refuse_to_stop(self, stopped: Collection[int], targets: Sequence[int]) -> None:

@@ -48,22 +48,15 @@ class Recorder(Running):
 
     def __init__(self, parent: Any):
         super().__init__(parent)
-        self._installed: Any = None
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
     # ------------------------------------------------------------------------------ life
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether it stands on its parent."""
-        return self._installed is not None
-
     def add(self, record: Record) -> None:
         """Starts recording; the first record puts the recorder on top of its parent."""
-        if self._installed is None:
-            self._installed = self.in_place()
-            self._installed.__enter__()
+        if not self.is_installed:
+            self.install()
         self.records.append(record)
 
     def remove(self, record: Record) -> None:
@@ -78,11 +71,8 @@ class Recorder(Running):
         recording) it stays, since that will go back to it; the end of the tape's block calls this
         once more.
         """
-        if self.records or self._installed is None:
-            return
-        if _jax.current_trace(None) is self:
-            installed, self._installed = self._installed, None
-            installed.__exit__(None, None, None)
+        if not self.records and self.is_installed and _jax.current_trace(None) is self:
+            self.uninstall()
 
     # ------------------------------------------------------------------ what JAX asks of a trace
 

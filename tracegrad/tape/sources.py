@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from tracegrad import _jax
@@ -29,21 +30,21 @@ def cotangents_of(
       variables: the values of those Variables that are targets.
       kind, seeds: as of `cotangents`.
     """
-    if not record.stand_ins and not any(isinstance(source, Variable) for source in sources):
-        return _of_arrays(record, sources, targets, kind, seeds)
     # Each read of a Variable is a value of its own, the more so after an assignment.
-    reads = [
-        record.stands_for(_with(record.reads_of(source), variables.get(source)))
-        if isinstance(source, Variable)
-        else record.stands_for([source])
-        for source in sources
+    arrays = [record.reads_of(source) for source in sources]
+    if variables:
+        arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
+    if record.stand_ins:
+        arrays = [record.stands_for(of) for of in arrays]
+    each = iter(_of_arrays(record, list(chain(*arrays)), targets, kind, seeds))
+    return [
+        next(each) if len(of) == 1 else sum_of_known(list(islice(each, len(of)))) for of in arrays
     ]
-    each = iter(_of_arrays(record, [a for of in reads for a in of], targets, kind, seeds))
-    return [next(each) if len(of) == 1 else sum_of_known([next(each) for _ in of]) for of in reads]
 
 
-def _with(reads: list[Any], value: Any) -> list[Any]:
-    """What was read of a Variable, and the value that it has as a target."""
+def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
+    """What was read of a source, and the value that a Variable has as a target."""
+    value = variables.get(source) if isinstance(source, Variable) else None
     is_new = value is not None and all(value is not read for read in reads)
     return [*reads, value] if is_new else reads
 

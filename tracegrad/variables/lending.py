@@ -8,6 +8,7 @@ is the Variable's borrower; others wait for it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -169,14 +170,16 @@ def show(variables: Sequence[Variable]) -> list[Any]:
     They are handed to nobody but the listeners, each of which may keep them until it gives them
     back.
     """
-    return [heard_read(variable, _shown) for variable in variables]
+    stack = listeners()
+    shown = functools.partial(_shown, len(stack))
+    return [heard_read(variable, shown, stack) for variable in variables]
 
 
-def _shown(variable: Variable) -> Any:
+def _shown(keepers: int, variable: Variable) -> Any:
     with _lock:
         if variable._borrower is None:
             # Who never gives it back has it for good: then it is copied once.
-            variable._keepers += len(listeners())
+            variable._keepers += keepers
             return variable._value
     return handed(variable)
 

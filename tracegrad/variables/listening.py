@@ -80,35 +80,35 @@ def listening(listener: Listener) -> Iterator[None]:
         stop_listening(listener)
 
 
-def heard_read(variable: Variable, stored: Callable[[Variable], Any]) -> Any:
-    """What a reader gets of a Variable: what the listeners of this thread make of `stored`."""
-    stack = _listeners.stack
-    return _read(variable, stored, stack) if stack else stored(variable)
+def heard_read(
+    variable: Variable,
+    stored: Callable[[Variable], Any],
+    stack: tuple[Listener, ...] | None = None,
+) -> Any:
+    """What a reader gets of a Variable: what the listeners of this thread make of `stored`.
+
+    `stack`: those of them that are asked, outermost first; default: all.
+    """
+    asked = _listeners.stack if stack is None else stack
+    if not asked:
+        return stored(variable)
+    return asked[-1].on_read(variable, lambda: heard_read(variable, stored, asked[:-1]))
 
 
 def heard_assignment(
-    variable: Variable, value: Any, store: Callable[[Variable, Any], None]
-) -> None:
-    """Tells the listeners of this thread of an assignment; what they let through is stored."""
-    stack = _listeners.stack
-    _assign(variable, value, store, stack) if stack else store(variable, value)
-
-
-def _read(
-    variable: Variable, stored: Callable[[Variable], Any], stack: tuple[Listener, ...]
-) -> Any:
-    if not stack:
-        return stored(variable)
-    return stack[-1].on_read(variable, lambda: _read(variable, stored, stack[:-1]))
-
-
-def _assign(
     variable: Variable,
     value: Any,
     store: Callable[[Variable, Any], None],
-    stack: tuple[Listener, ...],
+    stack: tuple[Listener, ...] | None = None,
 ) -> None:
-    if not stack:
+    """Tells the listeners of this thread of an assignment; what they let through is stored.
+
+    `stack`: those of them that are told, outermost first; default: all.
+    """
+    told = _listeners.stack if stack is None else stack
+    if not told:
         store(variable, value)
-    else:
-        stack[-1].on_assign(variable, value, lambda new: _assign(variable, new, store, stack[:-1]))
+        return
+    told[-1].on_assign(
+        variable, value, lambda new: heard_assignment(variable, new, store, told[:-1])
+    )

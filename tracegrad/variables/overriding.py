@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
 import jax.extend
 
 from tracegrad import _jax
+from tracegrad.variables.nnx_objects import nnx
 
 Instead = Callable[..., list[Any]]
 
@@ -47,12 +48,39 @@ class ForwardingTrace(jax.core.Trace):
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
+        self._as_current: AbstractContextManager[None] | None = None
+        self._is_hidden = False  # from flax
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """What is inside it goes by this trace; what changes state sees the one below it."""
-        with _trace_states.in_place(_PLACES), _jax.set_current_trace(self):
+        self.install()
+        try:
             yield
+        finally:
+            self.uninstall()
+
+    def install(self) -> None:
+        """Begins what `in_place` is for a block."""
+        # Without flax nobody asks, and a tape is entered in half the time.
+        self._is_hidden = nnx() is not None
+        if self._is_hidden:
+            _trace_states.put(_PLACES)
+        self._as_current = _jax.set_current_trace(self)
+        self._as_current.__enter__()
+
+    def uninstall(self) -> None:
+        """Ends it, where it is the current trace."""
+        assert self._as_current is not None
+        self._as_current.__exit__(None, None, None)
+        self._as_current = None
+        if self._is_hidden:
+            _trace_states.put_back()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it stands on its parent."""
+        return self._as_current is not None
 
     @abstractmethod
     def run_rule(
