@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.any_jax
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```python\n((?:.*\n)*?)```$", re.M)
+BLOCK = re.compile(r"^```python.*\n((?:.*\n)*?)```$", re.M)
 
 
 def blocks(start, end):

@@ -20,19 +20,20 @@ pytestmark = pytest.mark.any_jax
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
+ELSEWHERE = [ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]  # which become pages too
 OF_THEIR_OWN = {DOCS / "migration.md", DOCS / "frameworks.md"}
 
-FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.M | re.S)
+MARK = re.compile(r"^[ \t>]*(?:```|~~~)", re.M)  # wherever Markdown would see one
 PROGRAM = re.compile(r"^```python[^\n]*\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
 OTHER_SYSTEMS = {"TensorFlow", "TensorFlow 1", "PyTorch", "JAX", "Equinox", "flax"}
+TITLES = {"", ' title="tracegrad"', ' title="JAX"'}  # of what is run
 COMMANDS = ("pip install ", "python -m tracegrad ", "python -m venv ")
+OF_BENCHMARKS = ("python benchmarks/", "python3.11 -m venv ")
 
 
 def name_of(page: Path) -> str:
-    return str(page.relative_to(DOCS))
-
-
-each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+    return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
 @pytest.mark.parametrize(
@@ -57,17 +58,28 @@ def test_the_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
         assert output.getvalue() == (printed or "")
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE], ids=name_of)
 def test_every_block_is_run_or_says_whose_it_is(page):
-    for _, language, rest, block in FENCE.findall(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    blocks = FENCE.findall(text)
+    # No other block: none that is indented, in a list say, or has other marks.
+    assert len(MARK.findall(text)) == 2 * len(blocks)
+    assert text.endswith("\n")
+    if page not in OF_THEIR_OWN:
+        assert len(PROGRAM.findall(text)) == [language for language, *_ in blocks].count("python")
+    for language, rest, block in blocks:
         if language == "py":
             title = re.fullmatch(r' title="(.*?)"', rest)
             assert title is not None, block
             assert title[1] in OTHER_SYSTEMS, block
         elif language == "sh":
-            assert all(line.startswith(COMMANDS) for line in block.splitlines()), block
+            commands = OF_BENCHMARKS if page in ELSEWHERE else COMMANDS
+            assert all(line.startswith(commands) for line in block.splitlines()), block
+        elif language == "python":
+            assert page not in ELSEWHERE, block
+            assert rest in TITLES, block
         else:
-            assert language in {"python", "text"}, block
+            assert language == "text", block
 
 
 def test_the_list_of_tasks_has_every_task():

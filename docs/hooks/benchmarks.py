@@ -32,7 +32,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def with_charts(text: str) -> str:
     """The page with a chart under each table that has a column of `CHARTS`."""
-    text = re.sub(r"^```\n", "```sh\n", text, count=1, flags=re.M)
     return re.sub(r"(?:^\|.*\n)+", lambda table: table[0] + _chart(table[0]), text, flags=re.M)
 
 
