@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import sys
@@ -488,6 +489,22 @@ def test_a_budget_below_what_is_possible_says_what_is_possible():
     assert 100 < error.value.bound <= error.value.lowest
     plan = plan_recompute(deep, error.value.lowest, measure=False)(f32(1024))
     assert plan.peak <= error.value.lowest
+
+
+def test_a_budget_below_what_is_possible_names_the_lines_that_hold_most():
+    def loss(x: jax.Array) -> jax.Array:
+        small = jnp.sin(x) @ jnp.ones((8, 2))
+        wide = small @ jnp.ones((2, 512))  # the first
+        return jnp.sum(jnp.sort(jnp.tanh(wide) * 2) ** 2)  # the second
+
+    lines, first = inspect.getsourcelines(loss)
+    marked = [first + i for i, line in enumerate(lines) if "# the" in line]
+    with pytest.raises(BudgetTooSmall, match=r"Most is held there of test_planning\.py:") as error:
+        plan_recompute(loss, 100, measure=False)(f32(64, 8))
+    (second, size), *others = error.value.held_most
+    assert second.startswith(f"test_planning.py:{marked[1]} ")
+    assert 4 * 64 * 512 <= size <= plan_recompute(loss, 1.0, measure=False)(f32(64, 8)).peak
+    assert not [line for line, size in others if size > 4 * 64 * 512]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -33,28 +33,36 @@ def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_wi
     while len(tried) < TUNING.rounds or (
         len(tried) == TUNING.rounds and not _within(tried, budget)
     ):
-        try:
-            fit = search.best(target)
-        except BudgetTooSmall:
+        fit = _planned(search, target, tried)
+        if any(map(fit.is_same, tried)):
             break
-        if any(fit.segments == f.segments and fit.case is f.case for f in tried):
-            break
-        fit = replace(fit, held=held_by(fit.rewritten()))
-        tried.append(fit)
-        assert fit.held is not None
-        is_cheap = fit.flops <= TUNING.free * search.whole.total_flops
-        if fit.held <= budget and (is_cheap or fit.held >= TUNING.close * budget):
+        tried.append(replace(fit, held=held_by(fit.rewritten())))
+        if fit.flops == 0 and _within(tried, budget):
             break
         target = _next(tried, budget, peak)
     if not _within(tried, budget):
-        lowest = search.best(search.lowest_peak())
-        if all(lowest.segments != fit.segments or lowest.case is not fit.case for fit in tried):
+        lowest = search.best(search.lowest_peak)
+        if not any(map(lowest.is_same, tried)):
             tried.append(replace(lowest, held=held_by(lowest.rewritten())))
     within = _within(tried, budget)
     if not within:
-        held = min(map(_held, tried))
-        raise BudgetTooSmall(budget, held, lowest_peak_bound(search.whole), _jax.compiled_by())
+        lowest = min(tried, key=_held)
+        bound = lowest_peak_bound(search.whole)
+        raise BudgetTooSmall(budget, _held(lowest), bound, _jax.compiled_by(), lowest.held_most())
     return min(within, key=lambda fit: (fit.flops, _held(fit)))
+
+
+def _planned(search: Search, target: int, tried: Sequence[Fit]) -> Fit:
+    """The plan for a target; if the model has none, that between its lowest peak and the last plan.
+
+    That of the lowest itself computes the most again, and XLA may hold more of it than of others.
+    """
+    try:
+        return search.best(target)
+    except BudgetTooSmall:
+        lowest = search.lowest_peak
+        last = tried[-1].simulation.peak if tried else lowest
+        return search.best((lowest + last) // 2)
 
 
 def _next(tried: list[Fit], budget: int, peak: int) -> int:

@@ -177,7 +177,7 @@ class RecomputePlan:
         largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
         as long."""
         search = Search(self._whole)
-        lowest = search.lowest_peak()
+        lowest = search.lowest_peak
         found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
             budget = self.peak_without + (lowest - self.peak_without) * k // points

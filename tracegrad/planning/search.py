@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, Node, Occurrence
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
+from tracegrad.planning.budget import in_units
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import Planner
@@ -23,9 +25,17 @@ class BudgetTooSmall(ValueError):
       lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
       bound: bytes, below which no plan can be, in the planner's model.
       measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
+      held_most: lines of the user's, and the bytes that are held of them where its peak is.
     """
 
-    def __init__(self, budget: int, lowest: int, bound: int, measured_on: str = ""):
+    def __init__(
+        self,
+        budget: int,
+        lowest: int,
+        bound: int,
+        measured_on: str = "",
+        held_most: Sequence[tuple[str, int]] = (),
+    ):
         held = f" as XLA held it ({measured_on})" if measured_on else ""
         model = " in the planner's model" if measured_on else ""
         # Of tiny programs XLA holds less than the model does, of which the bound says nothing.
@@ -33,8 +43,19 @@ class BudgetTooSmall(ValueError):
         super().__init__(
             f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
             f"{lowest:,} bytes{held}{least}"
+            + (f". Most is held there of {_listed(held_most)}" if held_most else "")
         )
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
+        self.held_most = tuple(held_most)
+
+
+def _listed(held: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{line} ({in_units(size)})" for line, size in held)
+
+
+def _line(node: Node) -> str:
+    origin = Occurrence((), node).origin
+    return node.op if origin is None else str(origin)
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,26 @@ class Fit:
 
     def rewritten(self) -> Graph:
         return with_regions(self.case.model, self.segments)
+
+    def is_same(self, other: Fit) -> bool:
+        """Whether it is the same plan."""
+        return self.segments == other.segments and self.case is other.case
+
+    def held_most(self, count: int = 3) -> list[tuple[str, int]]:
+        """The lines of which most is held, and the bytes, as the backward pass of the segment with
+        the peak begins, in the model: what earlier segments and this one keep, and what is run
+        again."""
+        model, found = self.case.model, self.simulation
+        sizes: Counter[str] = Counter()
+        for segment, local, peak in zip(self.segments, found.locals, found.peaks, strict=True):
+            is_there = peak == found.peak or not segment.recompute
+            for i in range(segment.start, segment.stop):
+                sizes[_line(model.nodes[i])] += model.extra[i] if is_there else 0
+            for i in local.stored.union(local.recomputed if peak == found.peak else ()):
+                sizes[_line(model.nodes[i])] += model.sizes[i]
+            if peak == found.peak:
+                break
+        return [(line, size) for line, size in sizes.most_common(count) if size]
 
 
 class Search:
@@ -115,11 +156,13 @@ class Search:
             if best.flops == 0:
                 break
         if best is None:
-            raise BudgetTooSmall(target, self.lowest_peak(), lowest_peak_bound(self.whole))
+            held, bound = self.best(self.lowest_peak).held_most(), lowest_peak_bound(self.whole)
+            raise BudgetTooSmall(target, self.lowest_peak, bound, held_most=held)
         return best
 
+    @functools.cached_property
     def lowest_peak(self) -> int:
-        """The lowest in the model."""
+        """The lowest budget that there is a plan for, in the model."""
         return min(case.planner.lowest_peak() for case in self.cases())
 
     def flops_bound(self, budget: int, flops: int) -> int:
