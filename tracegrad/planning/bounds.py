@@ -16,7 +16,6 @@ from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.planning.tuning import TUNING
 
 
 def lowest_peak_bound(whole: MemoryModel) -> int:
@@ -61,18 +60,19 @@ def _least_flops(network: Network, room: int, dearest: float) -> float:
 
 def _moments(whole: MemoryModel) -> list[int]:
     """Steps that read and write much while nearly all that is kept is still there: one of each of
-    ever longer stretches, from the last operation, whose backward step comes first; and those that
-    come before the backward passes of scans."""
+    ever longer stretches, from the last operation, whose backward step comes first; and the one
+    that comes before the backward pass of the scan that keeps most."""
     steps: list[int] = []
     stop, length = len(whole), 8
-    while stop > 0 and len(steps) < TUNING.moments:
+    while stop > 0:
         start = max(0, stop - length)
         steps.append(max(range(start, stop), key=lambda i: step_bytes(whole, i)))
         stop, length = start, 4 * length
     scans = [i for i in range(len(whole)) if _is_scan(whole, i)]
-    scans = sorted(scans, key=lambda i: -whole.extra[i])[: TUNING.moments]
-    steps += [min(i + 1, len(whole) - 1) for i in scans]
-    return list(dict.fromkeys(steps))
+    if scans:
+        most = max(scans, key=lambda i: whole.extra[i])
+        steps.append(min(most + 1, len(whole) - 1))
+    return steps
 
 
 def _is_scan(whole: MemoryModel, operation: int) -> bool:

@@ -59,7 +59,7 @@ class Paths:
     Args:
       model: the program.
       cuts: places in it, in order.
-      choices: the ways to run the part between any two cuts.
+      choices: the ways to run the part between two cuts, for all parts that may be a segment.
     """
 
     def __init__(
@@ -107,6 +107,8 @@ class Paths:
             if here is None:
                 continue
             for j in range(i + 1, count + 1):
+                if (i, j) not in self.choices:
+                    continue
                 flops, forward, backward, _ = self.choices[i, j].table.T
                 above = gathered[j] - gathered[count]
                 forwards = here.kept[:, None] + forward

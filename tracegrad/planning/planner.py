@@ -5,7 +5,6 @@
    (`cuts.Network.hull`); segments that are alike are solved once. Where little is run again, the
    backward pass of a segment may also go from one place inside to the next.
 3. Dynamic programming from the first to the last operation (`paths`) chooses among all of these.
-4. Local search on the winner saves single values.
 
 Everything is deterministic.
 """
@@ -16,7 +15,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -50,38 +49,33 @@ class Planner:
         if self.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
             return plan_to_keep(self.model), self.kept
         plan = self._cheapest(budget)
-        if plan is None:
-            return None
-        plan = improve(self.model, plan, budget)
-        return plan, simulate(self.model, plan)
+        return None if plan is None else (plan, simulate(self.model, plan))
 
     def lowest_peak(self) -> int:
-        """The lowest peak, in bytes, for which there is a plan (to a five hundredth)."""
+        """The lowest budget, in bytes, for which `find` has a plan (to a five hundredth)."""
         low, high = 0, self.kept.peak
         while high - low > self.kept.peak // 500 and low < high:
             middle = (low + high) // 2
-            plan = self._cheapest(middle)
-            if plan is None:
+            if self._cheapest(middle) is None:
                 low = middle + 1
             else:
-                high = simulate(self.model, plan).peak
+                high = middle
         return high
 
     def _cheapest(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes, before local
-        search; None if there is none."""
+        """The plan with the least extra FLOPs whose peak is within `budget` bytes; None if there is
+        none."""
         return self._paths.cheapest(budget - self.model.gathered[-1])
 
     @functools.cached_property
     def _paths(self) -> Paths:
         cuts = self._places()
         choices: dict[tuple[int, int], Choices] = {}
-        is_large = len(self.model) > TUNING.large
-        longest = TUNING.longest_in_large if is_large else TUNING.longest
         for i, j in itertools.combinations(range(len(cuts)), 2):
-            is_small = cuts[j] - cuts[i] <= TUNING.most_in_pieces
-            inner = tuple(cut - cuts[i] for cut in cuts[i + 1 : j]) if is_small else ()
-            choices[i, j] = self._choices_of(cuts[i], cuts[j], j - i <= longest, inner)
+            if j - i <= TUNING.longest:
+                is_small = cuts[j] - cuts[i] <= TUNING.most_in_pieces
+                inner = tuple(cut - cuts[i] for cut in cuts[i + 1 : j]) if is_small else ()
+                choices[i, j] = self._choices_of(cuts[i], cuts[j], inner)
         return Paths(self.model, cuts, choices)
 
     def _places(self) -> tuple[int, ...]:
@@ -108,26 +102,24 @@ class Planner:
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
         return tuple(sorted(chosen))
 
-    def _choices_of(
-        self, start: int, stop: int, recompute: bool, inner: tuple[int, ...]
-    ) -> Choices:
+    def _choices_of(self, start: int, stop: int, inner: tuple[int, ...]) -> Choices:
         """The ways to run a part as one segment, none of which another is as good as in every
         respect.
 
-        `recompute`: whether to look for ways that recompute; `inner`: places, counted from its
-        start, between which its backward pass may go piece by piece.
+        `inner`: places, counted from its start, between which its backward pass may go piece by
+        piece.
         """
-        key = (recompute, inner, *self._tokens[start:stop])
+        key = (inner, *self._tokens[start:stop])
         if key not in self._alike:
             piece = Piece(self.model, start, stop)
-            can = recompute and not any(self.model.fixed[start:stop])
-            whole = Segment(0, stop - start)
-            ways = [whole, *(_recomputing(piece) if can else ())]
+            is_fixed = any(self.model.fixed[start:stop])
+            ways = [Segment(0, stop - start), *(() if is_fixed else _recomputing(piece))]
             runs = [(way, piece.run(way)) for way in ways]
             few = TUNING.cheap * sum(piece.flops)
             cheap = [way for way, local in runs[1:] if not way.offload and local.flops <= few]
-            in_pieces = cheap[max(0, len(cheap) - TUNING.sets_in_pieces) :] if inner else []
-            runs += [(way, piece.run(way)) for way in (replace(w, inner=inner) for w in in_pieces)]
+            if inner and cheap:
+                in_pieces = replace(cheap[-1], inner=inner)
+                runs.append((in_pieces, piece.run(in_pieces)))
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)
             leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
@@ -184,35 +176,3 @@ def _tokens(model: MemoryModel) -> list[int]:
         )
         tokens.append(seen.setdefault(token, len(seen)))
     return tokens
-
-
-# ---------------------------------------------------------------------------------- local search
-
-
-def improve(model: MemoryModel, plan: Sequence[Segment], budget: int) -> list[Segment]:
-    """Saves single values for which there is room, those first that spare the most FLOPs a byte."""
-    best = list(plan)
-    known: dict[Segment, Local] = {}
-    now = simulate(model, best, known)
-    refused: set[tuple[int, int]] = set()
-    for _ in range(TUNING.tries):
-        candidates = [
-            (model.flops[v] / (model.sizes[v] + 1), -v, k)
-            for k, local in enumerate(now.locals)
-            if best[k].recompute
-            for v in local.recomputed
-            if (k, v) not in refused
-        ]
-        if not candidates:
-            break
-        _, negative, k = max(candidates)
-        v = -negative
-        segment = best[k]
-        changed = replace(segment, saved=segment.saved | {v})
-        move = [*best[:k], changed, *best[k + 1 :]]
-        then = simulate(model, move, known)
-        if then.peak <= budget and then.flops < now.flops:
-            best, now = move, then
-        else:
-            refused.add((k, v))
-    return best
