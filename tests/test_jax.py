@@ -267,6 +267,15 @@ def test_an_alias_is_another_object_over_the_same_buffer():
     assert alias.committed == x.committed
 
 
+def test_a_row_of_aliases_of_aliases_comes_to_an_end():
+    """JAX frees it by recursion: some ten thousand of them are more than a stack holds."""
+    x = alias = jnp.arange(3.0)
+    for _ in range(150):
+        alias = _jax.fresh_alias(alias)
+    assert alias.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+    assert alias.tolist() == x.tolist()
+
+
 def test_a_trace_is_handed_functions_with_rules_in_a_form_that_we_know():
     class Spy(jax.core.Trace):
         def process_primitive(self, primitive, args, params, /):

@@ -103,6 +103,7 @@ from tracegrad._jax.traces import NEEDS_VALUES as NEEDS_VALUES
 from tracegrad._jax.traces import Placeholder as Placeholder
 from tracegrad._jax.traces import StagingTrace as StagingTrace
 from tracegrad._jax.traces import TopLevelTrace as TopLevelTrace
+from tracegrad._jax.traces import at_top_level as at_top_level
 from tracegrad._jax.traces import current_trace as current_trace
 from tracegrad._jax.traces import is_part_of_a_program as is_part_of_a_program
 from tracegrad._jax.traces import is_top_level as is_top_level

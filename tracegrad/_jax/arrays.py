@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from tracegrad._jax.caches import cached
+from tracegrad._jax.traces import at_top_level
 
 ARRAY = jax.core.ShapedArray
 """The type of what is an array, and no reference."""
@@ -142,7 +143,9 @@ def fresh_alias(array: Any) -> Any:
 
     The first one shares the buffers, so that donating it deletes both, and takes a microsecond.
     An array on one device keeps that one and would give it again, so each further one is a copy:
-    what else shares a buffer commits it to its device, or makes a weak type strong.
+    what else shares a buffer commits it to its device, or makes a weak type strong. An alias of an
+    alias is copied too, in the end: each keeps the next one alive, and JAX frees a long row of them
+    by recursion, until the stack is full.
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return jax.numpy.array(array, copy=True)
@@ -152,11 +155,16 @@ def fresh_alias(array: Any) -> Any:
     shared = array.addressable_data(0)
     identity = id(shared)
     known = weakref.ref(shared, lambda _: _given_out.pop(identity, None) and None)
-    if shared is not array and _given_out.setdefault(identity, known) is known:
-        return shared
-    with jax.ensure_compile_time_eval():  # not recorded by a tape
+    _, behind = _given_out.get(id(array), (None, 0))
+    if shared is not array and behind < _MOST_IN_A_ROW:
+        given = _given_out.setdefault(identity, (known, behind + 1))
+        if given[0] is known:
+            return shared
+    with at_top_level():  # not recorded by a tape
         return jax.numpy.array(array, copy=True)
 
 
-# No cache, but the arrays in use: by identity, as long as they live.
-_given_out: dict[int, weakref.ref[Any]] = {}
+# No cache, but the aliases in use, by identity, as long as they live; with each how many it is
+# away from an array that is none.
+_given_out: dict[int, tuple[weakref.ref[Any], int]] = {}
+_MOST_IN_A_ROW = 100

@@ -37,15 +37,22 @@ def in_a_new_thread(fun: Callable[[], T]) -> T:
     return result
 
 
-def _kinds_of_traces() -> tuple[type, type]:
+def _top_level_and_staging() -> tuple[Any, type]:
     found: list[Any] = [current_trace(None)]
     jax.make_jaxpr(lambda: found.append(current_trace(None)))()
-    return type(found[0]), type(found[1])
+    return found[0], type(found[1])
 
 
-# The class of `current_trace(None)` where nothing is being transformed; and that of the
-# transformations that make programs (`jax.make_jaxpr`, the body of a scan).
-TopLevelTrace, StagingTrace = in_a_new_thread(_kinds_of_traces)
+# `current_trace(None)` where nothing is being transformed; and the class of the transformations
+# that make programs (`jax.make_jaxpr`, the body of a scan).
+_TOP_LEVEL, StagingTrace = in_a_new_thread(_top_level_and_staging)
+TopLevelTrace = type(_TOP_LEVEL)
+
+
+def at_top_level() -> AbstractContextManager[None]:
+    """What is computed inside it with arrays runs at once, whatever is being transformed or
+    recorded around it. (`jax.ensure_compile_time_eval` keeps it from programs, not from tapes.)"""
+    return set_current_trace(_TOP_LEVEL)
 
 
 def is_top_level() -> bool:
