@@ -1,5 +1,7 @@
 """Variables on tapes: watched at their first read, each read with the value it had."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,45 @@ def test_an_assignment_is_not_differentiated():
     gradients = tape.gradient(y, {"x": x, "v": v})
     assert float(gradients["x"]) == 4.0  # the value of v
     assert float(gradients["v"]) == 2.0
+
+
+@pytest.mark.any_jax
+def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():
+    v, average, x = Variable(3.0), Variable(0.0, trainable=False), jnp.float32(2.0)
+    for _ in range(3):  # the first time the two share their buffers, then the value is copied
+        with GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            average.assign(v)
+            y = average * 2.0 + v + Variable(v.value) + copy.copy(v)
+            average.assign(x)
+            z = average * x
+        assert float(tape.gradient(y, v)) == 1.0
+        assert float(tape.gradient(z, x)) == 2.0
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("is_assigned", [False, True])
+@pytest.mark.parametrize("way", [lambda fun: fun, trace])
+def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_assigned):
+    """As in TensorFlow, where each read gives another tensor."""
+    v = Variable(3.0)
+
+    def derivatives():
+        if is_assigned:
+            v.assign(3.0)
+        before = v.value
+        with GradientTape() as outer:
+            between = v.value
+            with GradientTape() as inner:
+                y = v * before * between
+            slope = inner.gradient(y, v)
+        with ForwardAccumulator(v, jnp.float32(1.0)) as accumulator:
+            z = v * before * between
+        return slope, outer.gradient(slope, v), accumulator.jvp(z)
+
+    run = way(derivatives)
+    for _ in range(2):
+        assert list(map(float, run())) == [9.0, 3.0, 9.0]
 
 
 def test_assigning_after_the_block_changes_nothing():

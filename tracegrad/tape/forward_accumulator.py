@@ -14,7 +14,8 @@ from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.tangents import Tangents
-from tracegrad.variables.listening import start_listening, stop_listening
+from tracegrad.variables.lending import renew
+from tracegrad.variables.listening import heard_first_read, start_listening, stop_listening
 from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
@@ -68,6 +69,7 @@ class ForwardAccumulator:
         self._tangents = Tangents()
         self._variables: dict[int, tuple[Variable, Any]] = {}
         self._recorder: Recorder | None = None
+        self._has_read: set[Variable] = set()
         for primal, tangent in _paired(primals, tangents):
             if isinstance(primal, Variable):
                 self._variables[id(primal)] = primal, tangent
@@ -144,9 +146,13 @@ class ForwardAccumulator:
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Gives the tangent of a Variable to each value that is read of it. (A `Listener`.)"""
+        if id(variable) not in self._variables:
+            return outside()
+        if variable not in self._has_read:
+            self._has_read.add(variable)
+            heard_first_read(variable, self, renew)
         value = outside()
-        if id(variable) in self._variables:
-            self._tangents.set(value, self._variables[id(variable)][1])
+        self._tangents.set(value, self._variables[id(variable)][1])
         return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:

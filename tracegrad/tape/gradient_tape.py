@@ -39,8 +39,8 @@ from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.sources import cotangents_of
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
-from tracegrad.variables.lending import is_only_shown
-from tracegrad.variables.listening import start_listening, stop_listening
+from tracegrad.variables.lending import is_only_shown, renew
+from tracegrad.variables.listening import heard_first_read, start_listening, stop_listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -132,10 +132,14 @@ class GradientTape:
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
-        value, record = outside(), self._record
+        record = self._record
+        is_watched = (self._watch_accessed and variable.trainable) or variable in record.reads
+        if is_watched and not record.reads.get(variable):
+            heard_first_read(variable, self, renew)
+        value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
-        if (self._watch_accessed and variable.trainable) or variable in record.reads:
+        if is_watched:
             record.watch_read(variable, value)
         return value
 

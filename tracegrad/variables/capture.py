@@ -84,6 +84,7 @@ class Capture:
         self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
         self._current: dict[int, Any] = {}  # what was assigned last
         self._readable: dict[int, Any] = {}  # that, as it is read
+        self._read: set[int] = set()  # the identities of Variables of which a value was handed out
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[int] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
@@ -135,9 +136,16 @@ class Capture:
             )
         if where is not self._trace:
             return self._read_inside(variable)
-        if key in self._current:
+        self._read.add(key)
+        if key in self._current or key in self._readable:
             return self._assigned_value(variable)
         return self._value_at_entry(variable)
+
+    def on_renewal(self, variable: Variable) -> None:
+        key = id(variable)
+        if key in self._read and _jax.staging_trace() is self._trace:
+            self._readable.pop(key, None)
+            self._assigned_value(variable)
 
     def _around(self) -> list[Any]:
         if self._states is None:
@@ -154,11 +162,11 @@ class Capture:
         return self._entry[key]
 
     def _assigned_value(self, variable: Variable) -> Any:
-        """What a Variable was assigned last, for who reads it: one object until it is assigned
-        again."""
+        """What a Variable was assigned last, or was at the function's entry, for who reads it: one
+        object until it is assigned again, or renewed."""
         key = id(variable)
         if key not in self._readable:
-            value = self._current[key]
+            value = self._current.get(key, self._entry.get(key))
             if _jax.has_gradient(variable):
                 # Not seen by tapes inside the function, to which it is a value of its own.
                 with _jax.set_current_trace(self._trace):

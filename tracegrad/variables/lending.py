@@ -66,7 +66,7 @@ def _copies(arrays: list[Any]) -> list[Any]:
 def handed(variable: Variable) -> Any:
     """The array, for somebody who may keep it."""
     value = variable._value
-    variable._is_ours = False
+    variable._is_ours, variable._is_handed = False, True
     # `lend` looks at the two in the other order: it sees this, or is seen here.
     if variable._borrower is not None or variable._value is not value:
         return _awaited(variable)
@@ -78,9 +78,23 @@ def keep(variable: Variable, value: Any) -> None:
     with _lock:
         if variable._borrower is not None:
             _wait_for([variable], threading.get_ident())
-        variable._value = value
-        variable._is_ours = False
-        variable._keepers = 0
+        _put(variable, value)
+
+
+def _put(variable: Variable, value: Any) -> None:
+    """Stores an array that nobody was handed, and of which somebody may have the buffers."""
+    variable._value = value
+    variable._is_ours = variable._is_handed = False
+    variable._keepers = 0
+
+
+def renew(variable: Variable) -> None:
+    """Has the next read give another array object than those before, for a tape to follow."""
+    if not variable._is_handed:
+        return
+    with _lock:
+        if variable._borrower is None:
+            _put(variable, _jax.fresh_alias(variable._value))
 
 
 def lend(variables: Sequence[Variable]) -> list[Any]:
@@ -106,7 +120,8 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
             values.append(variable._value)
     if foreign:
         try:
-            copies = _copies([values[i] for i in foreign])
+            with _jax.at_top_level():  # not recorded by a tape
+                copies = _copies([values[i] for i in foreign])
         except BaseException:
             take_back(variables)
             raise
@@ -138,7 +153,7 @@ def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     with _lock:
         for variable, value in zip(variables, values):
             variable._value = value
-            variable._is_ours = True
+            variable._is_ours, variable._is_handed = True, False
             variable._borrower = None
         if _waiting:
             _returned.notify_all()
@@ -204,8 +219,11 @@ def _awaited(variable: Variable) -> Any:
     with _lock:
         while (borrower := variable._borrower) is not None and borrower >= 0 and borrower != me:
             _sleep()
-        variable._is_ours = False
-        return jnp.copy(variable._value) if variable._borrower == me else variable._value
+        variable._is_ours, variable._is_handed = False, True
+        if variable._borrower != me:
+            return variable._value
+        with _jax.at_top_level():  # not recorded by a tape
+            return jnp.copy(variable._value)
 
 
 def _wait_for(variables: Sequence[Variable], me: int) -> None:

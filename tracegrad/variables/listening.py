@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from tracegrad.variables.variable import Variable
@@ -39,6 +39,14 @@ class Listener(Protocol):
         from those outside.
         """
         outside(value)
+
+
+@runtime_checkable
+class Giver(Listener, Protocol):
+    """A listener that gives readers values of its own."""
+
+    def on_renewal(self, variable: Variable) -> None:
+        """The next read is to give another object than those before."""
 
 
 class _Listeners(threading.local):
@@ -112,3 +120,19 @@ def heard_assignment(
     told[-1].on_assign(
         variable, value, lambda new: heard_assignment(variable, new, store, told[:-1])
     )
+
+
+def heard_first_read(
+    variable: Variable, listener: Listener, renew: Callable[[Variable], None]
+) -> None:
+    """Tells whoever gives the value of a Variable that a listener, which follows by identity what
+    is read, is to hear of it for the first time: what was read before is to be another object.
+
+    `renew`: what is done if nobody but the Variable gives it.
+    """
+    stack = _listeners.stack
+    for outer in reversed(stack[: stack.index(listener)]):
+        if isinstance(outer, Giver):
+            outer.on_renewal(variable)
+            return
+    renew(variable)

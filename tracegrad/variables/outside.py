@@ -53,7 +53,7 @@ class ModuleArray(Variable):
         self._made_in = getattr(variable, _MADE_IN).jax_trace
         self.is_alone = True
         self._name, self._trainable = name, False
-        self._is_ours, self._keepers = False, 0
+        self._is_ours, self._is_handed, self._keepers = False, True, 0
         self._borrower = self._given = self._stand_in = None
 
     @property

@@ -85,6 +85,7 @@ class Variable:
         "_aval",
         "_borrower",
         "_given",
+        "_is_handed",
         "_is_ours",
         "_keepers",
         "_name",
@@ -121,7 +122,8 @@ class Variable:
             value = _own_array(initial_value, dtype)
         self._aval = jax.typeof(value)
         self._value = value
-        self._is_ours = False  # whether nobody was handed the array
+        self._is_ours = False  # whether its buffers are nobody else's, who was handed no array
+        self._is_handed = False  # whether somebody was handed this very array
         # See `lending`. How many listeners keep the array, to whom it was shown:
         self._keepers = 0
         # The thread on which a program has it; its complement, where that leaves it as it is:
