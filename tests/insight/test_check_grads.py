@@ -215,6 +215,14 @@ def test_a_kink_is_not_judged_and_the_elements_beside_it_are():
     assert [c.status for c in alone.leaves] == ["not smooth"]
 
 
+@pytest.mark.any_jax
+def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no_value():
+    with pytest.raises(GradientError, match="expected .*, got nan"):
+        check_grads(lambda x: jnp.sqrt(jnp.sum(x**2)), (jnp.zeros(2),), order=1, modes=["rev"])
+    alone = check_grads(jnp.log, (jnp.array([-1.0]),), order=1, modes=["rev"])  # 1 / x is -1
+    assert [c.status for c in alone.leaves] == ["not smooth"]
+
+
 def test_what_has_no_reverse_derivative_is_wrong_and_says_so():
     def f(x):
         return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)

@@ -83,7 +83,8 @@ def check_grads(
       GradientError: an `AssertionError`, if something is wrong.
       ValueError: another mode or an order below 1; an argument without a floating leaf.
 
-    Where a function has a kink or a jump nearby, differences say nothing, and it is not judged.
+    Where a function has a kink or a jump nearby, differences say nothing, and it is not judged,
+    unless it is NaN where differences are finite.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad.insight import check_grads
