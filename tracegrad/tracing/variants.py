@@ -179,8 +179,10 @@ class Body:
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
-        dynamic, *_ = pipeline.static.apart(args, kwargs)
-        of_modules = [i for i, _ in held_leaves(dynamic)] if use.updates else []
+        of_modules: list[int] = []
+        if use.updates:
+            dynamic, *_ = pipeline.static.apart(args, kwargs)
+            of_modules = [i for i, _ in held_leaves(dynamic)]
         lowering = Lowering()
         outs = evaluate(graph, flat, lowering)
         count, last = graph.result_count, len(outs) - len(graph.updates)
@@ -297,10 +299,30 @@ class Variant:
         updated: Any = [ref() for ref in use.updated] if use.updated else ()
         read: Any = [ref() for ref in use.read] if use.read else ()
         written: Any = [ref() for ref in use.written] if use.written else ()
-        if type(_jax.current_trace(None)) is not self._writes_over_in or listeners():
-            call = self._held if _jax.is_top_level() and not listeners() else self._watched
-            result = call(updated, read, written, args, kwargs, modules)
-            return self._put_together(result, modules)
+        if type(_jax.current_trace(None)) is self._writes_over_in and not listeners():
+            new, result = self._lent(updated, read, written, args, kwargs)
+        elif _jax.is_top_level() and not listeners():
+            new, result = self._held(updated, read, written, args, kwargs)
+        else:
+            new, result = self._watched(updated, read, written, args, kwargs)
+        if use.updates or use.settings:
+            assert modules is not None, "the program was made for such"
+            # The new values of their arrays are the last ones.
+            modules.assign(use.updates, new[len(new) - len(use.updates) :])
+            modules.set(use.settings)
+        if use.returns_statics:
+            result = result.argument()
+        return put_together(result, modules) if use.returns_modules else result
+
+    def _lent(
+        self,
+        updated: Sequence[Variable],
+        read: Sequence[Variable],
+        written: Sequence[Variable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Sequence[Any], Any]:
+        """A call that writes over what it updates, with nobody around."""
         constants = peek(read) if read else ()
         if written:
             free(written)
@@ -311,20 +333,7 @@ class Variant:
             take_back(updated)
             raise
         settle([*updated, *written] if written else updated, new)
-        self._update(modules, new)
-        return self._put_together(result, modules)
-
-    def _put_together(self, result: Any, modules: Modules | None) -> Any:
-        result = result.argument() if self.use.returns_statics else result
-        return put_together(result, modules) if self.use.returns_modules else result
-
-    def _update(self, modules: Modules | None, new: Sequence[Any]) -> None:
-        """Assigns the new values of arrays of modules, which are the last ones."""
-        updates, settings = self.use.updates, self.use.settings
-        if updates or settings:
-            assert modules is not None, "the program was made for such"
-            modules.assign(updates, new[len(new) - len(updates) :])
-            modules.set(settings)
+        return new, result
 
     def _held(
         self,
@@ -333,8 +342,7 @@ class Variant:
         written: Sequence[Variable],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        modules: Modules | None,
-    ) -> Any:
+    ) -> tuple[Sequence[Any], Any]:
         """A call of what calls the host, with nobody around."""
         constants = [variable.value for variable in read]  # the host may run what writes over them
         assigned = (*updated, *written)
@@ -346,8 +354,7 @@ class Variant:
             take_back(assigned)
             raise
         settle(assigned, new)
-        self._update(modules, new)
-        return result
+        return new, result
 
     def _watched(
         self,
@@ -356,8 +363,7 @@ class Variant:
         written: Sequence[Variable],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        modules: Modules | None,
-    ) -> Any:
+    ) -> tuple[Sequence[Any], Any]:
         """A call where others look on."""
         trace = _jax.current_trace(None)
         variables = (*updated, *read)
@@ -373,9 +379,8 @@ class Variant:
             _jax.wait_for(new)
         for variable, value in zip((*updated, *written), new, strict=False):
             variable.assign(value)
-        self._update(modules, new)
         self._warn()
-        return result
+        return new, result
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
