@@ -13,7 +13,7 @@ from typing import Any
 
 from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
-from tracegrad.ir import Occurrence, Origin
+from tracegrad.ir import Origin
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import table
 from tracegrad.tracing.graphs import Rule
@@ -65,7 +65,6 @@ class Finding:
     operation: str = ""
     operands: tuple[float, ...] = ()
     problem: bool = True
-    occurrence: Occurrence | None = dataclasses.field(default=None, repr=False, compare=False)
     by_rule: ByRule = dataclasses.field(default=ByRule(), repr=False, compare=False)
 
     @property
@@ -86,9 +85,6 @@ class Finding:
     def short(self) -> str:
         """The cause and the place: ``rounding at model.py:12``."""
         return self.cause + at(self.origin and self.origin.place)
-
-    def for_sources(self, sources: tuple[str, ...]) -> Finding:
-        return dataclasses.replace(self, sources=sources)
 
     def __str__(self) -> str:
         step = f", in step {self.step} of the scan" if self.step is not None else ""

@@ -39,7 +39,6 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
             operation=found.node.name,
-            occurrence=found,
             by_rule=by_rule.own_derivative(found),
         )
 

@@ -51,7 +51,6 @@ def findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
             whose=owner,
             cure=_CUT_CURES.get(cause, ""),
             operation=cut.occurrence.node.name,
-            occurrence=cut.occurrence,
             by_rule=_rule_for(cause, cut.occurrence),
         )
 
@@ -208,7 +207,6 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             origin=found.origin,
             cure=_LOOP_CURE if op == "while" else _CUT_CURES.get(cause, ""),
             operation=op,
-            occurrence=found,
             by_rule=by_rule.of_loop(found) if op == "while" else ByRule(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -158,7 +159,7 @@ def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
         groups.setdefault(key, []).append(finding)
     for group in groups.values():
         sources = tuple(dict.fromkeys(path for f in group for path in f.sources))
-        yield group[0].for_sources(sources)
+        yield dataclasses.replace(group[0], sources=sources)
 
 
 def _output_text(stat: np.ndarray[Any, Any]) -> str:

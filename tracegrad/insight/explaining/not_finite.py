@@ -121,7 +121,6 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
         cure=forward_cure(found.node.op, makers(observed, place), users(place)),
         operation=found.node.op,
         step=place.step,
-        occurrence=found,
     )
 
 
@@ -167,7 +166,6 @@ def _backward_finding(
         operation=node.op,
         operands=culprit.operands,
         step=place.step,
-        occurrence=found,
         by_rule=by_rule.not_finite(found, culprit.given),
     )
 
@@ -182,7 +180,6 @@ def _no_fixed_point(found: Occurrence, touched: tuple[str, ...]) -> Finding:
         cure='more steps; `solve="gmres"` where they converge slowly; or '
         "`rules.checkpointed_loop`, which differentiates the steps that were run",
         operation="while",
-        occurrence=found,
     )
 
 

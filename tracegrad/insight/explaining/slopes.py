@@ -54,7 +54,6 @@ def _slope_finding(observed: Observed, slope: _Slope, shrinks: bool) -> Finding:
         if shrinks
         else "normalisation, a smaller initialisation, clipping by the global norm",
         operation="" if found is None else found.node.name,
-        occurrence=found,
     )
 
 

@@ -69,7 +69,6 @@ def zero_gradients(
                 operation=found.node.name,
                 # At an extremum, say: that is no mistake.
                 problem=killer.cause != "zero derivative",
-                occurrence=found,
                 by_rule=_rule_for(killer),
             )
 
@@ -176,7 +175,6 @@ def dead_units(
                 cure=_ZERO_CURES["dead units"],
                 by_rule=by_rule.straight_through(found),
                 operation=found.node.name,
-                occurrence=found,
             )
 
 
