@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,41 +56,32 @@ def zero_gradients(
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
-        for killer in _killers(observed, index):
-            found = killer.occurrence
+        for found, cause in _killers(observed, index).items():
             yield Finding(
-                killer.cause,
-                f"{found.node.name}: {_ZERO_WORDS[killer.cause]}",
+                cause,
+                f"{found.node.name}: {_ZERO_WORDS[cause]}",
                 (report.path,),
                 origin=found.origin,
                 whose=whose(found),
-                cure=_ZERO_CURES.get(killer.cause, ""),
+                cure=_ZERO_CURES.get(cause, ""),
                 operation=found.node.name,
                 # At an extremum, say: that is no mistake.
-                problem=killer.cause != "zero derivative",
-                by_rule=_rule_for(killer),
+                problem=cause != "zero derivative",
+                by_rule=_rule_for(cause, found),
             )
 
 
-def _rule_for(killer: _Killer) -> ByRule:
-    if killer.cause == "custom rule":
-        return by_rule.own_derivative(killer.occurrence)
-    if killer.cause in ("dead units", "clipped"):
-        return by_rule.straight_through(killer.occurrence)
+def _rule_for(cause: str, found: Occurrence) -> ByRule:
+    if cause == "custom rule":
+        return by_rule.own_derivative(found)
+    if cause in ("dead units", "clipped"):
+        return by_rule.straight_through(found)
     return ByRule()
 
 
-@dataclass(frozen=True)
-class _Killer:
-    """A node that turns a cotangent that is there into zeros."""
-
-    occurrence: Occurrence
-    cause: str
-
-
-def _killers(observed: Observed, source: int) -> list[_Killer]:
-    """The nodes at which the gradient of a source, connected but zero, becomes zero."""
-    found: dict[_Killer, None] = {}
+def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
+    """The nodes at which the gradient of a source, connected but zero, becomes zero; and why."""
+    found: dict[Occurrence, str] = {}
     pending: list[tuple[Path, Value]] = [((), observed.graph.inputs[source])]
     seen = set()
     while pending:
@@ -107,7 +97,7 @@ def _killers(observed: Observed, source: int) -> list[_Killer]:
             if not any(ct is not None and not _is_zero(ct) for ct in given):
                 pending += [(path, out) for out in node.outputs]
             elif not is_entered(node):
-                found[_Killer(here, _why_zero(observed, here))] = None
+                found[here] = _why_zero(observed, here)
             else:
                 is_cond = node.primitive is _jax.COND
                 ran = observed.branches(Place(here)) if is_cond else node.regions
@@ -115,9 +105,9 @@ def _killers(observed: Observed, source: int) -> list[_Killer]:
                     if path_inside[-1][1] in ran:
                         pending.append((path_inside, inner))
                     elif inner.users or inner in inner.graph.outputs:
-                        found[_Killer(here, "untaken branch")] = None
+                        found[here] = "untaken branch"
         pending += _outside(observed, path, value)
-    return list(found)
+    return found
 
 
 def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
@@ -180,12 +170,11 @@ def dead_units(
 
 def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
     """Whether a gradient arrives at a node."""
-    for node, name in rectifier.path:
-        regions = flow.regions.get(node, {})
-        if name not in regions:  # it is part of a custom rule
-            return False
-        flow = regions[name]
-    return flow.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
+    try:
+        region = flow.along(rectifier.path)
+    except KeyError:  # it is part of a custom rule
+        return False
+    return region.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
 
 
 def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:
