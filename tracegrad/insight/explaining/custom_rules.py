@@ -20,7 +20,7 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import CustomGradient, Occurrence
+from tracegrad.ir import CustomGradient
 from tracegrad.ir.occurrence import line_of_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 
 
 def changed_rules(observed: Observed) -> Iterator[Finding]:
-    for found, i, given, own, apart in _differences(observed):
+    """The user's rules that give something else than the derivative of their function."""
+    for found, i, stat in observed.of("rule"):
+        norms = np.asarray(stat, np.float64).reshape(-1, 4)
+        norms = norms[~np.isnan(norms).any(axis=1)]
+        given, own, apart, incoming = map(float, np.sqrt(np.sum(norms**2, axis=0)))
+        # What cancels leaves rounding errors, in proportion to what came in.
+        limit = 1e-3 * max(given, own) + 1e-5 * incoming
+        if not all(map(math.isfinite, (given, own, apart))) or apart <= limit:
+            continue
         yield Finding(
             "changed by a rule",
             f"the rule of {found.node.name} gives input {i} a gradient of norm "
@@ -41,19 +49,6 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
             operation=found.node.name,
             by_rule=by_rule.own_derivative(found),
         )
-
-
-def _differences(observed: Observed) -> Iterator[tuple[Occurrence, int, float, float, float]]:
-    """The user's rules that give something else than the derivative of their function: where, for
-    which operand, and the norms of what they give, of the derivative and of the difference."""
-    for rule, i, stat in observed.of("rule"):
-        norms = np.asarray(stat, np.float64).reshape(-1, 4)
-        norms = norms[~np.isnan(norms).any(axis=1)]
-        given, own, apart, incoming = map(float, np.sqrt(np.sum(norms**2, axis=0)))
-        # What cancels leaves rounding errors, in proportion to what came in.
-        limit = 1e-3 * max(given, own) + 1e-5 * incoming
-        if all(map(math.isfinite, (given, own, apart))) and apart > limit:
-            yield rule, i, given, own, apart
 
 
 # ------------------------------------------------------------------------------- what is measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -103,7 +103,9 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
     ranges = _operand_ranges(observed, culprit.place)
     words = f"{found.node.name} makes {culprit.kind} in the forward pass"
     words += f" of {ranges}" if ranges else ""
-    made_inf = _maker_of_inf(observed, culprit.place) if culprit.kind == "NaN" else None
+    made_inf = None
+    if culprit.kind == "NaN":
+        made_inf = _maker_of_inf(observed, culprit.place, found.node.inputs)
     if made_inf is not None:  # that is what to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
@@ -124,9 +126,11 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
     )
 
 
-def _maker_of_inf(observed: Observed, place: Place) -> Culprit | None:
-    """What made the Inf that a node is given, if it is given one."""
-    for value in place.node.inputs:
+def _maker_of_inf(
+    observed: Observed, place: Place, operands: Iterable[Value | Literal]
+) -> Culprit | None:
+    """What made the Inf that one of some operands of a node is, if one is."""
+    for value in operands:
         made = forward_culprit(observed, place.path, place.steps, value, INF)
         if isinstance(made, Culprit):
             return made
@@ -185,15 +189,13 @@ def _no_fixed_point(found: Occurrence, touched: tuple[str, ...]) -> Finding:
 
 def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Which operation of the forward pass made the Inf that an operand is."""
-    place = culprit.place
-    for value, x in zip(place.node.inputs, culprit.operands, strict=False):
-        if math.isinf(x):  # a NaN stands for what is not known
-            made = forward_culprit(observed, place.path, place.steps, value, INF)
-            if isinstance(made, Culprit):
-                origin = made.place.occurrence.origin
-                line = at(origin and origin.place)
-                return f"; {made.place.node.name}{line} made the Inf"
-    return ""
+    pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
+    infinite = [value for value, x in pairs if math.isinf(x)]  # a NaN: not known
+    made = _maker_of_inf(observed, culprit.place, infinite)
+    if made is None:
+        return ""
+    origin = made.place.occurrence.origin
+    return f"; {made.place.node.name}{at(origin and origin.place)} made the Inf"
 
 
 def _operand_ranges(observed: Observed, place: Place) -> str:
