@@ -27,14 +27,11 @@ _STEP_LIMIT = 1e-8
 
 def slopes(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
     """Gradients that vanish or explode; `norms`: of the sources, by their paths."""
-    for slope, limit in [
-        *((slope, _LAYER_LIMIT) for slope in _layer_slopes(norms)),
-        *((slope, _STEP_LIMIT) for slope in _step_slopes(observed)),
-    ]:
+    for slope in (*_layer_slopes(norms), *_step_slopes(observed)):
         first, last = slope.norms[0], slope.norms[-1]
         if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
             continue
-        shrinks, grows = slope.ratio < limit, slope.ratio > 1 / limit
+        shrinks, grows = first / last < slope.limit, first / last > 1 / slope.limit
         if shrinks or grows:
             yield _slope_finding(observed, slope, shrinks)
 
@@ -63,12 +60,8 @@ class _Slope:
 
     name: str  # ``layers/*/kernel``, or the scan
     norms: tuple[float, ...]  # from the input's side to the output's
+    limit: float  # of the first by the last
     scan: Occurrence | None = None
-
-    @property
-    def ratio(self) -> float:
-        """The norm on the input's side by that on the output's."""
-        return self.norms[0] / self.norms[-1] if self.norms[-1] else math.inf
 
 
 def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
@@ -79,7 +72,7 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
             pattern = path[: match.start()] + "*" + path[match.end() :]
             groups[pattern][int(match[0])] = norm
     return [
-        _Slope(pattern, tuple(norm for _, norm in sorted(members.items())))
+        _Slope(pattern, tuple(norm for _, norm in sorted(members.items())), _LAYER_LIMIT)
         for pattern, members in groups.items()
         if len(members) >= _FEWEST_LAYERS
     ]
@@ -94,7 +87,7 @@ def _step_slopes(observed: Observed) -> list[_Slope]:
             if scan.node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {scan.node.op}"
-            found.append(_Slope(name, tuple(map(float, norms)), scan))
+            found.append(_Slope(name, tuple(map(float, norms)), _STEP_LIMIT, scan))
     return found
 
 
