@@ -29,8 +29,8 @@ class Held:
       size: bytes.
       kind: ``argument``, ``constant``, ``result``, ``residual`` (of the forward pass, for the
         backward pass), ``gradient`` (of the backward pass) or ``activation``.
-      made: the operation that computes it; None for arguments and constants.
-      source: the operation inside of that one, if it is a loop, of which it has the results.
+      source: the operation that computes it; of the results of a loop the one inside of it; None
+        for arguments and constants.
       part: bytes of one of these.
       reader: the operation at the peak or after it that reads it next; None for what is returned.
       first, last: from when to when it is alive, as shares of the program.
@@ -39,7 +39,6 @@ class Held:
     value: Value
     size: int
     kind: str
-    made: Occurrence | None
     source: Occurrence | None
     part: int
     reader: Occurrence | None
@@ -70,36 +69,39 @@ def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:
     """The peak of a program; `path`: the calls that lead to it; `is_host`: whether the device has
     no memory but the host's."""
     program = flatten(graph)
-    alive = _Ranges(program, nbytes_anywhere if is_host else nbytes)
+    ranges = _Ranges(program, path, nbytes_anywhere if is_host else nbytes)
     inside: dict[Node, Peak] = {}
     for node in program.nodes:
         peaks = [
             find_peak(region, Occurrence(path, node).into(name), is_host=is_host)
             for name, region in node.regions.items()
-            if node not in alive.absorbed
+            if node not in ranges.absorbed
         ]
         if peaks:
             inside[node] = max(peaks, key=lambda peak: peak.size)
     timeline = [
-        (0 if path else alive.given) + alive.at(i) + (inside[n].size if n in inside else 0)
-        for i, n in enumerate(program.nodes)
+        size + (inside[node].size if node in inside else 0)
+        for node, size in zip(program.nodes, ranges.sizes, strict=True)
     ]
     if not timeline:
-        return Peak(program, None, alive.held(0, path), (0 if path else alive.given,))
+        return Peak(program, None, ranges.held(0), (ranges.size_given,))
     moment = max(range(len(timeline)), key=timeline.__getitem__)
     node = program.nodes[moment]
-    held = alive.held(moment, path)
+    at, held = Occurrence(path, node), ranges.held(moment)
     if node in inside:
-        held += inside[node].held
-    here = inside[node].at if node in inside and inside[node].at else Occurrence(path, node)
-    return Peak(program, here, held, tuple(timeline))
+        at, held = inside[node].at or at, held + inside[node].held
+    return Peak(program, at, held, tuple(timeline))
 
 
 class _Ranges:
-    """From which operation to which each buffer of a program is alive."""
+    """From which operation to which each buffer of a program is alive.
 
-    def __init__(self, program: Graph, nbytes: Callable[[Any], int]):
+    `path`: the calls that lead to it; what is given to a region is held outside of it.
+    """
+
+    def __init__(self, program: Graph, path: Path, nbytes: Callable[[Any], int]):
         self.program = program
+        self.path = path
         self.nbytes = nbytes
         self.absorbed = Fusion(program, (), True, NodeResiduals()).absorbed
         self.first: dict[Value, int] = {}
@@ -107,7 +109,8 @@ class _Ranges:
         self.readers: dict[Value, list[tuple[int, Node]]] = {}
         self.results: set[Value] = set()
         given = (*program.inputs, *program.constants)
-        self.given = sum(nbytes(v.aval) for v in given)
+        self.given = () if path else given
+        self.size_given = sum(nbytes(v.aval) for v in self.given)
         roots: dict[Value, tuple[Value, ...]] = {v: (v,) for v in given}
         for i, node in enumerate(program.nodes):
             operands = [v for v in node.inputs if isinstance(v, Value)]
@@ -127,9 +130,9 @@ class _Ranges:
         for value, first in self.first.items():
             if value.producer not in self.absorbed and first < self.last[value]:
                 self._dying.setdefault(self.last[value], []).append(value)
-        self._alive = self._sizes(end)
+        self.sizes = [self.size_given + size for size in self._buffers(end)]
 
-    def _sizes(self, end: int) -> list[int]:
+    def _buffers(self, end: int) -> list[int]:
         """Bytes of buffers at each operation."""
         spans = []
         for i, node in enumerate(self.program.nodes):
@@ -146,48 +149,36 @@ class _Ranges:
         size = self.nbytes(node.outputs[0].aval)
         return [v for v in self._dying.get(moment, ()) if self.nbytes(v.aval) == size][:1]
 
-    def at(self, moment: int) -> int:
-        """Bytes of buffers."""
-        return self._alive[moment]
-
-    def held(self, moment: int, path: Path) -> tuple[Held, ...]:
-        found = []
-        end = max(1, len(self.program.nodes))
+    def held(self, moment: int) -> tuple[Held, ...]:
         nodes = self.program.nodes
         over = self._overwritten(moment, nodes[moment]) if nodes else []
-        given = () if path else (*self.program.inputs, *self.program.constants)
-        for value in given:
-            kind = "constant" if value in self.program.constants else "argument"
-            found.append(self._of(value, kind, moment, path, 0.0, 1.0))
-        for value, first in self.first.items():
-            made = value.producer
-            assert made is not None
-            if made in self.absorbed or value in over or not first <= moment <= self.last[value]:
-                continue
-            later = [node for i, node in self.readers.get(value, ()) if i >= moment]
-            kind = "activation"
-            if value in self.results:
-                kind = "result"
-            elif is_backward(made):
-                kind = "gradient"
-            elif any(map(is_backward, later)):
-                kind = "residual"
-            found.append(
-                self._of(value, kind, moment, path, first / end, (self.last[value] + 1) / end)
-            )
-        return tuple(found)
+        alive = [
+            value
+            for value, first in self.first.items()
+            if first <= moment <= self.last[value] and value not in over
+            if value.producer not in self.absorbed
+        ]
+        return tuple(self._held(value, moment) for value in (*self.given, *alive))
 
-    def _of(
-        self, value: Value, kind: str, moment: int, path: Path, first: float, last: float
-    ) -> Held:
+    def _held(self, value: Value, moment: int) -> Held:
+        made = value.producer
         later = [node for i, node in self.readers.get(value, ()) if i >= moment]
-        made = None if value.producer is None else Occurrence(path, value.producer)
-        reader = Occurrence(path, later[0]) if later and kind != "result" else None
-        source, inner = (None, value) if made is None else _source(made, value)
+        reader = Occurrence(self.path, later[0]) if later else None
         size = self.nbytes(value.aval)
-        return Held(
-            value, size, kind, made, source, self.nbytes(inner.aval), reader, first, min(1.0, last)
-        )
+        if made is None:
+            kind = "constant" if value in self.program.constants else "argument"
+            return Held(value, size, kind, None, size, reader, 0.0, 1.0)
+        kind = "activation"
+        if value in self.results:
+            kind, reader = "result", None
+        elif is_backward(made):
+            kind = "gradient"
+        elif any(map(is_backward, later)):
+            kind = "residual"
+        source, inner = _source(Occurrence(self.path, made), value)
+        end = len(self.program.nodes)
+        first, last = self.first[value] / end, min(1.0, (self.last[value] + 1) / end)
+        return Held(value, size, kind, source, self.nbytes(inner.aval), reader, first, last)
 
 
 def _source(made: Occurrence, value: Value) -> tuple[Occurrence, Value]:

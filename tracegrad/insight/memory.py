@@ -227,7 +227,7 @@ def _lines(peak: Peak) -> list[Line]:
     groups: dict[tuple[str, str, str], list[Held]] = {}
     for each in peak.held:
         if each.size:
-            groups.setdefault((_line(each.source), _scope(each.source), each.kind), []).append(each)
+            groups.setdefault((*_line_and_scope(each.source), each.kind), []).append(each)
     lines = [
         Line(
             size=sum(each.size for each in held),
@@ -247,13 +247,10 @@ def _temporary(lines: Sequence[Line]) -> int:
     return sum(line.size for line in lines if line.kind not in ("argument", "constant", "result"))
 
 
-def _line(made: Occurrence | None) -> str:
-    origin = None if made is None else made.origin
-    return ("" if made is None else made.node.op) if origin is None else str(origin)
-
-
-def _scope(made: Occurrence | None) -> str:
-    return "" if made is None else "/".join(made.scopes)
+def _line_and_scope(source: Occurrence | None) -> tuple[str, str]:
+    if source is None:
+        return "", ""
+    return str(source.origin or source.node.op), "/".join(source.scopes)
 
 
 def _types(held: Sequence[Held]) -> str:
