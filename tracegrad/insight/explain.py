@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,8 @@ from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.selection import Selection, Wrt, check_wrt, resolve
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
-from tracegrad.ir import Graph, Literal, Occurrence, Value
+from tracegrad.ir import Graph, Occurrence
+from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.variables.leaves import path_name
@@ -115,31 +117,15 @@ def _updated(call: _Call) -> frozenset[str]:
     """The sources of which something of their type is computed that the function returns beside
     its value, or assigns: statistics, averages of weights."""
     program = call.program
-    further = program.outputs[call.count :]
-    if not further:
-        return frozenset()
-    inputs = {name: program.inputs[i] for name, i in call.sources.items() if i is not None}
-    types = {_jax.type_text(value.aval) for value in inputs.values()}
-    found = set[str]()
-    for out in further:
-        text = _jax.type_text(out.aval)
-        if text in types:
-            before = _computed_of(program, out)
-            found |= {
-                name
-                for name, value in inputs.items()
-                if value in before and _jax.type_text(value.aval) == text
-            }
-    return frozenset(found)
-
-
-def _computed_of(program: Graph, output: Value | Literal) -> set[Value | Literal]:
-    """The values that an output is computed of."""
-    found = {output}
-    for node in reversed(program.nodes):
-        if not found.isdisjoint(node.outputs):
-            found.update(node.inputs)
-    return found
+    of_type: dict[str, int] = defaultdict(int)  # the inputs that the outputs of a type depend on
+    masks = zip(program.outputs, dependence(program), strict=True)
+    for out, mask in itertools.islice(masks, call.count, None):
+        of_type[_jax.type_text(out.aval)] |= mask
+    return frozenset(
+        name
+        for name, i in call.sources.items()
+        if i is not None and of_type[_jax.type_text(program.inputs[i].aval)] >> i & 1
+    )
 
 
 # ------------------------------------------------------------------------------------ the inputs
