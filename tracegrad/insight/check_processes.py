@@ -11,9 +11,7 @@ from typing import Any
 import jax
 
 from tracegrad._jax.processes import agree
-from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.traced import BoundTracedFunction
 
 _MOST_COMPARED = 1 << 20  # bytes of a program, compressed; the service takes four times as many
 _MOST_SHOWN = 300  # characters of a line
@@ -45,9 +43,8 @@ def check_processes(
     """
     if jax.process_count() == 1:
         return
-    is_compiled = isinstance(fun, (TracedFunction, BoundTracedFunction)) or hasattr(fun, "lower")
-    lowered = (fun if is_compiled else jax.jit(fun)).lower(*args, **kwargs)  # type: ignore[attr-defined]
-    text = lowered.as_text()
+    compiled: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
+    text = compiled.lower(*args, **kwargs).as_text()
     topic = f"check_processes({function_name(fun)})"
     digest = hashlib.sha256(text.encode()).hexdigest()
     outcome = agree(topic, digest, timeout, lambda said: "" if len({*said}) == 1 else "other")
