@@ -15,7 +15,7 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import ByRule, Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import whose
-from tracegrad.ir.occurrence import Path, at, is_own_file
+from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
@@ -185,13 +185,10 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
             return False
         return bool(np.array_equal(np.asarray(constant), wanted))
 
-    graphs: list[tuple[Path, Graph]] = [((), program)]
     for found in program.walk():
-        graphs += [(found.into(name), region) for name, region in found.node.regions.items()]
-    for path, graph in graphs:
-        for value, constant in graph.constants.items():
-            if value.users and fits(constant):
-                return Occurrence(path, value.users[0])
+        constants = found.graph.constants
+        if any(fits(constants[v]) for v in found.node.inputs if v in constants):
+            return found
     return None
 
 
