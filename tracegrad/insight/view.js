@@ -1,6 +1,6 @@
 (() => {
 "use strict";
-const CSS = "@CSS@";
+const STYLE = "@CSS@";
 const CHUNK = 250;      // rows that are built at once; the rest follow when they come into sight
 const MOST_HITS = 1000;
 const KINDS = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown", "rule"];
@@ -44,7 +44,7 @@ class View {
     const light = getComputedStyle(host).color.match(/[\d.]+/g).slice(0, 3).map(Number);
     const root = host.attachShadow({mode: "open"});
     const style = make("style");
-    style.textContent = CSS;
+    style.textContent = STYLE;
     this.frame = make("div", "view");
     // Light text around it: a dark page, whatever made it dark.
     if (0.3 * light[0] + 0.6 * light[1] + 0.1 * light[2] > 140) this.frame.classList.add("dark");
@@ -263,7 +263,7 @@ class View {
     for (const element of this.scroll.querySelectorAll(".same")) element.classList.remove("same");
     if (!name) return;
     const body = name.closest(".body");
-    for (const element of body.querySelectorAll(`.v[data-v="${CSS_escape(name.dataset.v)}"]`))
+    for (const element of body.querySelectorAll(`.v[data-v="${CSS.escape(name.dataset.v)}"]`))
       if (element.closest(".body") === body) element.classList.add("same");
   }
 
@@ -301,8 +301,6 @@ class View {
   }
 }
 
-const CSS_escape = (text) => window.CSS.escape(text);
-
 // A graph as one place enters it: heading, nodes, results.
 class Body {
   constructor(view, index, place, title) {
@@ -323,19 +321,13 @@ class Body {
     const head = make("div", "head");
     if (title) head.append(make("span", "faint", `${title}: `));
     head.append(make("span", "fn", name), "(");
-    const shown = inputs.length > 12 ? 8 : inputs.length;
     const argument = ([text, type, reached], k) => {
       const part = make("span", "", k ? ", " : "", value(text, reached === 1 ? "flows" : reached === 0 ? "unreached" : ""),
         make("span", "faint", `: ${type}`));
       part.title = reached === 1 ? "a gradient arrives here" : reached === 0 ? "no gradient arrives here" : "";
       return part;
     };
-    head.append(...inputs.slice(0, shown).map(argument));
-    if (shown < inputs.length) {
-      const more = make("button", "chip", `… ${inputs.length - shown} more`);
-      more.onclick = () => more.replaceWith(...inputs.slice(shown).map((input) => argument(input, 1)));
-      head.append(" ", more);
-    }
+    head.append(...someOf(inputs, argument));
     const {types} = this.data;
     const results = types.length > 12 ? `${types.slice(0, 8).join(", ")}, … ${types.length - 8} more` : types.join(", ");
     head.append(") → ", make("span", "faint", results || "()"));
@@ -344,16 +336,8 @@ class Body {
   }
 
   results() {
-    const {out} = this.data;
-    const shown = out.length > 12 ? 8 : out.length;
     const named = (name, k) => make("span", "", k ? ", " : "", value(name));
-    const line = make("div", "return faint", "return ", ...out.slice(0, shown).map(named));
-    if (shown < out.length) {
-      const more = make("button", "chip", `… ${out.length - shown} more`);
-      more.onclick = () => more.replaceWith(...out.slice(shown).map((name) => named(name, 1)));
-      line.append(" ", more);
-    }
-    return line;
+    return make("div", "return faint", "return ", ...someOf(this.data.out, named));
   }
 
   // Neighbours with a scope in common, or a function that was called, stand under it.
@@ -551,6 +535,14 @@ class Item {
     for (const inside of [...this.lists, ...this.bodies]) inside.fold();
     if (this.isOpen) this.set(false);
   }
+}
+
+// Each of a list, made by `part` of it and its number; of a long one the first, and a button for the rest.
+function someOf(list, part) {
+  if (list.length <= 12) return list.map(part);
+  const more = make("button", "chip", `… ${list.length - 8} more`);
+  more.onclick = () => more.replaceWith(...list.slice(8).map((each) => part(each, 1)));
+  return [...list.slice(0, 8).map(part), " ", more];
 }
 
 function value(name, kind, isDefinition) {
