@@ -582,13 +582,15 @@ def test_what_is_updated_beside_the_result_is_no_problem_and_what_is_forgotten_i
         statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * jnp.mean(x)}
         return jnp.sum(params["w"] * x), (statistics, params["unused"] * x)
 
-    args = {"w": jnp.ones(3), "unused": jnp.ones(())}, {"mean": jnp.zeros(3)}, jnp.arange(3.0)
-    found = explain(with_statistics, *args, wrt=(0, 1), has_aux=True)
-    assert {f.sources: f.cause for f in found.findings} == {
-        ("params.unused",): "unused",
-        ("statistics.mean",): "state",
-    }
-    assert [f.problem for f in found.findings] == [True, False]
+    params = {"w": jnp.ones(3), "unused": jnp.ones(()), "unread": jnp.ones(3)}
+    args = params, {"mean": jnp.zeros(3)}, jnp.arange(3.0)
+    for loss in (with_statistics, jax.jit(with_statistics)):
+        found = explain(loss, *args, wrt=(0, 1), has_aux=True)
+        assert {f.sources: f.cause for f in found.findings} == {
+            ("params.unread", "params.unused"): "unused",
+            ("statistics.mean",): "state",
+        }
+        assert [f.problem for f in found.findings] == [True, False]
 
     def with_collections(variables, x):
         return jnp.sum(variables["params"]["w"] * x)
