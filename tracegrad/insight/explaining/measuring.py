@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp, pull_back
 from tracegrad.insight.explaining.authors import may_change
 from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
@@ -38,7 +39,7 @@ from tracegrad.insight.explaining.visits import (
     zeros_of,
 )
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
-from tracegrad.ir.dependence import Masks, enter, spread
+from tracegrad.ir.dependence import enter
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 
@@ -352,16 +353,9 @@ class MeasuredPass:
 def _perturbed(scan: Node, active: Sequence[int]) -> list[bool]:
     """Which inputs of a scan's body have cotangents, once it has run round."""
     ins = [int(i in active) for i in range(len(scan.inputs))]
-    entered = enter(scan, ins, _carry_gradient)
+    entered = enter(scan, ins, Walk().region)
     assert entered is not None
     return [mask != 0 for mask in entered[1]["jaxpr"]]
-
-
-def _carry_gradient(graph: Graph, ins: Masks) -> Masks:
-    def rule(node: Node, ins: Masks) -> Masks:
-        return [int(any(ins) and v.has_gradient) for v in node.outputs]
-
-    return spread(graph, ins, rule)
 
 
 def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False) -> Any:
