@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +11,9 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import type_of
-from tracegrad.differentiation.smallest_cuts import smallest_cuts
-from tracegrad.insight.explaining.cut_off import findings_of_cuts, state_of_model
+from tracegrad.insight.explaining.cut_off import state_of_model
 from tracegrad.insight.explaining.explain_graph import explain_graph, merged
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
-from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
@@ -225,18 +222,17 @@ def _explain(
     slot_of = {value: slot for slot, value in values.items()}
     inputs = [arrays[slot_of[value]] for value in graph.inputs]
     number = {value: i for i, value in enumerate(graph.inputs)}
-    positions = {path: number[values[slot]] for path, slot in slots.items()}
-    explanation = explain_graph(
+    return explain_graph(
         graph,
         inputs,
-        dict(positions),
+        {path: number[values[slot]] for path, slot in slots.items()},
         [seeds[i] for i in inside] + [None] * len(ends),
         name="the tape",
         unselectable={},
         why_unused=lambda path: _UNSEEN if not inside else None,
         untrained=untrained,
+        ends=range(len(inside), len(outputs)),
     )
-    return _with_ends(explanation, graph, positions, len(inside)) if ends else explanation
 
 
 _UNSEEN = (
@@ -255,27 +251,6 @@ def _following(record: Record, sources: Iterable[int]) -> list[Operation]:
             found.append(operation)
             reached.update(operation.results)
     return found
-
-
-def _with_ends(
-    explanation: Explanation, graph: Graph, positions: dict[str, int], targets: int
-) -> Explanation:
-    """Where nothing flows to the target, but to integers: a tape follows these no further, and the
-    cut is where they were made."""
-    ways = smallest_cuts(graph, range(targets, len(graph.outputs)))
-    findings: list[Finding] = []
-    for finding in explanation.findings:
-        cuts: list[Finding] = []
-        if finding.cause == "unused":
-            for path in finding.sources:
-                cuts += findings_of_cuts(path, ways[positions[path]])
-        findings += cuts or [finding]
-    by_path = {path: f.short for f in reversed(findings) for path in f.sources}
-    reports = tuple(
-        r if r.connected else replace(r, reason=by_path.get(r.path, r.reason))
-        for r in explanation.sources
-    )
-    return replace(explanation, findings=tuple(findings), sources=reports)
 
 
 engine.explain_tape = explain_tape

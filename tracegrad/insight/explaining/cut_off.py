@@ -13,7 +13,7 @@ from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, e
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import ByRule, Finding
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, operations
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, Value, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.variables.statics import Static
@@ -34,9 +34,9 @@ _LOOP_CURE = (
 )
 
 
-def findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
+def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
     """What cuts an input of a graph off; `ways`: its `smallest_cuts`."""
-    cuts, *others = ways or [()]
+    cuts, *others = ways
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
         text, origin = _words(cut), cut.occurrence.origin
@@ -148,7 +148,7 @@ def cut_off(
       why_unused: see `explain_graph`.
     """
     if ways:
-        yield from findings_of_cuts(path, ways)
+        yield from _findings_of_cuts(path, ways)
         return
     better = why_unused(path)
     constant = None if better else _closed_over(program, inputs[i])
@@ -187,7 +187,8 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
 
     for found in program.walk():
         constants = found.graph.constants
-        if any(fits(constants[v]) for v in found.node.inputs if v in constants):
+        read = [v for v in found.node.inputs if isinstance(v, Value) and v in constants]
+        if any(fits(constants[v]) for v in read):
             return found
     return None
 

@@ -40,6 +40,7 @@ def explain_graph(
     others: Mapping[int, str] = MappingProxyType({}),
     untrained: Collection[str] = (),
     updated: Collection[str] = (),
+    ends: Sequence[int] = (),
 ) -> Explanation:
     """Explains the gradients of a graph.
 
@@ -55,6 +56,7 @@ def explain_graph(
       others: the names of inputs that are no sources.
       untrained: the sources of which nobody expects that they get a gradient.
       updated: those of which the function computes new values beside its result.
+      ends: outputs without a gradient; what leads to these alone is cut off where they are made.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
     known = _Known(program)
@@ -70,7 +72,7 @@ def explain_graph(
         elif i is None:
             findings.append(no_gradient(path, unselectable[path]))
         else:
-            cuts = cuts or smallest_cuts(program, targets)
+            cuts = cuts or _cuts(program, targets, ends)
             if path in updated and not cuts[i]:
                 findings.append(state_of_model(path))
             else:
@@ -104,6 +106,16 @@ def _connected(program: Graph, targets: Sequence[int], known: _Known) -> frozens
         return frozenset[int]().union(*(linked[t] for t in targets))
 
     return known.or_made(("connections", tuple(targets)), find)
+
+
+def _cuts(
+    program: Graph, targets: Sequence[int], ends: Sequence[int]
+) -> list[tuple[CutsOnWay, ...]]:
+    """For every input its smallest cuts on the way to a target; if none leads there, to an end."""
+    cuts = smallest_cuts(program, targets)
+    if not ends:
+        return cuts
+    return [a or b for a, b in zip(cuts, smallest_cuts(program, ends), strict=True)]
 
 
 def _measure(
