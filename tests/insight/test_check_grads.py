@@ -217,7 +217,7 @@ def test_a_kink_is_not_judged_and_the_elements_beside_it_are():
 
 @pytest.mark.any_jax
 def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no_value():
-    with pytest.raises(GradientError, match="expected .*, got nan"):
+    with pytest.raises(GradientError, match=r"expected .*, got nan"):
         check_grads(lambda x: jnp.sqrt(jnp.sum(x**2)), (jnp.zeros(2),), order=1, modes=["rev"])
     alone = check_grads(jnp.log, (jnp.array([-1.0]),), order=1, modes=["rev"])  # 1 / x is -1
     assert [c.status for c in alone.leaves] == ["not smooth"]
