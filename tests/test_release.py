@@ -29,9 +29,10 @@ def test_the_version_stands_in_one_place():
     assert project["dynamic"] == ["version"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    dated = re.search(r"^## (\d\S+), 20\d\d-\d\d-\d\d$", changes, re.M)
-    cited = re.search(r"^version: (\S+)$", citation, re.M)
-    assert dated[1] == cited[1] == tracegrad.__version__
+    dated = re.search(r"^## (\d\S+), (20\d\d-\d\d-\d\d)$", changes, re.M)
+    cited = re.search(r"^version: (\S+)\ndate-released: (\S+)$", citation, re.M)
+    assert dated.groups() == cited.groups()
+    assert dated[1] == tracegrad.__version__
 
 
 def test_the_command_line_says_which_versions_there_are(capsys):
