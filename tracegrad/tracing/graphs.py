@@ -117,7 +117,7 @@ def trace_to_graph(
     )
     graph.signature = signature
     graph.variables = tuple(variables)
-    graph.assigned = tuple(capture.assigned)
+    graph.assigned = capture.assigned
     graph.updates, graph.settings = tuple(outcome.updates), tuple(outcome.settings)
     graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
     if outcome.lost is not None:

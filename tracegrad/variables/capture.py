@@ -79,14 +79,14 @@ class Capture:
 
     def __init__(self, trace_again: Callable[[], NoReturn]) -> None:
         self._trace_again = trace_again
-        self.assigned: list[Variable] = []
-        self._found: dict[int, Variable] = {}
-        self._entry: dict[int, _jax.Placeholder] = {}  # by the identity of the Variable
-        self._current: dict[int, Any] = {}  # what was assigned last
-        self._readable: dict[int, Any] = {}  # that, as it is read
-        self._read: set[int] = set()  # the identities of Variables of which a value was handed out
+        self.assigned: tuple[Variable, ...] = ()
+        self._found: dict[Variable, None] = {}
+        self._entry: dict[Variable, _jax.Placeholder] = {}
+        self._current: dict[Variable, Any] = {}  # what was assigned last
+        self._readable: dict[Variable, Any] = {}  # that, as it is read
+        self._read: set[Variable] = set()  # those of which a value was handed out
         self._handed: list[int] = []  # the identities of assigned values read further inside
-        self._prepared: set[int] = set()  # assigned under a generation of programs of its own
+        self._prepared: set[Variable] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
         self._states: list[Any] | None = None  # of flax, around the function
         self._life = _Life()
@@ -106,8 +106,8 @@ class Capture:
         try:
             with self._generations, listening(self):
                 result, others = fun()
-            values = [self._current[id(variable)] for variable in self.assigned]
-            values += others
+            self.assigned = tuple(self._current)
+            values = [*self._current.values(), *others]
             return (result, values) if values else result  # messages then say where in the result
         finally:
             _active.captures -= 1
@@ -124,10 +124,9 @@ class Capture:
         if isinstance(variable, ModuleArray) and not variable.is_outside(self._around()):
             return outside()  # a function further inside closes over what was made in this one
         if _active.telling:
-            is_assigned = id(variable) in self._current
+            is_assigned = variable in self._current
             return self._assigned_value(variable) if is_assigned else stand_in(variable)
         where = _jax.staging_trace()
-        key = id(variable)
         if where is None:
             raise RuntimeError(
                 f"the Variable {variable.name!r} is read inside a traced function, where something "
@@ -136,15 +135,14 @@ class Capture:
             )
         if where is not self._trace:
             return self._read_inside(variable)
-        self._read.add(key)
-        if key in self._current or key in self._readable:
+        self._read.add(variable)
+        if variable in self._current or variable in self._readable:
             return self._assigned_value(variable)
         return self._value_at_entry(variable)
 
     def on_renewal(self, variable: Variable) -> None:
-        key = id(variable)
-        if key in self._read and _jax.staging_trace() is self._trace:
-            self._readable.pop(key, None)
+        if variable in self._read and _jax.staging_trace() is self._trace:
+            self._readable.pop(variable, None)
             self._assigned_value(variable)
 
     def _around(self) -> list[Any]:
@@ -153,34 +151,31 @@ class Capture:
         return self._states
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
-        key = id(variable)
-        if key not in self._entry:
-            self._note(variable)
-            self._entry[key] = _jax.Placeholder(
+        if variable not in self._entry:
+            self._found[variable] = None
+            self._entry[variable] = _jax.Placeholder(
                 variable.aval, weakref.ref(variable), self._life.check
             )
-        return self._entry[key]
+        return self._entry[variable]
 
     def _assigned_value(self, variable: Variable) -> Any:
         """What a Variable was assigned last, or was at the function's entry, for who reads it: one
         object until it is assigned again, or renewed."""
-        key = id(variable)
-        if key not in self._readable:
-            value = self._current.get(key, self._entry.get(key))
+        if variable not in self._readable:
+            value = self._current.get(variable, self._entry.get(variable))
             if _jax.has_gradient(variable):
                 # Not seen by tapes inside the function, to which it is a value of its own.
                 with _jax.set_current_trace(self._trace):
                     value = ASSIGNED.bind(value, self._value_at_entry(variable))
-            self._readable[key] = value
-        return self._readable[key]
+            self._readable[variable] = value
+        return self._readable[variable]
 
     def _read_inside(self, variable: Variable) -> Any:
         """A read in an inner function, whose program JAX may keep."""
-        key = id(variable)
-        if key not in self._current:
-            self._note(variable)
+        if variable not in self._current:
+            self._found[variable] = None
             return stand_in(variable)
-        if key not in self._prepared:
+        if variable not in self._prepared:
             stand_in(variable)  # that there is one prepares the assignment, in the next run
             self._trace_again()
         value = self._assigned_value(variable)
@@ -205,15 +200,12 @@ class Capture:
             self._refuse_inner(variable, value)
         else:
             value = _jax.fresh_alias(value)
-        key = id(variable)
-        if key not in self._current:
-            self.assigned.append(variable)
-        self._current[key] = value
-        self._readable.pop(key, None)
+        self._current[variable] = value
+        self._readable.pop(variable, None)
         if variable._stand_in is not None:
             # Some inner function may have been traced with the old value.
             self._generations.enter_context(_generation(object()))
-            self._prepared.add(key)
+            self._prepared.add(variable)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
         """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""
@@ -227,9 +219,6 @@ class Capture:
                 )
             trace = _jax.parent_trace(trace)
 
-    def _note(self, variable: Variable) -> None:
-        self._found.setdefault(id(variable), variable)
-
     # ------------------------------------------------------------------------------------ program
 
     def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
@@ -237,13 +226,12 @@ class Capture:
         function's entry is used; and these, in the order of the reads."""
         open_form, constants = _jax.parts_of(program)
         owners = [self._owner(constant) for constant in constants]
-        for variable in owners:
-            if variable is not None:
-                self._note(variable)
-        if not self._found:
+        self._found.update(dict.fromkeys(owner for owner in owners if owner is not None))
+        variables = list(self._found)
+        if not variables:
             return program, []
-        places = {key: i for i, key in enumerate(self._found)}
-        slots = [None if v is None else places[id(v)] for v in owners]
+        places = {variable: i for i, variable in enumerate(variables)}
+        slots = [None if owner is None else places[owner] for owner in owners]
         count = len(open_form.invars)
 
         def run(*inputs: Any) -> list[Any]:
@@ -254,7 +242,6 @@ class Capture:
             ]
             return list(jax.core.eval_jaxpr(open_form, given, *inputs[:count]))
 
-        variables = list(self._found.values())
         avals = [var.aval for var in open_form.invars]
         return jax.make_jaxpr(run)(*avals, *(v.aval for v in variables)), variables
 
@@ -269,7 +256,7 @@ class Capture:
                 "exists. Make a new function, or pass the value as an argument."
             )
         shared = constant is variable._stand_in
-        return variable if shared or constant is self._entry.get(id(variable)) else None
+        return variable if shared or constant is self._entry.get(variable) else None
 
 
 def _name(trace: Any) -> str:
