@@ -16,6 +16,7 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.ir.wording import brief, described
+from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
 
@@ -115,7 +116,5 @@ def _names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[str]:
     """How the user knows each array among the arguments."""
-    leaves = jax.tree_util.tree_flatten_with_path(kwargs)[0]
-    by_keyword = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]
-    names = [*input_names(fun, args), *by_keyword]
+    names = [*input_names(fun, args), *(name for name, _ in named_leaves(kwargs))]
     return [names[i] for i in arguments.positions]

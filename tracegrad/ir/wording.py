@@ -63,8 +63,12 @@ def brief(value: object) -> str:
         return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
     if value is None:
         return "None"
-    text = repr(value)
-    return f"{with_article(type(value).__name__)}: {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{with_article(type(value).__name__)}: {shortened(repr(value))}"
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning, where it is longer than sixty characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def changes_lost(function: str, paths: Sequence[str]) -> str:

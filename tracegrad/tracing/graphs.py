@@ -120,7 +120,7 @@ def trace_to_graph(
     graph.assigned = capture.assigned
     graph.updates, graph.settings = tuple(outcome.updates), tuple(outcome.settings)
     graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
-    if outcome.lost is not None:
+    if outcome.lost.paths or outcome.lost.structures:
         graph.loses = _lost(outcome.lost, fun, args, kwargs, static)
     return graph
 
@@ -142,7 +142,7 @@ def _lost(
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
         outcome = Outcome()
         Inside(functools.partial(argument_names, fun)).run(fun, args, kwargs, outcome)
-        return outcome.lost.values if outcome.lost is not None else ()
+        return outcome.lost.values
 
     outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)

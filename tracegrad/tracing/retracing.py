@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.wording import shortened
+from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.modules import Held, Structure, is_whole
 from tracegrad.variables.nnx_objects import differences
 from tracegrad.variables.statics import Given, Static, is_structure
@@ -65,11 +67,10 @@ class Signature(NamedTuple):
     def of(
         cls, args: Mapping[str, Any], static: Mapping[str, Any], outside: Mapping[str, Structure]
     ) -> Signature:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_structure)
+        tree = jax.tree.structure(dict(args), is_leaf=is_structure)
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
-        for path, leaf in leaves:
-            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+        for name, leaf in named_leaves(args, is_structure):
             if isinstance(leaf, Given):
                 types.append((name, leaf, "", False))
                 continue
@@ -85,7 +86,7 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
-        parts += [f"{name}={_short(value)} (static)" for name, value in self.static]
+        parts += [f"{name}={shortened(repr(value))} (static)" for name, value in self.static]
         return ", ".join(parts) or "no arguments"
 
 
@@ -93,9 +94,8 @@ def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
     is_leaf = is_whole()
     if is_leaf is None:
         return ()
-    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(args), is_leaf=is_leaf)
-    held = ((path, leaf) for path, leaf in leaves if type(leaf) is Held)
-    return tuple((f"{p[0].key}{jax.tree_util.keystr(p[1:])}", leaf.structure) for p, leaf in held)
+    leaves = named_leaves(args, is_leaf)
+    return tuple((name, leaf.structure) for name, leaf in leaves if type(leaf) is Held)
 
 
 class TracedSignature(NamedTuple):
@@ -234,15 +234,18 @@ def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]
     for name, before, after in _paired(old.static, new.static):
         if before != after:
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
-            old_text = _short(before) if was is None else _array_text(*was)
-            new_text = _short(after) if is_now is None else _array_text(*is_now)
+            old_text = shortened(repr(before)) if was is None else _array_text(*was)
+            new_text = shortened(repr(after)) if is_now is None else _array_text(*is_now)
             is_object = isinstance(after, Static) and after.is_known_by_identity
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
     if old.tree != new.tree:
         if changed := _in_modules(old.modules, new.modules):
             return [*changes, *changed]
-        return [*changes, ("the arguments", "tree", _short(old.tree), _short(new.tree))]
+        return [
+            *changes,
+            ("the arguments", "tree", shortened(repr(old.tree)), shortened(repr(new.tree))),
+        ]
     for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
         arrays_before.values(), arrays_after.values(), strict=True
     ):
@@ -289,8 +292,3 @@ def _paired(
 ) -> list[tuple[str, Any, Any]]:
     before, after = dict(old), dict(new)
     return [(name, before.get(name), after.get(name)) for name in {**before, **after}]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

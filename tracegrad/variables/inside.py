@@ -62,14 +62,14 @@ class Outcome:
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       settings: attributes of its modules that it has changed, and that are no data.
-      lost: what it has changed in an nnx.State and does not return; None: nothing.
+      lost: what it has changed in an nnx.State and does not return.
       outside: the modules of flax.nnx that it has met outside of it.
     """
 
     out_tree: Any = None
     updates: list[int] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
-    lost: Changes | None = None
+    lost: Changes = field(default_factory=Changes)
     outside: Outside = field(default_factory=Outside)
 
 
@@ -129,7 +129,7 @@ class Inside:
             outcome.updates = [i for i, (old, new) in pairs if old is not new]
             values = [now.arrays[i] for i in outcome.updates]
         if self._states is not None:
-            outcome.lost = self._states.changes(result) or None
+            outcome.lost = self._states.changes(result)
         result = self._handed_out(result)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_variable)
         if not are_arrays(leaves):

@@ -7,6 +7,7 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,14 @@ def leaves_of(tree: Any) -> list[Leaf]:
             for inside, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
                 found.append(Leaf(path_name((*path, *inside[1:])), node))  # without its "value"
     return found
+
+
+def named_leaves(
+    arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """The leaves of arguments, each with its name: ``models['student'].kernel``."""
+    leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
+    return [(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
 
 
 def _is_params(key: Any) -> bool:

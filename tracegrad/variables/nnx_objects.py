@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import cached
+from tracegrad.ir.wording import shortened
 
 # What nnx writes into every module, for itself.
 _OF_NNX = "_pytree__"
@@ -63,7 +64,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
     within = tuple(f"{path}{then}" for path in paths for then in ".[")
     return [
-        (f"`{path}`", _short(old.get(path, "absent")), _short(new.get(path, "absent")))
+        (f"`{path}`", shortened(old.get(path, "absent")), shortened(new.get(path, "absent")))
         for path in paths
         if not path.startswith(within)
     ]
@@ -111,7 +112,3 @@ def _has_data(value: Any) -> bool:
 def path_text(path: Sequence[Any]) -> str:
     """A path of flax in a module as it is written: ``.blocks[0].kernel``."""
     return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in path)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

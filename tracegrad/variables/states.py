@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Call
+from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.modules import is_whole
 from tracegrad.variables.nnx_objects import is_state
 
@@ -25,12 +26,8 @@ class States:
     """The states among the arguments of a function that is being traced, as they come in."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(arguments), is_leaf=is_whole())
-        self._states = [
-            (f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf)
-            for path, leaf in leaves
-            if is_state(leaf)
-        ]
+        leaves = named_leaves(arguments, is_whole())
+        self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
         self._before: list[tuple[list[Any], Any]] = [
             jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
         ]
@@ -38,8 +35,6 @@ class States:
     def changes(self, result: Any) -> Changes:
         """What the function has changed in them that is not in its result either."""
         changes = Changes()
-        if not self._states:
-            return changes
         returned = set(map(id, jax.tree.leaves(result)))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
             now, new_structure = jax.tree_util.tree_flatten_with_path(state)
@@ -60,9 +55,6 @@ class Changes:
     structures: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     values: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.structures or self.paths)
 
 
 def is_passed_on(before: Any, after: Any) -> bool:
