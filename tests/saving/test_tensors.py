@@ -18,7 +18,7 @@ from tracegrad.saving.tensors import (
     header_of,
     in_order,
     read_header,
-    read_tensors,
+    read_tensor,
 )
 
 pytestmark = pytest.mark.any_jax
@@ -37,6 +37,11 @@ def written(**arrays: np.ndarray[Any, Any]) -> memoryview:
 def file_of(header: Any, data: bytes = b"") -> memoryview:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return memoryview(struct.pack("<Q", len(text)) + text + data)
+
+
+def read_tensors(view: memoryview) -> dict[str, np.ndarray[Any, Any]]:
+    tensors = read_header(view).tensors
+    return {name: read_tensor(view, name, tensor) for name, tensor in tensors.items()}
 
 
 def of_dtypes(dtypes: dict[str, str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.saving import dimensions, structure
-from tracegrad.saving.manifest import kind_name
+from tracegrad.saving.manifest import KIND_NAMES
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
@@ -185,7 +185,7 @@ def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[s
         if parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named.append((parameter.name, kind_name(parameter.kind)))
+            named.append((parameter.name, KIND_NAMES[parameter.kind]))
     named = named[:count]
     if len(named) == count:
         return named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,18 +63,18 @@ def load_container(container: Container, sharding: Any = None) -> Any:
     """What `load` returns, of an open file."""
     manifest = from_json(container.manifest, container.tensors)
     _check_width(manifest)
-    variables = [
-        _variable(record, container.array(record.key), sharding) for record in manifest.variables
-    ]
-    keys = [record.key for record in manifest.variables]
+    variables = {
+        record.key: _variable(record, container.array(record.key), sharding)
+        for record in manifest.variables
+    }
     functions = {
-        record.name: _function(container, manifest, record, variables, keys)
+        record.name: _function(container, manifest, record, variables)
         for record in manifest.functions
     }
     if manifest.single:
         (function,) = functions.values()
         return function
-    return LoadedFunctions(functions, dict(zip(keys, variables, strict=True)))
+    return LoadedFunctions(functions, variables)
 
 
 def _check_width(manifest: Manifest) -> None:
@@ -127,21 +127,18 @@ def _function(
     container: Container,
     manifest: Manifest,
     record: FunctionRecord,
-    variables: Sequence[Variable],
-    keys: Sequence[str],
+    variables: Mapping[str, Variable],
 ) -> LoadedFunction:
     contents = [bytes(container.bytes(name)) for name in record.programs]
     read = [read_program(record, k, each, manifest) for k, each in enumerate(contents)]
     tree = record.tree.map(lambda k: _Read(record.programs[k], read[k]))
-    _check_function(record, tree, variables)
+    _check_function(record, tree, list(variables.values()))
     for constraint in record.constraints:
         if (why := dimensions.why_no_constraint(constraint)) is not None:
             reason = f"the constraint {documents.show(constraint)} is none: {why}"
             raise ArtefactError(MANIFEST, reason)
-    text = graph_text(container, record)
-    return LoadedFunction(
-        record, contents, record.tree.map(read.__getitem__), text, variables, keys
-    )
+    text, programs = graph_text(container, record), record.tree.map(read.__getitem__)
+    return LoadedFunction(record, contents, programs, text, variables)
 
 
 def graph_text(container: Container, record: FunctionRecord) -> str:

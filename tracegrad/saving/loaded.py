@@ -87,15 +87,15 @@ class LoadedFunction:
         contents: Sequence[bytes],
         tree: ProgramTree[Any],
         text: str,
-        variables: Sequence[Variable],
-        keys: Sequence[str],
+        variables: Mapping[str, Variable],
     ):
         self._record = record
         self._contents = contents
-        self.reads = tuple(variables[i] for i in record.reads)
-        self.assigns = tuple(variables[i] for i in record.assigns)
+        shared = list(variables.items())
+        self.reads = tuple(shared[i][1] for i in record.reads)
+        self.assigns = tuple(shared[i][1] for i in record.assigns)
         used = sorted({*record.reads, *record.assigns})
-        self.variables = MappingProxyType({keys[i]: variables[i] for i in used})
+        self.variables = MappingProxyType(dict(shared[i] for i in used))
         self.graph_text = text
         self.gradient_order = record.gradient_order
         self.platforms = record.platforms
@@ -103,7 +103,6 @@ class LoadedFunction:
         self.__signature__ = record.signature()
         self.signature = _signature(record, tree.program)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
-        self._places = [name for name, _ in record.parameters]
         self._has_statics = has_statics(jax.tree.structure(record.arguments))
         self._result = jax.tree.structure(record.result)
         self._flat = differentiable(tree, len(record.assigns), self._beyond)
@@ -144,13 +143,13 @@ class LoadedFunction:
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the parameters."""
-        if not kwargs and self._is_simple and len(args) == len(self._places):
+        if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
             return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
-        return tuple(bound.arguments[name] for name in self._places)
+        return tuple(bound.arguments[name] for name in self.signature.parameters)
 
     def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Leaf, Any]]:
         """The leaves of the arguments, each with its place and what was saved there. Raises where
@@ -159,7 +158,7 @@ class LoadedFunction:
             return [
                 pair
                 for name, wanted, given in zip(
-                    self._places, self._record.arguments, args, strict=True
+                    self.signature.parameters, self._record.arguments, args, strict=True
                 )
                 for pair in flatten_as(wanted, given, name)
             ]

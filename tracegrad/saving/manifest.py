@@ -28,7 +28,8 @@ _KINDS = {
     "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
     "keyword": inspect.Parameter.KEYWORD_ONLY,
 }
-_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
+KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
+"""What the kinds of parameters are called in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,6 @@ class Manifest:
     single: bool
     variables: tuple[VariableRecord, ...]
     functions: tuple[FunctionRecord, ...]
-
-
-def kind_name(kind: Any) -> str:
-    """What the kind of a parameter is called in a manifest."""
-    return _KIND_NAMES[kind]
 
 
 def to_json(manifest: Manifest) -> Manifest:

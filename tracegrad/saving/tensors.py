@@ -111,9 +111,9 @@ def header_of(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes
 
     Example:
         >>> array = np.arange(3, dtype=np.float32)
-        >>> data = header_of({"x": array}, {}) + bytes_of(array)
-        >>> read_tensors(memoryview(data))
-        {'x': array([0., 1., 2.], dtype=float32)}
+        >>> data = memoryview(header_of({"x": array}, {}) + bytes_of(array))
+        >>> read_tensor(data, "x", read_header(data).tensors["x"])
+        array([0., 1., 2.], dtype=float32)
     """
     fields: dict[str, Any] = {}
     unnamed: dict[str, str] = {}
@@ -278,9 +278,3 @@ def read_tensor(view: memoryview, name: str, tensor: Tensor) -> Array:
 def dtype_named(name: str) -> np.dtype[Any] | None:
     """The dtype that NumPy calls by this name; None if arrays in files cannot have it."""
     return _BY_OWN_NAME.get(name)
-
-
-def read_tensors(view: memoryview) -> dict[str, Array]:
-    """All arrays of a safetensors file; raises as `read_header` and `read_tensor`."""
-    tensors = read_header(view).tensors
-    return {name: read_tensor(view, name, tensor) for name, tensor in tensors.items()}

@@ -250,15 +250,14 @@ def _some(tree: Any) -> dict[str, Variable]:
     return variables
 
 
-def is_key(variable: Variable) -> bool:
-    """Whether a Variable holds random keys."""
-    return bool(jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key))
+def is_key(holder: Any) -> bool:
+    """Whether a Variable, or an array, holds random keys."""
+    return bool(jax.numpy.issubdtype(holder.dtype, jax.dtypes.prng_key))
 
 
 def stored_form(value: Any) -> Any:
     """The array that is written of a Variable's value: of random keys their words."""
-    is_words = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_words else value
+    return jax.random.key_data(value) if is_key(value) else value
 
 
 def array_of(name: str, value: Any) -> Array:
