@@ -159,13 +159,11 @@ class Variable:
 
     def assign_add(self, delta: Any) -> Variable:
         """Adds to the value; as `assign` of ``value + delta``."""
-        delta = _delta(delta)
-        return self._assign_sum(self.value + delta, delta)
+        return self._assign_sum(operator.add, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtracts from the value; as `assign` of ``value - delta``."""
-        delta = _delta(delta)
-        return self._assign_sum(self.value - delta, delta)
+        return self._assign_sum(operator.sub, delta)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The current value as a NumPy array.
@@ -206,8 +204,10 @@ class Variable:
             value = jax.lax.convert_element_type(value, self.dtype)
         return value
 
-    def _assign_sum(self, value: Any, delta: Any) -> Variable:
-        """Assigns what was computed of its value and of `delta`."""
+    def _assign_sum(self, apply: _Operator, delta: Any) -> Variable:
+        """Assigns what an operator makes of its value and of `delta`."""
+        delta = jnp.asarray(delta) if isinstance(delta, list | tuple) else _operand(delta)
+        value = apply(self.value, delta)
         # Of what is neither an array nor a number the sum may be anything, and anybody's.
         kind = type(self._value)
         is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
@@ -377,11 +377,6 @@ def _in_numpy(variable: Variable) -> np.ndarray[Any, Any]:
 
 def _operand(other: Any) -> Any:
     return other.value if isinstance(other, Variable) else other
-
-
-def _delta(value: Any) -> Any:
-    """What is added: an array or a number."""
-    return jnp.asarray(value) if isinstance(value, list | tuple) else _operand(value)
 
 
 def _is_of_kind(given: Any, dtype: Any) -> bool:
