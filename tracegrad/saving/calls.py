@@ -7,7 +7,6 @@ whose own derivative is an error that says what to save with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
+from tracegrad.variables.statics import Static
 
 Flat = Callable[..., list[Any]]
 
@@ -89,24 +89,16 @@ def differentiable(
     def forward_if(*marked: Any) -> tuple[list[Any], Any]:
         reason = next((why for i, why in step.refused if marked[i].perturbed), None)
         results, inputs = forward(*(each.value for each in marked))
-        return results, (inputs, _Refusal(reason))
+        return results, (inputs, Static(reason))
 
     def backward_if(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        inputs, refusal = residuals
-        if refusal.reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
-            raise ValueError(refusal.reason)
+        inputs, reason = residuals  # what is static comes back as it is
+        if reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
+            raise ValueError(reason)
         return backward(inputs, cotangents)
 
     call.defvjp(forward_if, backward_if, symbolic_zeros=True)
     return call
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Refusal:
-    """Why what goes on now cannot be differentiated; None if it can."""
-
-    reason: str | None
 
 
 def _zeros(cotangent: Any) -> Any:
