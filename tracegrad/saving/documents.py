@@ -228,8 +228,7 @@ def show(value: Any) -> str:
     if isinstance(value, dict | list):
         return f"{_WORDS[type(value)]} of {len(value)}"
     if isinstance(value, str):
-        value = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}…"
-        return ascii(value) if not value.isprintable() else repr(value)
+        return repr(value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}…")
     if isinstance(value, int) and not -(2**64) < value < 2**64:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, bool):

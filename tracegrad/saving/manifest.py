@@ -143,8 +143,8 @@ def from_json(document: dict[str, Any], arrays: Collection[str]) -> Manifest:
         reason = "it names parts of Variables, which load_variables reads, and no functions"
         raise ArtefactError(MANIFEST, reason)
     manifest = documents.parse(Manifest, document, MANIFEST)
-    _check_unique([v.key for v in manifest.variables], "variables")
-    _check_unique([f.name for f in manifest.functions], "functions")
+    check_unique([v.key for v in manifest.variables], "variables")
+    check_unique([f.name for f in manifest.functions], "functions")
     count = len(manifest.functions)
     if not count or (manifest.single and count != 1):
         reason = f"functions has {count} entries, single is {manifest.single}"
@@ -200,6 +200,7 @@ def _check_function(record: FunctionRecord, where: str, variables: int) -> None:
         raise ArtefactError(MANIFEST, f"{where}.parameters: {error}") from None
 
 
-def _check_unique(names: Sequence[str], where: str) -> None:
+def check_unique(names: Sequence[str], where: str) -> None:
+    """Raises ArtefactError if something in a manifest has a name twice."""
     if len(set(names)) != len(names):
         raise ArtefactError(MANIFEST, f"{where} has two entries of one name")

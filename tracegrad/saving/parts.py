@@ -32,9 +32,9 @@ from tracegrad.saving import documents
 from tracegrad.saving.container import MANIFEST, SEAL, Container, map_file, naming, write_container
 from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.manifest import Versions
+from tracegrad.saving.manifest import Versions, check_unique
 from tracegrad.saving.placement import Placement, placement_of
-from tracegrad.saving.stored import Bounds, Piece, StoredArray, bounds_of, volume
+from tracegrad.saving.stored import Bounds, Piece, StoredArray, bounds_of, bounds_of_all, volume
 from tracegrad.saving.tensors import Array, dtype_named, in_order
 
 
@@ -94,24 +94,24 @@ def write_parts(path: str, values: Mapping[str, Any], timeout: float) -> None:
         ValueError: the processes want to save different things.
         OSError: this process cannot write its part; nothing is saved.
     """
-    own, folder = jax.process_index(), os.path.dirname(os.path.abspath(path))
+    own = jax.process_index()
     topic = f"save_variables({os.path.basename(path)!r})"
     plans = {name: _plan(value) for name, value in values.items()}
     said = json.dumps({name: _summary(value, plans[name]) for name, value in values.items()})
     run = agree(topic, said, timeout, functools.partial(_new_run, topic))
     owners = sorted({owner for plan in plans.values() for owner in plan.values()})
     names = tuple(_part_name(path, run, k, len(owners)) for k in range(len(owners)))
-    ours = os.path.join(folder, names[owners.index(own)]) if own in owners else None
+    new = _beside(path, names)
 
     fault: Exception | None = None
     try:
-        if ours is not None:
+        if own in owners:
+            place = owners.index(own)
             pieces = in_order(_own_pieces(values, plans, own))
-            write_container(ours, pieces, Part(run, owners.index(own)))
+            write_container(new[place], pieces, Part(run, place))
     except Exception as error:
         fault = error
 
-    new = [os.path.join(folder, name) for name in names]
     replaced = parts_named_by(path) if own == 0 else ()
 
     def tidy() -> None:
@@ -172,7 +172,7 @@ def _plan(value: Any) -> dict[Bounds, int]:
     Of a piece that several hold one writes it, another for each, so that all have as much to do.
     """
     if value.is_fully_addressable:
-        return {tuple((0, size) for size in value.shape): 0}
+        return {bounds_of_all(value.shape): 0}
     holders: dict[Bounds, set[int]] = {}
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         holders.setdefault(bounds_of(index, value.shape), set()).add(device.process_index)
@@ -245,9 +245,14 @@ def parts_named_by(path: str) -> tuple[str, ...]:
     with contextlib.suppress(OSError, ArtefactError):
         container = Container(path, map_file(path))
         if not container.tensors:
-            names = _read_index(container).parts
-            return tuple(os.path.join(os.path.dirname(os.path.abspath(path)), n) for n in names)
+            return _beside(path, _read_index(container).parts)
     return ()
+
+
+def _beside(path: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The files of these names in the folder of another one."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return tuple(os.path.join(folder, name) for name in names)
 
 
 # ------------------------------------------------------------------------------------------ read
@@ -320,8 +325,7 @@ def _read_index(container: Container) -> Parts:
         if size != math.prod(record.shape):
             reason = f"{where} has {math.prod(record.shape)} elements, its pieces {size}"
             raise ArtefactError(MANIFEST, reason)
-    if len({record.name for record in index.arrays}) != len(index.arrays):
-        raise ArtefactError(MANIFEST, "arrays has two entries of one name")
+    check_unique([record.name for record in index.arrays], "arrays")
     return index
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class StoredArray:
     @classmethod
     def of(cls, array: Array, placement: Placement | None = None) -> StoredArray:
         """An array that is in one file, whole."""
-        bounds = tuple((0, size) for size in array.shape)
-        return cls(array.dtype, array.shape, placement, [Piece(bounds, lambda: array)])
+        pieces = [Piece(bounds_of_all(array.shape), lambda: array)]
+        return cls(array.dtype, array.shape, placement, pieces)
 
     def cut(self, bounds: Bounds) -> Array:
         """What lies within these bounds; only the pieces that have some of it are read. Not copied
@@ -57,17 +58,16 @@ class StoredArray:
                 found[into] = piece.read()[of]
         return found
 
-    def whole(self) -> Array:
-        """All of it."""
-        return self.cut(tuple((0, size) for size in self.shape))
-
     def on(self, sharding: Any, what: str) -> Any:
         """A `jax.Array` of it that is split in this way; this process reads what its devices get.
 
         Raises ValueError where `what`, that is this, cannot be split so.
         """
+        # With a buffer of its own: files can change under the map of their bytes, and that of a
+        # Variable may be donated.
+        put = functools.partial(jax.device_put, may_alias=False)
         if sharding is None:
-            return _own_copy(self.whole())
+            return put(self.cut(bounds_of_all(self.shape)))
         try:
             sharding.shard_shape(self.shape)
         except ValueError as error:
@@ -78,16 +78,15 @@ class StoredArray:
             bounds = bounds_of(index, self.shape)
             if bounds not in cuts:
                 cuts[bounds] = self.cut(bounds)
-            shards.append(jax.device_put(cuts[bounds], device, may_alias=False))
+            shards.append(put(cuts[bounds], device))
         return jax.make_array_from_single_device_arrays(
             self.shape, sharding, shards, dtype=self.dtype
         )
 
 
-def _own_copy(array: Array) -> Any:
-    """An array of JAX's with a buffer of its own: files can change under the map of their bytes,
-    and the buffer of a Variable may be donated."""
-    return jax.device_put(array, may_alias=False)
+def bounds_of_all(shape: Sequence[int]) -> Bounds:
+    """Those of a whole array."""
+    return tuple((0, size) for size in shape)
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
