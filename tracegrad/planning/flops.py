@@ -7,13 +7,11 @@ operand or result, which is right for element-wise operations and for reductions
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, operations
-
-Shape = Sequence[int]
 
 
 def node_flops(node: Node, known: dict[Graph, int]) -> int:

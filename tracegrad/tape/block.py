@@ -73,29 +73,24 @@ def block_between(
     Sources and targets are slots of the record that has the operations; `types`: of its slots.
     """
     chosen = [operations[i] for i in on_the_way(operations, types, sources, targets)]
-    places: dict[int, int] = {}
+    slots = [*sources, *targets, *(slot for o in chosen for slot in (*o.args, *o.results))]
+    places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
 
-    def place(slot: int) -> int:
-        return places.setdefault(slot, len(places))
+    def placed(slots: Sequence[int]) -> tuple[int, ...]:
+        return tuple([places[slot] for slot in slots])
 
-    ends = tuple(map(place, sources)), tuple(map(place, targets))
-    placed = [
-        operation._replace(
-            args=tuple(map(place, operation.args)), results=tuple(map(place, operation.results))
-        )
-        for operation in chosen
-    ]
-    own_types = tuple(types[slot] for slot in places)
-    form = (ends, tuple([(o.args, o.results) for o in placed]), own_types)
-    once = tuple([operation.computation.keys[0] for operation in placed])
-    exact = tuple([operation.computation.keys[1] for operation in placed])
+    ends = placed(sources), placed(targets)
+    own = [o._replace(args=placed(o.args), results=placed(o.results)) for o in chosen]
+    own_types = tuple([types[slot] for slot in places])
+    form = (ends, tuple([(o.args, o.results) for o in own]), own_types)
+    keys = [o.computation.keys for o in own]
     return Block(
-        tuple(placed),
+        tuple(own),
         tuple(places),
         own_types,
         *ends,
-        (form, once),
-        (form, exact),
+        (form, tuple([once for once, _ in keys])),
+        (form, tuple([exact for _, exact in keys])),
     )
 
 
