@@ -91,13 +91,16 @@ def pytest_xdist_auto_num_workers() -> int:
 # Of many of a kind, those that take seconds: the README's command leaves the long to .ci/run, and
 # both leave the slow to .ci/nightly.
 LONG = (
+    r"test_a_fresh_process_finds_the_same_results_and_gradients",
     r"test_a_healthy_program_has_the_very_same_gradient",
+    r"test_a_model_is_saved_by_its_arrays_or_closed_over",
     r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
     r"test_random_loops",
     r"test_random_programs.*\[(cond|scan|loop)\]",
     r"test_rules_in_force.*memory_budget.*\[tg\]",
     r"test_save_random.*same_after_loading",
     r"test_two_processes_of_two_devices_do_all_that_one_does",
+    r"test_two_thousand_tapes_leave_nothing_alive",
 )
 SLOW = (
     r"test_a_program_of_nnx\[lora\]",

@@ -110,6 +110,7 @@ def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(
         ("--out=curve.txt", "must end in .png, .pdf or .svg, not curve.txt"),
     ],
 )
+@pytest.mark.any_jax
 @pytest.mark.parametrize("example", [MAIN, WORDS], ids=lambda example: example.stem)
 def test_an_example_refuses_before_it_trains(
     example: Path, argument: str, complaint: str, monkeypatch, capsys

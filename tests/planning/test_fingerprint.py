@@ -161,6 +161,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.any_jax
 def test_another_process_finds_the_same(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

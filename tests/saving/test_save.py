@@ -308,6 +308,7 @@ def test_a_named_tuple_of_another_class_and_order_is_refused_or_taken_by_its_fie
 NAMES = ["a", "match", "ä", "𐐀", "名", "fi", "_0", "a" * 100, "self", "args", "__debug__"]
 
 
+@pytest.mark.any_jax
 def test_every_name_that_is_saved_is_loaded(path):
     renamed = namedtuple("Renamed", ["if", "b", "b", "_c"], rename=True)
     fields = namedtuple("Fields", [name for name in NAMES if not name.startswith("_")])
