@@ -6,8 +6,9 @@ import functools
 import json
 import math
 import os
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,6 @@ from tracegrad.planning.simulation import Segment, simulate
 from tracegrad.tracing.graphs import graph as trace_graph
 
 _AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
-
-# What loading reads of a file, and its type there.
-_PLAN: dict[str, Any] = {
-    "program": str,
-    "name": str,
-    "transfer": int | float | None,
-    "scan_variant": int,
-    "scans": str,
-    "segments": list,
-    "target": int,
-    "budget": int,
-    "held": int | None,
-    "held_without": int | None,
-    "measured_on": str,
-}
-_SEGMENT: dict[str, Any] = {
-    "start": int,
-    "stop": int,
-    "recompute": bool,
-    "saved": list,
-    "inner": list,
-    "offload": bool,
-}
 
 
 def load_plan(
@@ -143,12 +121,13 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
             f"version {VERSION}. {_AGAIN}"
         )
-    return _with_all(path, "the plan", data, _PLAN)
+    beside = {"program": str, "name": str, "transfer": int | float | None, "scan_variant": int}
+    return _with_all(path, "the plan", data, _types(RecomputePlan) | beside)
 
 
 def _segment(path: str | os.PathLike[str], number: int, entry: Any) -> Segment:
     name = f"segment {number}"
-    data = _with_all(path, name, entry, _SEGMENT)
+    data = _with_all(path, name, entry, _types(Segment))
     start, stop, is_run, is_sent = (data[k] for k in ("start", "stop", "recompute", "offload"))
     positions = [*data["saved"], *data["inner"]]
     if all(type(v) is int and start <= v < stop for v in positions):
@@ -160,6 +139,14 @@ def _segment(path: str | os.PathLike[str], number: int, entry: Any) -> Segment:
         if in_order and is_possible and not (is_sent and segment.inner):
             return segment
     raise ValueError(f"{path}: {name} is not one of a recompute plan: {dict(entry)}. {_AGAIN}")
+
+
+def _types(record: type) -> dict[str, Any]:
+    """What stands in a file for the fields of a record by which it is compared."""
+    hints = typing.get_type_hints(record)
+    kept = {field.name: hints[field.name] for field in fields(record) if field.compare}
+    is_list = {name: typing.get_origin(kind) in (tuple, frozenset) for name, kind in kept.items()}
+    return {name: list if is_list[name] else kind for name, kind in kept.items()}
 
 
 def _with_all(

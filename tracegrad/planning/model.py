@@ -27,8 +27,7 @@ class MemoryModel:
       gathered: bytes of gradients of arguments that wait during its step for further terms.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
         the operation is recomputed, and kept only where nothing around it is.
-      cuts: for each operation, the position in `graph.nodes` before which a region may begin with
-        it; None where none may.
+      cuts: for each operation, the position in `graph.nodes` before which a region begins with it.
       fixed: whether an operation, or one behind it that writes no buffer, has effects, which must
         not happen twice: a segment with it is not recomputed.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
@@ -46,7 +45,7 @@ class MemoryModel:
     cotangents: list[int]
     gathered: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)
-    cuts: list[int | None] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None

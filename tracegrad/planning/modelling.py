@@ -243,7 +243,8 @@ class _Modelling:
 
         It is that of a softmax before a product. The gradient, divided by it, goes into the library
         call that starts with the product's own gradient, and which does not take a broadcast that
-        the forward pass has as well. If the sums are few, they are no work for the library.
+        the forward pass has as well. If the sums are few, they are no work for the library. Without
+        it the model of an attention that XLA holds 98 MiB for has 77.
         """
         if not self.fused or node.op != "div":
             return 0
@@ -291,7 +292,7 @@ class _Modelling:
                 self.peaks_known[region] = 0
         return self.peaks_known[region]
 
-    def _cuts(self) -> list[int | None]:
+    def _cuts(self) -> list[int]:
         """The place before each buffer's node where the fewest bytes go from one side to the other.
 
         Results that are no buffers would be, if they went over a region's border.
@@ -302,7 +303,7 @@ class _Modelling:
         made = [(at + 1, last[v], v) for node, at in self.index.items() for v in node.outputs]
         spans = ((start, stop, nbytes(v.aval)) for start, stop, v in made if stop >= start)
         crossing = alive(spans, end)
-        cuts: list[int | None] = []
+        cuts = []
         before = 0
         for node in self.ops:
             at = self.index[node]

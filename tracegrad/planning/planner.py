@@ -81,9 +81,8 @@ class Planner:
     def _places(self) -> tuple[int, ...]:
         """The operations before which a segment may begin, and the end."""
         stop = len(self.model)
-        allowed = [i for i in range(1, stop) if self.model.cuts[i] is not None]
-        if len(allowed) <= TUNING.cuts:
-            return (0, *allowed, stop)
+        if stop <= TUNING.cuts + 1:
+            return tuple(range(stop + 1))
         crossing, before = crossing_bytes(self.model), [0, *itertools.accumulate(self.model.sizes)]
         # The longest piece, by bytes, is cut where the fewest go across, near the middle if many
         # places are alike: in a program of layers, first between these, then inside them.
@@ -91,7 +90,7 @@ class Planner:
         pieces = [(before[0] - before[stop], 0, stop)]
         while pieces and len(chosen) < TUNING.cuts + 2:
             _, first, last = heapq.heappop(pieces)
-            places = [i for i in allowed if first < i < last]
+            places = range(first + 1, last)
             if not places:
                 continue
             middle = (before[first] + before[last]) / 2

@@ -138,6 +138,4 @@ def _place(model: MemoryModel, operation: int) -> int:
     assert model.graph is not None
     if operation == len(model):
         return len(model.graph.nodes)
-    place = model.cuts[operation] if operation else 0
-    assert place is not None
-    return place
+    return model.cuts[operation] if operation else 0

@@ -126,7 +126,7 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
         piece = Piece(body, 0, len(body))
         must_run = [i for i, size in enumerate(piece.extra) if size]
         network = Network(piece, piece.needed, must_run)
-        for cut in network.hull(TUNING.scan_save_sets):
+        for cut in network.hull(TUNING.save_sets):
             yield _Option(
                 partial(_recomputed, node, body, cut.saved),
                 length * (variant.flops + cut.flops),

@@ -15,15 +15,14 @@ class Tuning:
         to 4 points are lost; half and twice as many do the same.
       longest: cuts that one segment may span. Half of them cost 1 point on average, 31 at most;
         twice as many spare 1 in one program and take twice the time.
-      save_sets: for each segment, on the hull of bytes and FLOPs. With 3 up to 4 points are lost,
-        with 14 nothing is won.
+      save_sets: for each segment, and for the body of a scan, on the hull of bytes and FLOPs. With
+        3 up to 4 points are lost, with 14 nothing is won.
       most_in_pieces: operations of a segment whose backward pass may go piece by piece. For longer
         ones that spares nothing, and takes half of the time of planning.
       cheap: the share of FLOPs that such a segment may run again. With none up to 2 points are
         lost; 0.1 loses 1.4 in one program, and 0.4 wins nothing.
       labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
         many spare 0.2.
-      scan_save_sets: for the body of a scan. With 2 a body is run once more, or once less.
       scan_options: ways to run the scans of a program. With half of them a body may be run once
         more.
       rounds: plans that are compiled; where none of them is within the budget, up to two more. With
@@ -39,7 +38,6 @@ class Tuning:
     most_in_pieces: int = 200
     cheap: float = 0.2
     labels: int = 150
-    scan_save_sets: int = 4
     scan_options: int = 16
     rounds: int = 2
     careful: float = 0.97
