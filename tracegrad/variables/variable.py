@@ -170,7 +170,19 @@ class Variable:
 
         Raises RuntimeError where some of it lies on devices of other processes.
         """
-        return _in_numpy(self)
+        value = self.value
+        try:
+            return np.asarray(value)
+        except RuntimeError as error:
+            if _jax.is_tracer(value) or value.is_fully_addressable:
+                raise
+            here = "a part of it" if value.addressable_shards else "nothing of it"
+            raise RuntimeError(
+                f"the Variable {self._name!r} ({self._type_text()}) is spread over several "
+                f"processes, of which this one, process {jax.process_index()}, has {here}. "
+                "`jax.experimental.multihost_utils.process_allgather(v.value, tiled=True)`, called "
+                "on all processes, gives the whole to each; `v.addressable_shards` is what is here"
+            ) from error
 
     def _checked(self, value: Any) -> Any:
         """`value` as an array of this Variable's type; raises if it is of another."""
@@ -285,7 +297,7 @@ class Variable:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = _in_numpy(self)
+        array = self.numpy()
         if copy or (dtype is not None and array.dtype != dtype):
             return np.array(array, dtype=dtype)
         return array
@@ -357,22 +369,6 @@ _OF_THE_VALUE = frozenset(
 
 # What an array is added to, and the sum is a new array.
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
-
-
-def _in_numpy(variable: Variable) -> np.ndarray[Any, Any]:
-    value = variable.value
-    try:
-        return np.asarray(value)
-    except RuntimeError as error:
-        if _jax.is_tracer(value) or value.is_fully_addressable:
-            raise
-        here = "a part of it" if value.addressable_shards else "nothing of it"
-        raise RuntimeError(
-            f"the Variable {variable.name!r} ({variable._type_text()}) is spread over several "
-            f"processes, of which this one, process {jax.process_index()}, has {here}. "
-            "`jax.experimental.multihost_utils.process_allgather(v.value, tiled=True)`, called on "
-            "all processes, gives the whole to each; `v.addressable_shards` is what is here"
-        ) from error
 
 
 def _operand(other: Any) -> Any:
