@@ -52,10 +52,14 @@ def evaluate(text: str, bound: Mapping[str, Any]) -> Any:
     if len(text) > _LONGEST:
         return None
     try:
-        # What JAX writes as ``b^2`` binds in Python as ``**`` does.
-        return _value(ast.parse(text.strip().replace("^", "**"), mode="eval").body, bound)
+        return _value(_parsed(text), bound)
     except Exception:  # also JAX's, where it cannot tell which of two symbolic sizes is larger
         return None
+
+
+def _parsed(text: str) -> ast.expr:
+    # What JAX writes as ``b^2`` binds in Python as ``**`` does.
+    return ast.parse(text.strip().replace("^", "**"), mode="eval").body
 
 
 def _value(node: ast.expr, bound: Mapping[str, Any]) -> Any:
@@ -97,7 +101,7 @@ def why_no_constraint(text: str) -> str | None:
     if (why := why_no_size(text)) is not None:
         return why
     try:
-        parsed = ast.parse(text.strip().replace("^", "**"), mode="eval").body
+        parsed = _parsed(text)
         names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
         if isinstance(parsed, ast.Compare) and _value(parsed, dict.fromkeys(names, 1)) is not None:
             return None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -313,7 +312,7 @@ def _warn_of_constants(graph: Graph, programs: int) -> None:
     arrays: dict[int, Any] = {}
     for region in graph.regions_below:
         arrays.update((id(array), array) for array in region.constants.values())
-    size = sum(map(_bytes, arrays.values()))
+    size = sum(getattr(array, "nbytes", 0) for array in arrays.values())
     if size >= _LARGE_CONSTANTS:
         warn_where_called(
             f"{graph.name} closes over arrays of {size >> 20} MiB, which become a part of each of "
@@ -321,11 +320,6 @@ def _warn_of_constants(graph: Graph, programs: int) -> None:
             "Variables of them, which are written once.",
             UserWarning,
         )
-
-
-def _bytes(array: Any) -> int:
-    itemsize = getattr(getattr(array, "dtype", None), "itemsize", 0)
-    return int(itemsize * math.prod(getattr(array, "shape", ())))
 
 
 # -------------------------------------------------------------------------------------- reading
