@@ -285,6 +285,13 @@ def test_without_reverse_mode_the_program_is_the_one_before():
     assert same_program(*(jax.jit(jax.vmap(f)).lower(batch) for f in (edited, newton)))
 
 
+@pytest.mark.any_jax
+def test_the_derivative_of_a_loop_lets_no_value_out_of_its_trace():
+    with jax.checking_leaks():
+        value, slope = jax.jvp(checkpointed(newton), (4.0,), (1.0,))
+    assert np.allclose([value, slope], [2.0, 0.25], rtol=1e-3)
+
+
 def test_rules_of_a_trace_and_tapes_reach_loops():
     rule = rules.checkpointed_loop(LOOPS)
     a = jnp.asarray(4.0)

@@ -109,8 +109,10 @@ def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
         all_tangents = list(tangents)
         for i, tangent in zip(moving, given, strict=True):
             all_tangents[i] = tangent
-        outs, found[:] = ad.primitive_jvps[WHILE](primals, all_tangents, **own)
-        return outs, [tangent for tangent in found if type(tangent) is not ad.Zero]
+        outs, made = ad.primitive_jvps[WHILE](primals, all_tangents, **own)
+        # No other one outlives the trace.
+        found[:] = [tangent if type(tangent) is ad.Zero else None for tangent in made]
+        return outs, [tangent for tangent in made if type(tangent) is not ad.Zero]
 
     given = [tangents[i] for i in moving]
     program = _traced(run, (list(primals), given))
