@@ -16,23 +16,17 @@ from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.observed import Key, Observed
 from tracegrad.ir import Graph
 
-# Of the inputs of a graph and the seeds that are there, what was observed in it.
+# Of the inputs of a graph and the cotangents of its outputs (or None) what was observed in it.
 Look = Callable[[Sequence[Any], Sequence[Any]], Observed]
 
 
-def compile_pass(
-    graph: Graph, sources: Sequence[bool], seeded: Sequence[bool], close: bool
-) -> Look:
+def compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
     """One compiled program for the passes.
 
-    `seeded`: which outputs have a cotangent. Statistics of one shape leave it as one array: there
-    are some thousand, and each array costs more than the numbers in it.
+    Statistics of one shape leave it as one array: there are some thousand, and each array costs
+    more than the numbers in it.
     """
     measured = MeasuredPass(graph, sources, close)
-
-    def run(args: Sequence[Any], seeds: Sequence[Any]) -> dict[int, Any]:
-        given = iter(seeds)
-        return measured.run(args, [next(given) if is_seeded else None for is_seeded in seeded])
 
     def observed(found: Mapping[int, np.ndarray[Any, Any]]) -> Observed:
         keys: list[Key] = measured.keys
@@ -43,24 +37,20 @@ def compile_pass(
         # Operation by operation: as one program it would be the largest of all, for a single run.
         def look_close(args: Sequence[Any], seeds: Sequence[Any]) -> Observed:
             measured.lines.clear()
-            return observed(jax.device_get(run(args, seeds)))
+            return observed(jax.device_get(measured.run(args, seeds)))
 
         return look_close
 
-    order: list[list[int]] = []  # of each stack the keys, noted when it is traced
-
     @jax.jit
-    def stacked(args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        found = run(args, seeds)
-        groups: dict[tuple[int, ...], list[int]] = {}
+    def stacked(args: Sequence[Any], seeds: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+        found = measured.run(args, seeds)
+        alike: dict[tuple[int, ...], list[int]] = {}
         for number, stat in found.items():
-            groups.setdefault(stat.shape, []).append(number)
-        order[:] = groups.values()
-        return [jnp.stack([found[number] for number in group]) for group in order]
+            alike.setdefault(stat.shape, []).append(number)
+        return {tuple(group): jnp.stack([found[n] for n in group]) for group in alike.values()}
 
     def look(args: Sequence[Any], seeds: Sequence[Any]) -> Observed:
-        stacks = jax.device_get(stacked(args, seeds))
-        pairs = zip(order, stacks, strict=True)
-        return observed({n: stat for group, stack in pairs for n, stat in zip(group, stack)})
+        stacks = jax.device_get(stacked(args, seeds)).items()
+        return observed({n: stat for group, stack in stacks for n, stat in zip(group, stack)})
 
     return look

@@ -128,10 +128,9 @@ def _measure(
     close: bool,
 ) -> Observed:
     seeded = tuple(seed is not None for seed in seeds)
-    look = known.or_made(
-        (tuple(sources), seeded, close), lambda: compile_pass(program, sources, seeded, close)
-    )
-    return look(list(inputs), [seed for seed in seeds if seed is not None]).in_graph(program)
+    key = tuple(sources), seeded, close
+    look = known.or_made(key, lambda: compile_pass(program, sources, close))
+    return look(list(inputs), list(seeds)).in_graph(program)
 
 
 def _looks_bad(observed: Observed) -> bool:
