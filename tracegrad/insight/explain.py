@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,36 +182,30 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     refined = selection.refined(is_input)
     others, structure = jax.tree.flatten((refined.args, refined.kwargs))
     rest = [i for i, leaf in enumerate(others) if isinstance(leaf, jax.Array | np.ndarray)]
-    name = function_name(selection.fun)
-
     count = 0
 
-    def outputs(result: Any) -> list[Any]:
+    def run(chosen: list[Any], more: Sequence[Any]) -> list[Any]:
+        """`more`: of the other arrays; without them these are constants."""
         nonlocal count
-        value, aux = pair(selection.fun, result) if has_aux else (result, None)
-        leaves = jax.tree.leaves(value)
-        count = len(leaves)
-        return [*leaves, *(leaf for leaf in jax.tree.leaves(aux) if is_numeric(leaf))]
-
-    def of_all(chosen: list[Any], more: list[Any]) -> Any:
         leaves = list(others)
-        for i, leaf in zip(rest, more, strict=True):
+        for i, leaf in zip(rest, more, strict=False):
             leaves[i] = leaf
         args, kwargs = jax.tree.unflatten(structure, leaves)
-        return outputs(replace(refined, args=args, kwargs=kwargs).call(chosen))
+        result = replace(refined, args=args, kwargs=kwargs).call(chosen)
+        value, aux = pair(selection.fun, result) if has_aux else (result, None)
+        results = jax.tree.leaves(value)
+        count = len(results)
+        return [*results, *(leaf for leaf in jax.tree.leaves(aux) if is_numeric(leaf))]
 
-    def of_selected(chosen: list[Any]) -> Any:
-        return outputs(refined.call(chosen))
-
-    of_all.__name__ = of_selected.__name__ = name
+    run.__name__ = function_name(selection.fun)
     arrays = [others[i] for i in rest]
     names: dict[int, str] = {}
     try:
-        program, inputs = graph(of_all)(chosen, arrays), [*chosen, *arrays]
+        program, inputs = graph(run)(chosen, arrays), [*chosen, *arrays]
         paths = selection.names_of_all
         names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        program, inputs = graph(of_selected)(chosen), list(chosen)
+        program, inputs = graph(run)(chosen, ()), list(chosen)
     for variable in program.variables:
         names[len(inputs)] = f"the Variable {variable.name}"
         inputs.append(variable.value)
