@@ -162,14 +162,11 @@ class _Made:
     place: Place
     k: int
 
-    def stat(self, observed: Observed) -> np.ndarray[Any, Any]:
-        found = observed.get("value", self.place, self.k)
-        return np.zeros(6) if found is None else found.reshape(-1, found.shape[-1])[0]
-
 
 def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
     if isinstance(maker, _Made):
-        return bool(maker.stat(observed)[which] > 0)
+        made = observed.get("value", maker.place, maker.k)
+        return made is not None and bool(made.reshape(-1, made.shape[-1])[0, which] > 0)
     if maker.index is not None:
         stat = observed.stats.get(("input", None, maker.index))
         return stat is not None and bool(stat[which] > 0)
