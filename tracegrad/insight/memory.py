@@ -191,9 +191,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         try:
             lowering = fun if hasattr(fun, "lower") else trace(fun)
             stats = lowering.lower(*args, **kwargs).compile().memory_analysis()
-        except (
-            Exception
-        ):  # whatever JAX or XLA cannot compile by itself: the model's, and it says so
+        except Exception:  # it cannot be compiled by itself: the model's, and it says so
             stats = None
         if stats is not None:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
