@@ -229,7 +229,7 @@ def _explain(
         [seeds[i] for i in inside] + [None] * len(ends),
         name="the tape",
         unselectable={},
-        why_unused=lambda path: _UNSEEN if not inside else None,
+        why_unused=None if inside else _UNSEEN,
         untrained=untrained,
         ends=range(len(inside), len(outputs)),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ def cut_off(
     path: str,
     i: int,
     ways: Sequence[CutsOnWay],
-    why_unused: Callable[[str], str | None],
+    why_unused: str | None,
 ) -> Iterator[Finding]:
     """Why nothing connects a source with the results.
 
@@ -150,8 +150,7 @@ def cut_off(
     if ways:
         yield from _findings_of_cuts(path, ways)
         return
-    better = why_unused(path)
-    constant = None if better else _closed_over(program, inputs[i])
+    constant = None if why_unused else _closed_over(program, inputs[i])
     if constant is not None:
         yield Finding(
             "closed over",
@@ -164,7 +163,7 @@ def cut_off(
     else:
         yield Finding(
             "unused",
-            better or explain_unconnected(program, i, ways),
+            why_unused or explain_unconnected(program, i, ways),
             (path,),
             cure="use it where the result is computed, or leave it out of wrt",
         )

@@ -36,7 +36,7 @@ def explain_graph(
     *,
     name: str,
     unselectable: dict[str, Any],
-    why_unused: Callable[[str], str | None] = lambda path: None,
+    why_unused: str | None = None,
     others: Mapping[int, str] = MappingProxyType({}),
     untrained: Collection[str] = (),
     updated: Collection[str] = (),
@@ -51,7 +51,7 @@ def explain_graph(
       seeds: for each output of the graph a cotangent, or None.
       name: of the function.
       unselectable: the sources without an input.
-      why_unused: words for a source that nothing leads from to the result, if there are better
+      why_unused: words for sources that nothing leads from to the result, if there are better
         ones than that.
       others: the names of inputs that are no sources.
       untrained: the sources of which nobody expects that they get a gradient.
