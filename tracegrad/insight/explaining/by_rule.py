@@ -56,6 +56,15 @@ def not_finite(found: Occurrence, given: float) -> ByRule:
     return ByRule(rules.finite_derivative(where))
 
 
+def no_gradient(cause: str, found: Occurrence) -> ByRule:
+    """Of a node that passes no gradient on, or zeros alone, by the class of why."""
+    if cause == "custom rule":
+        return own_derivative(found)
+    if cause in ("rounding", "stop_gradient", "dead units", "clipped"):
+        return straight_through(found)
+    return _NOTHING
+
+
 def straight_through(found: Occurrence) -> ByRule:
     """Of a node with a zero derivative."""
     where, node = _here(found), found.node
@@ -67,7 +76,7 @@ def straight_through(found: Occurrence) -> ByRule:
 def own_derivative(found: Occurrence) -> ByRule:
     """Of a custom gradient that is not the derivative."""
     where = _here(found)
-    if where is None or not isinstance(found.node, CustomGradient):
+    if where is None:
         return _NOTHING
     return ByRule(
         rules.own_derivative(where),
@@ -75,9 +84,10 @@ def own_derivative(found: Occurrence) -> ByRule:
     )
 
 
-def of_loop(found: Occurrence) -> ByRule:
-    """Of a `lax.while_loop`, through which there is no reverse mode."""
+def refused(found: Occurrence) -> ByRule:
+    """Of what JAX cannot differentiate, as a `lax.while_loop`, which has no reverse mode."""
     where = _here(found)
-    if where is None or found.node.effects:  # which would happen again
+    has_effects = bool(found.node.effects)  # which would happen again
+    if found.node.op != "while" or has_effects or where is None:
         return _NOTHING
     return ByRule(rules.checkpointed_loop(where))

@@ -12,7 +12,7 @@ from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
-from tracegrad.insight.explanation import ByRule, Finding
+from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, Value, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
@@ -51,16 +51,8 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
             whose=owner,
             cure=_CUT_CURES.get(cause, ""),
             operation=cut.occurrence.node.name,
-            by_rule=_rule_for(cause, cut.occurrence),
+            by_rule=by_rule.no_gradient(cause, cut.occurrence),
         )
-
-
-def _rule_for(cause: str, found: Occurrence) -> ByRule:
-    if cause == "custom rule":
-        return by_rule.own_derivative(found)
-    if cause in ("rounding", "stop_gradient"):
-        return by_rule.straight_through(found)
-    return ByRule()
 
 
 def _words(cut: Cut) -> str:
@@ -204,7 +196,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             origin=found.origin,
             cure=_LOOP_CURE if op == "while" else _CUT_CURES.get(cause, ""),
             operation=op,
-            by_rule=by_rule.of_loop(found) if op == "while" else ByRule(),
+            by_rule=by_rule.refused(found),
         )
 
 

@@ -12,7 +12,7 @@ from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.insight.explanation import ByRule, Finding, SourceReport
+from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Occurrence, Value
 from tracegrad.ir.authors import whose
@@ -67,16 +67,8 @@ def zero_gradients(
                 operation=found.node.name,
                 # At an extremum, say: that is no mistake.
                 problem=cause != "zero derivative",
-                by_rule=_rule_for(cause, found),
+                by_rule=by_rule.no_gradient(cause, found),
             )
-
-
-def _rule_for(cause: str, found: Occurrence) -> ByRule:
-    if cause == "custom rule":
-        return by_rule.own_derivative(found)
-    if cause in ("dead units", "clipped"):
-        return by_rule.straight_through(found)
-    return ByRule()
 
 
 def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
