@@ -88,16 +88,16 @@ class Walk:
             return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
         if node.op in CONNECTING:
             return _all_to_all(node, ins)
-        if node.regions and (entered := self._entered(node, ins)) is not None:
-            return entered
+        if node.regions and (entered := self.enter(node, ins)) is not None:
+            return entered[0]
         return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
 
-    def _entered(self, node: Node, ins: Masks) -> Masks | None:
+    def enter(self, node: Node, ins: Masks) -> tuple[Masks, dict[str, Masks]] | None:
+        """As `dependence.enter`; None for a node that is differentiated as a whole, too."""
         # The operations inside a shard_map can be differentiated only inside their mesh.
         if isinstance(node, CustomGradient) or node.op == "shard_map":
             return None
-        entered = enter(node, ins, self.region)
-        return None if entered is None else entered[0]
+        return enter(node, ins, self.region)
 
     @once_for_each
     def region(self, graph: Graph, ins: Masks) -> Masks:

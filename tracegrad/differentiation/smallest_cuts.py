@@ -216,9 +216,7 @@ class _Search:
 
     def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Ways]]:
         """The ways from the operands of a node to one of its results."""
-        # The operations inside a shard_map can be differentiated only inside their mesh.
-        is_whole = isinstance(node, CustomGradient) or node.op == "shard_map"
-        entered = None if is_whole else enter(node, ins, self.walk.region)
+        entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
             return

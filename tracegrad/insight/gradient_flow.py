@@ -18,7 +18,6 @@ from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
 from tracegrad.ir.dependence import (
     Masks,
     back_around,
-    enter,
     joined,
     leading_to,
     mask_of,
@@ -186,10 +185,7 @@ class _Flows:
         recomputed: bool,
     ) -> dict[str, RegionFlow]:
         recomputed = recomputed or isinstance(node, Recompute)
-        entered = None
-        if kind is not Flow.NONE and not isinstance(node, CustomGradient):
-            # The operations inside a shard_map can be differentiated only inside their mesh.
-            entered = None if node.op == "shard_map" else enter(node, ins, self.walk.region)
+        entered = None if kind is Flow.NONE else self.walk.enter(node, ins)
         if entered is None:
             inner, reached = kind, [False] * len(node.inputs)
             if isinstance(node, CustomGradient) and kind is not Flow.NONE:

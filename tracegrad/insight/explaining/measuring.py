@@ -39,7 +39,6 @@ from tracegrad.insight.explaining.visits import (
     zeros_of,
 )
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
-from tracegrad.ir.dependence import enter
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 
@@ -353,7 +352,7 @@ class MeasuredPass:
 def _perturbed(scan: Node, active: Sequence[int]) -> list[bool]:
     """Which inputs of a scan's body have cotangents, once it has run round."""
     ins = [int(i in active) for i in range(len(scan.inputs))]
-    entered = enter(scan, ins, Walk().region)
+    entered = Walk().enter(scan, ins)
     assert entered is not None
     return [mask != 0 for mask in entered[1]["jaxpr"]]
 
