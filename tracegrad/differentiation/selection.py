@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from tracegrad.differentiation.gradient_types import is_differentiable, zeros_for
+from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import settings
@@ -389,7 +390,6 @@ def _described(fun: Callable[..., Any]) -> str:
 
 
 def _nothing_selected(paths: Sequence[str]) -> str:
-    shown = ", ".join(repr(path) for path in paths[:8])
-    more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
-    what = f"the leaves are {shown}{more}" if paths else "the tree has no leaves"
+    shown = some([repr(path) for path in paths], 8)
+    what = f"the leaves are {shown}" if paths else "the tree has no leaves"
     return f"the predicate selects nothing; {what}"

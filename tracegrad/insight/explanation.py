@@ -15,7 +15,7 @@ from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Origin
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import table
+from tracegrad.ir.wording import some, table
 from tracegrad.tracing.graphs import Rule
 
 # The worst first.
@@ -30,6 +30,7 @@ _ORDER = (
     "not differentiable",
 )
 _ROWS = 20
+_NAMES = 4
 _COLUMNS = ("source", "type", "gradient", "zeros", "")
 
 
@@ -88,7 +89,7 @@ class Finding:
 
     def __str__(self) -> str:
         step = f", in step {self.step} of the scan" if self.step is not None else ""
-        whom = f" [{_some(self.sources)}]" if self.sources else ""
+        whom = f" [{some(self.sources, _NAMES)}]" if self.sources else ""
         return f"{self.cause}{at(self.origin)}{step}{whom}: {self.what}"
 
 
@@ -209,7 +210,7 @@ class Explanation:
             lines.append(f"{_paint(mark, hue, colour)} {_paint(finding.short, hue, colour)}")
             lines.append(f"    {finding.what}" + _in_step(finding))
             if finding.sources:
-                lines.append(f"    concerns {_some(finding.sources)}")
+                lines.append(f"    concerns {some(finding.sources, _NAMES)}")
             if finding.cure:
                 lines.append(f"    {_paint('cure:', 'green', colour)} {finding.cure}")
             if finding.problem:
@@ -293,7 +294,7 @@ def _section(finding: Finding, is_open: bool) -> str:
         place = f"{finding.origin.file}:{finding.origin.line}"
         body.append(f"<code>{html.escape(place)}</code>")
     if finding.sources:
-        body.append(f"concerns {html.escape(_some(finding.sources))}")
+        body.append(f"concerns {html.escape(some(finding.sources, _NAMES))}")
     if finding.cure:
         cure = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(finding.cure))
         body.append(f"<b>cure:</b> {cure}")
@@ -316,11 +317,6 @@ def _in_step(finding: Finding) -> str:
 
 def _counted(sources: tuple[SourceReport, ...]) -> str:
     return f"{len(sources)} source{'s' * (len(sources) != 1)}"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def number_text(x: float) -> str:

@@ -41,6 +41,12 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
 
 
+def some(names: Sequence[str], most: int) -> str:
+    """So many names at most: ``a, b and 5 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Rows of cells in columns, two spaces apart; those at the positions `right` end alike.
 
@@ -73,9 +79,8 @@ def shortened(text: str) -> str:
 
 def changes_lost(function: str, paths: Sequence[str]) -> str:
     """Of a call of a function that changes what is at these paths in modules that it is given."""
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return (
-        f"{function} changes {paths[0]}{more}, of an nnx.State that it is given. It has a copy of "
+        f"{function} changes {some(paths, 1)}, of an nnx.State that it is given. It has a copy of "
         "the state, so that what it assigns would be lost when the call is over. Have it return "
         "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )
