@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.ir import Graph, Node, Occurrence, Value, operations, scopes
+from tracegrad.ir import Graph, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
+from tracegrad.ir.scopes import is_backward
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.model import alive
@@ -58,11 +59,6 @@ class Peak:
     @property
     def size(self) -> int:
         return max(self.timeline, default=0)
-
-
-def is_backward(node: Node) -> bool:
-    """Whether an operation is one of a backward pass."""
-    return "transpose" in scopes.transformations(scopes.around(node))
 
 
 def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:

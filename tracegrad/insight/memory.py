@@ -13,10 +13,11 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.insight import folding
-from tracegrad.insight.live_ranges import Held, Peak, find_peak, is_backward
+from tracegrad.insight.live_ranges import Held, Peak, find_peak
 from tracegrad.insight.memory_advice import Advice, advice_for
 from tracegrad.ir import Occurrence
-from tracegrad.ir.wording import name_of, table
+from tracegrad.ir.scopes import is_backward
+from tracegrad.ir.wording import name_of, some, table
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.offloading import has_host_memory
 from tracegrad.tracing import TracedFunction, trace
@@ -254,7 +255,7 @@ def _line_and_scope(source: Occurrence | None) -> tuple[str, str]:
 def _types(held: Sequence[Held]) -> str:
     counts = Counter(_jax.type_text(each.value.aval) for each in held)
     texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return some(texts, 3)
 
 
 def _kept_for(held: Held) -> str:

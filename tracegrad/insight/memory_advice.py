@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad import _jax
-from tracegrad.insight.live_ranges import Held, Peak, is_backward
+from tracegrad.insight.live_ranges import Held, Peak
 from tracegrad.ir import Graph, Node, Occurrence, Value, match, scopes
+from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.flops import node_flops

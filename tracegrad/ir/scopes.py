@@ -31,6 +31,11 @@ def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
     return tuple(name for name, is_transformation in stack if is_transformation)
 
 
+def is_backward(node: Node) -> bool:
+    """Whether it is part of a backward pass."""
+    return "transpose" in transformations(around(node))
+
+
 def is_under_rules(stack: Sequence[_jax.Around]) -> bool:
     """Whether it was differentiated with the rules in force applied."""
     return (UNDER_RULES, False) in stack

@@ -107,14 +107,10 @@ def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
         if occurrence.node.primitive is _MARK:
             what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
             # What is computed again for the backward pass is what it was.
-            if what == _COTANGENT or not _is_in_backward_pass(occurrence):
+            is_again = any(map(scopes.is_backward, occurrence.steps))
+            if what == _COTANGENT or not is_again:
                 found.setdefault((what, place, index), []).append(occurrence)
     return found
-
-
-def _is_in_backward_pass(occurrence: Occurrence) -> bool:
-    steps = [*(node for node, _ in occurrence.path), occurrence.node]
-    return any("transpose" in scopes.transformations(scopes.around(node)) for node in steps)
 
 
 def _not_computed(rule: object, match: str) -> str:
