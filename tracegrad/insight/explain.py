@@ -117,6 +117,8 @@ def _updated(call: _Call) -> frozenset[str]:
     """The sources of which something of their type is computed that the function returns beside
     its value, or assigns: statistics, averages of weights."""
     program = call.program
+    if len(program.outputs) == call.count:
+        return frozenset()
     of_type: dict[str, int] = defaultdict(int)  # the inputs that the outputs of a type depend on
     masks = zip(program.outputs, dependence(program), strict=True)
     for out, mask in itertools.islice(masks, call.count, None):
