@@ -196,31 +196,28 @@ class _Variables:
 
     def __init__(self) -> None:
         self.records: list[VariableRecord] = []
-        self._variables: list[Variable] = []
+        self._places: dict[Variable, int] = {}
 
     def places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
         """Their positions in the list; new ones are put at its end."""
-        return tuple(map(self._place, variables))
+        for variable in variables:
+            if variable not in self._places:
+                self._places[variable] = len(self.records)
+                self.records.append(self._record(variable))
+        return tuple(self._places[variable] for variable in variables)
 
-    def _place(self, variable: Variable) -> int:
-        for i, known in enumerate(self._variables):
-            if known is variable:
-                return i
+    def _record(self, variable: Variable) -> VariableRecord:
         if documents.text(variable.name) is not None:
             raise ValueError(f"the name of a Variable should be Unicode and is {variable.name!a}")
-        self._variables.append(variable)
-        self.records.append(
-            VariableRecord(
-                key=self._free_key(variable.name),
-                name=variable.name,
-                dtype=str(variable.dtype),
-                shape=variable.shape,
-                trainable=variable.trainable,
-                key_type=_key_type(variable) if is_key(variable) else None,
-                placement=placement_of(stored_form(peek([variable])[0]).sharding),
-            )
+        return VariableRecord(
+            key=self._free_key(variable.name),
+            name=variable.name,
+            dtype=str(variable.dtype),
+            shape=variable.shape,
+            trainable=variable.trainable,
+            key_type=_key_type(variable) if is_key(variable) else None,
+            placement=placement_of(stored_form(peek([variable])[0]).sharding),
         )
-        return len(self.records) - 1
 
     def _free_key(self, name: str) -> str:
         # Not those by which safetensors calls its metadata, and we what is no Variable.
@@ -236,7 +233,7 @@ class _Variables:
         """Their values now; on the CPU without a copy."""
         return {
             record.key: array_of(record.name, value)
-            for record, value in zip(self.records, peek(self._variables), strict=True)
+            for record, value in zip(self.records, peek(list(self._places)), strict=True)
         }
 
 
