@@ -18,7 +18,7 @@ class Tuning:
       save_sets: for each segment, and for the body of a scan, on the hull of bytes and FLOPs. With
         3 up to 4 points are lost, with 14 nothing is won.
       most_in_pieces: operations of a segment whose backward pass may go piece by piece. For longer
-        ones that spares nothing, and takes half of the time of planning.
+        ones that spares nothing, and twice as many take twice the time of planning.
       cheap: the share of FLOPs that such a segment may run again. With none up to 2 points are
         lost; 0.1 loses 1.4 in one program, and 0.4 wins nothing.
       labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
@@ -35,7 +35,7 @@ class Tuning:
     sideways: float = 0.05
     longest: int = 20
     save_sets: int = 7
-    most_in_pieces: int = 200
+    most_in_pieces: int = 100
     cheap: float = 0.2
     labels: int = 150
     scan_options: int = 16
