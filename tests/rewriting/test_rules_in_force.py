@@ -356,3 +356,20 @@ def test_a_budget_that_is_none_is_refused_at_once():
         tg.trace(deep, memory_budget=-1)
     with pytest.raises(TypeError, match="memory budget is"):
         tg.trace(deep, memory_budget=[1])
+
+
+@pytest.mark.any_jax
+def test_forward_mode_of_jax_goes_by_rules_once_also_over_a_gradient():
+    def tangent(x):
+        return jax.jvp(jnp.sin, (x,), (x,))[1]
+
+    def product(x):  # of a Hessian
+        return jax.jvp(jax.grad(lambda y: jnp.sin(y) ** 2), (x,), (x,))[1]
+
+    tripled = tg.rules.scale_gradient(tg.match.op("sin"), 3.0)
+    x = 0.3
+    assert np.isclose(tg.trace(tangent, rules=[tripled])(x), 3 * x * np.cos(x))
+    # The gradient is 3 * 2 sin cos; the tangent of sin in it is that of sin, which is tripled too.
+    expected = 6 * x * (3 * np.cos(x) ** 2 - np.sin(x) ** 2)
+    assert np.isclose(tg.trace(product, rules=[tripled])(x), expected)
+    assert np.isclose(tg.rewrite(product, tripled)(x), expected)

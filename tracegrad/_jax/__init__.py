@@ -38,6 +38,7 @@ from tracegrad._jax.compat import with_compiler_options as with_compiler_options
 from tracegrad._jax.derivatives import grad as grad
 from tracegrad._jax.derivatives import jacfwd as jacfwd
 from tracegrad._jax.derivatives import jacrev as jacrev
+from tracegrad._jax.derivatives import jvp as jvp
 from tracegrad._jax.derivatives import linearize as linearize
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
@@ -68,7 +69,7 @@ def jvp(
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)
     directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
     if structure != given:
-        return jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
+        return _jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
     moving = [i for i, direction in enumerate(directions) if direction is not None]
     traced = are_traced(values, structure)
     for i in moving:
@@ -86,7 +87,7 @@ def jvp(
         outputs, aux = outputs if has_aux else (outputs, None)
         return with_statics(outputs), aux
 
-    outputs, out_tangents, aux = jax.jvp(
+    outputs, out_tangents, aux = _jax.jvp(
         along, ([values[i] for i in moving],), ([directions[i] for i in moving],), has_aux=True
     )
     leaves, tree = jax.tree.flatten(out_tangents)  # what is no array stands in both

@@ -30,6 +30,7 @@ _FORWARD_FIRST = {
     "grad": False,
     "value_and_grad": False,
     "vjp": False,
+    "jvp": True,
     "linearize": True,
     "jacrev": False,
     "jacobian": False,

@@ -48,7 +48,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         along = of_some(lambda operands: evaluate(function, operands), args, active)
-        _, found = jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
+        _, found = _jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 
     types = [value.aval for value in graph.inputs]

@@ -150,7 +150,7 @@ def _rule_along(
     tangent = jnp.asarray(direction, jnp.result_type(args[i]))
     try:
         if node.kind == "jvp":
-            _, outs = jax.jvp(of_input, (args[i],), (tangent,))
+            _, outs = _jax.jvp(of_input, (args[i],), (tangent,))
             return weighed(outs, [weights[k] for k in flowing]), ""
         outs, vjp = _jax.vjp(of_input, args[i])
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]

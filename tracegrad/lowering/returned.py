@@ -88,7 +88,7 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
             ]
 
         primals = tuple(args[i] for i in active)
-        return jax.jvp(along, primals, tuple(map(jax.numpy.ones_like, primals)))
+        return _jax.jvp(along, primals, tuple(map(jax.numpy.ones_like, primals)))
 
     jax.make_jaxpr(forward)(*avals)
     return met

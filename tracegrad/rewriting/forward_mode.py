@@ -216,7 +216,7 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
     split = len(passes.backward_graph.inputs) - len(passes.cotangents)
 
     def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:
-        return jax.jvp(lambda cts: passes.backward(residuals, cts), (cotangents,), (tangents,))
+        return _jax.jvp(lambda cts: passes.backward(residuals, cts), (cotangents,), (tangents,))
 
     avals = passes.backward_graph.in_avals
     program = jax.make_jaxpr(derivative)(avals[:split], passes.cotangents, passes.cotangents)

@@ -68,7 +68,7 @@ class _Tangents:
         """What the body makes of some operands, and the tangents of that."""
         along = {**self.constant, **carried}
         values = [self.operands[i] for i in along]
-        return jax.jvp(self.body_of(list(along), outputs), values, list(along.values()))
+        return _jax.jvp(self.body_of(list(along), outputs), values, list(along.values()))
 
 
 def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any]]:
@@ -138,7 +138,7 @@ def _solved(at: _Tangents, state: Sequence[int], how: FixedPoint) -> tuple[dict[
     after, along = jax.linearize(step, point)
     along = jax.jit(along)  # traced once for all its uses below
     results, pushed = at.pushed({}, state)
-    _, right = jax.jvp(lambda results: _as_vector(results)[0], (results,), (pushed,))
+    _, right = _jax.jvp(lambda results: _as_vector(results)[0], (results,), (pushed,))
 
     def matvec(u: Any) -> Any:
         return u - along(u)

@@ -181,7 +181,7 @@ def _with_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gra
 
     def both(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
         places = [operands[i] for i in active]
-        return jax.jvp(of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
+        return _jax.jvp(of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
 
     return import_program(jax.make_jaxpr(both)(list(avals), [avals[i] for i in active]))
 
@@ -259,7 +259,7 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
             lost = is_lost(cotangent, back(cotangent, factor))
             return jnp.where(lost, jnp.zeros_like(given), given)
 
-        return transpose(*primals), jax.jvp(selected, primals, tangents)[1]
+        return transpose(*primals), _jax.jvp(selected, primals, tangents)[1]
 
     def keeping(*values: Any) -> list[Any]:
         operand, factor = values if is_first else reversed(values)

@@ -215,7 +215,7 @@ def trace_jvp(
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
         along = of_some(lambda operands: bound(*operands), primals, active)
-        outs, out_tangents = jax.jvp(along, tuple(primals[i] for i in active), given)
+        outs, out_tangents = _jax.jvp(along, tuple(primals[i] for i in active), given)
         flowing = [
             t
             for out, t in zip(outs, out_tangents, strict=True)

@@ -66,7 +66,7 @@ def _derivative(node: CustomGradient, active: Sequence[int], reads: _Reads, *ope
         if node.kind == "jvp":
             run = of_some(lambda xs: evaluate_node(node, xs), operands, active)
             primals = [operands[i] for i in active]
-            return jax.jvp(run, primals, [jnp.ones_like(primal) for primal in primals])
+            return _jax.jvp(run, primals, [jnp.ones_like(primal) for primal in primals])
         outs, back = vjp_of_some(lambda xs: evaluate_node(node, xs), operands, active)
         flowing = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         return back(_jax.align(list(map(jax.typeof, outs)), flowing))
