@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,8 +28,6 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # The cotangents of some inputs of a node (by position), from what its values were and the
 # cotangents of its results; None for an input or a result that has none.
 NodeVJP = Callable[[Node, Mapping[Value, Any], Sequence[Any], Sequence[int]], list[Any]]
-
-_NONE: Mapping[Node, int] = {}
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -54,7 +53,7 @@ def pull_back(
     aggregate: Aggregation = running_sum,
     gated: bool = False,
     through: NodeVJP | None = None,
-    deciding: Mapping[Node, int] = _NONE,
+    deciding: Mapping[Node, int] = MappingProxyType({}),
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
@@ -107,7 +106,7 @@ def reached_from(
     graph: Graph,
     wanted: Sequence[Value],
     stopped: AbstractSet[Value],
-    deciding: Mapping[Node, int] = _NONE,
+    deciding: Mapping[Node, int] = MappingProxyType({}),
 ) -> AbstractSet[Value]:
     """The values through which a gradient may come back to a wanted one.
 
