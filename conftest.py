@@ -103,9 +103,11 @@ LONG = (
     r"test_two_thousand_tapes_leave_nothing_alive",
 )
 SLOW = (
+    r"test_a_module_in_train_mode_has.*\[a cell in a scan, with random carries-nnx.jit\]",
     r"test_a_program_of_nnx\[lora\]",
     r"test_(linen|haiku|equinox)_programs.*\[(cnn_with_batch_stats|mlp_with_batch_norm|ensemble)\]",
     r"test_examples.*says_when_it_misses_its_goal",
+    r"test_forward\.py.*its_own_jvp\[in_scan\]",
     r"test_forward_programs.*\[linen_mlp\]",
     r"test_hlo_identical.*nnx_transformer_adamw_step\]",
     r"test_measured_plans.*no_more_than_the_budget\[attention\]",
@@ -113,7 +115,7 @@ SLOW = (
     r"test_planning_lowering.*\[(residual blocks|recurrent)\]",
     r"test_planning_lowering.*(goes_piece_by_piece|other_budgets\[mlp)",
     r"test_planning_scans.*inside_scans.*\[layers\]",
-    r"test_random_programs.*\[(jit|vmap|trace|custom_gradient_of_inputs)\]",
+    r"test_random_programs.*\[(jit|vmap|trace|checkpoint|custom_gradient_of_inputs)\]",
     r"test_rules_in_force.*memory_budget.*\[jax\]",
 )
 
@@ -130,6 +132,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if chosen.search(item.nodeid):
                 item.add_marker(mark)
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):  # what it shows has tests of its own
+            item.add_marker(pytest.mark.any_jax)
     if config.args != config.getini("testpaths"):
         return
     tests: dict[str, list[pytest.Item]] = {}

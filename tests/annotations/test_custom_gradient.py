@@ -780,6 +780,7 @@ def test_an_exception_in_user_code_keeps_its_type_and_gets_a_note(transform):
     assert backward(1.0) == jax.jit(backward)(1.0) == 1.0
 
 
+@pytest.mark.any_jax
 def test_a_gradient_function_may_call_its_own_function_twice():
     @custom_gradient
     def product(x, y):

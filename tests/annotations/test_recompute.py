@@ -33,6 +33,7 @@ def block(x, w):
     return jnp.sin(x * w) + jnp.cos(x)
 
 
+@pytest.mark.any_jax
 def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
     again = recompute_grad(block)
     with jax.enable_x64(True):

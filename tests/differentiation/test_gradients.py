@@ -237,6 +237,7 @@ def test_leaves_that_are_not_selected_need_not_be_arrays():
     assert all(got[name] is None for name in ("name", "activation", "key", "nothing"))
 
 
+@pytest.mark.any_jax
 def test_none_for_what_has_no_gradient_is_what_equinox_works_with():
     model = eqx.filter_jit(eqx.nn.MLP)(3, "scalar", 8, 2, key=jax.random.key(0))
     x = jnp.ones(3)

@@ -126,6 +126,7 @@ def test_a_hessian_is_that_of_jax_and_goes_through_custom_gradients(wrap, wrt):
     assert_trees_close(jax.jit(hessian(wrap(energy), wrt))(*arguments()), expected)
 
 
+@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_hessian_of_selected_leaves():
     params, x = arguments()
@@ -185,6 +186,7 @@ def test_a_product_is_that_with_the_hessian(wrt):
     assert_trees_close(jax.jit(lambda p, x: hvp(tg.trace(energy), (p, x), v, wrt))(params, x), got)
 
 
+@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_product_in_a_scan_and_its_derivative():
     def f(x):

@@ -34,6 +34,7 @@ def keep(x, y):
     return x**2 * y, (x, y)
 
 
+@pytest.mark.any_jax
 def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
     def f(params, x):
         def step(h, t):

@@ -73,6 +73,7 @@ def test_what_is_saved_is_not_computed_again(op, inner):
     assert products(saving(loss, args, op, inner), *args) == products(loss, *args)
 
 
+@pytest.mark.any_jax
 def test_what_is_saved_has_the_derivatives_that_jax_gives():
     with jax.enable_x64(True):
         args = operands(jnp.float64)

@@ -259,6 +259,7 @@ def test_the_product_of_two_broadcasts_is_kept():
     assert kept == pytest.approx(cost(layers, shapes)[0], rel=0.25)
 
 
+@pytest.mark.any_jax
 def test_memory_of_a_loop_falls_as_planned():
     shapes = stacked_shapes(16, 2048, 64)
     plan = plan_recompute(loop, "20%", measure=False)(*shapes)
@@ -276,6 +277,7 @@ def test_a_program_that_fits_stays_as_it_is():
     assert plan.flops == plan.flops_bound == 0
 
 
+@pytest.mark.any_jax
 def test_a_rule_makes_a_traced_function_fit():
     shapes = mlp_shapes(6, 64, 16)
     fits = tracegrad.trace(mlp, rules=[recompute_to_fit("60%", measure=False)])
@@ -326,6 +328,7 @@ def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
     assert jax.tree.all(jax.tree.map(close, found, expected))
 
 
+@pytest.mark.any_jax
 def test_values_that_the_function_closes_over_get_their_gradient():
     args = values(mlp_shapes(6, 32, 8))
 

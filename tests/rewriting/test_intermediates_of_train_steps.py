@@ -37,6 +37,7 @@ class Mlp(eqx.Module):
         return self.second(x + shift)
 
 
+@pytest.mark.any_jax
 def test_of_an_equinox_train_step():
     one, two = jax.random.split(jax.random.key(0))
     model = Mlp(eqx.nn.Linear(3, 5, key=one), eqx.nn.Linear(5, 2, key=two))

@@ -214,6 +214,7 @@ def cube_of_root(a):  # whose second derivative at 4 is 3/8
     return newton(a) ** 3
 
 
+@pytest.mark.any_jax
 def test_derivatives_of_second_order_in_mixed_modes():
     edited = checkpointed(cube_of_root, 2)
 
@@ -239,6 +240,7 @@ def test_derivatives_of_second_order_in_reverse_mode_alone():
     np.testing.assert_allclose(second(4.0), 3 / 8, rtol=1e-6)
 
 
+@pytest.mark.any_jax
 def test_a_batch_of_gradients_is_that_of_each():
     gradient = jax.jit(jax.grad(checkpointed(lambda x, n: jnp.sum(traced_bound(x, n) ** 2), 2)))
     counts, x = jnp.array([0, 5, 3]), jnp.asarray(X)
@@ -246,6 +248,7 @@ def test_a_batch_of_gradients_is_that_of_each():
         np.testing.assert_allclose(row, gradient(x, n), rtol=1e-12)
 
 
+@pytest.mark.any_jax
 def test_elements_of_a_batch_that_take_no_step_add_no_nan():
     def f(n, w):  # the first step would divide by zero where there is none
         def step(carry):

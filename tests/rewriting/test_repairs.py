@@ -157,6 +157,7 @@ def test_zeros_stay_zeros_whatever_the_derivative_is_and_finite_gradients_keep_t
         assert plain[finite].tobytes() == strong[finite].tobytes(), name
 
 
+@pytest.mark.any_jax
 def test_second_derivatives_keep_zeros_too_in_any_order_of_modes():
     def fun(x):
         return jnp.sum(jnp.where(x > 0, x**1.5 * jnp.log(jnp.sqrt(x)) / x, 0.0))

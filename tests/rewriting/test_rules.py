@@ -51,6 +51,7 @@ def test_a_traced_factor_reaches_into_a_scan():
     np.testing.assert_allclose(jax.jit(scaled)(3.0, X), expected, rtol=1e-6)
 
 
+@pytest.mark.any_jax
 def test_clipping_by_value_and_by_norm():
     by_value = tg.rewrite(weighted_sin, rules.clip_gradient(SIN, max_value=5.0))
     np.testing.assert_allclose(jax.grad(by_value)(X), jnp.array([1.0, 5.0, 5.0]) * COS, rtol=1e-6)

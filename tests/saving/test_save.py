@@ -141,6 +141,7 @@ def test_a_tape_finds_what_was_read_after_an_assignment(path):
     assert float(tape.gradient(y, tg.variables_of(loaded)["v"])) == 2 + 12
 
 
+@pytest.mark.any_jax
 @pytest.mark.filterwarnings("error")
 def test_it_runs_under_every_transformation(model):
     loaded, _ = model
@@ -168,6 +169,7 @@ def test_it_runs_under_every_transformation(model):
         jax.jit(loaded.predict)(X)
 
 
+@pytest.mark.any_jax
 def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
     loaded, _ = model
     loaded.variables["w"].assign([0.5, -2.0, 1.5])

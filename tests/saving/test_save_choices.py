@@ -168,6 +168,7 @@ def test_derivatives_of_gradients_go_through_a_loop_that_began_with_a_constant(t
     np.testing.assert_allclose(second(loaded), second(function), rtol=1e-5)
 
 
+@pytest.mark.any_jax
 def test_every_choice_is_that_of_jax_on_the_original(tmp_path):
     @jax.custom_vjp
     def two(x):

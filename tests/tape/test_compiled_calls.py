@@ -184,6 +184,7 @@ def test_an_override_that_comes_too_late_for_a_second_derivative_raises():
     np.testing.assert_allclose(first, jax.grad(overridden)(w), rtol=1e-5)
 
 
+@pytest.mark.any_jax
 def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
     monkeypatch.setattr(computations, "_LIMIT", 3)
     x = jnp.ones(3)

@@ -386,6 +386,7 @@ def test_forward_over_reverse_is_a_hessian_vector_product():
     np.testing.assert_allclose(accumulator.jvp(y), first @ V)
 
 
+@pytest.mark.any_jax
 def test_reverse_over_forward():
     x, v = jnp.asarray(X), jnp.asarray(V)
 
@@ -479,6 +480,7 @@ def test_inside_a_compiled_function(compiled):
         np.testing.assert_allclose(slope(X + shift, V), expected)
 
 
+@pytest.mark.any_jax
 def test_inside_functions_that_jax_differentiates_and_batches():
     def slope(x):
         return along(cubic, x, jnp.ones_like(x))

@@ -78,6 +78,7 @@ def test_gradients_of_gradients_are_derivatives_of_higher_order():
     np.testing.assert_allclose(inside(f, 0.7), [h(0.7) for h in expected], rtol=1e-5)
 
 
+@pytest.mark.any_jax
 def test_a_model_has_the_gradients_that_jax_gives_it():
     keys = jax.random.split(jax.random.key(0), 3)
     weights = [jax.random.normal(key, (8, 8)) for key in keys]

@@ -101,6 +101,7 @@ def test_training_goes_as_under_nnx_jit(compiled, kind):
     assert_same(arrays_of(model, optimizer), arrays_of(expected, other))
 
 
+@pytest.mark.any_jax
 def test_metrics_random_streams_and_trees_of_modules_are_state_too():
     def step(models, rngs, metrics, x):
         noise = jax.random.normal(rngs.noise(), x.shape)

@@ -71,6 +71,7 @@ def test_a_gradient_has_the_tree_of_the_model_with_none_for_what_is_no_float(way
     assert_same_tree(GRADIENTS[way](MODEL, X, Y), by_equinox()[1])
 
 
+@pytest.mark.any_jax
 def test_second_derivatives_have_none_there_too():
     build = eqx.filter_jit(eqx.nn.MLP)
     small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
