@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 pytestmark = pytest.mark.any_jax
 
-QUICK = {"autodiff", "debugging_gradients", "quickstart"}
+QUICK = {"autodiff", "quickstart"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
