@@ -162,7 +162,6 @@ class _Op(Selector):
 
 class _Where(Selector):
     def __init__(self, predicate: Callable[[Occurrence], object]) -> None:
-        super().__init__()
         self.predicate = predicate
 
     def look(self, graph: Graph) -> Found:

@@ -32,9 +32,10 @@ class Selector(ABC):
     """
 
     made_by = ""  # the function that makes it, for its repr
+    patterns: tuple[str, ...] = ()  # what it was asked for, to find the nearest of `names`
 
     def __init__(self, *patterns: str) -> None:
-        self.patterns = patterns  # what it was asked for, to find the nearest of `names`
+        self.patterns = patterns
 
     @abstractmethod
     def look(self, graph: Graph) -> Found:
@@ -128,7 +129,6 @@ class _Or(_Two):
 
 class _Not(Selector):
     def __init__(self, inner: Selector) -> None:
-        super().__init__()
         self.inner = inner
 
     def look(self, graph: Graph) -> Found:
