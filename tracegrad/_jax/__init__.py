@@ -40,8 +40,10 @@ from tracegrad._jax.derivatives import jacfwd as jacfwd
 from tracegrad._jax.derivatives import jacrev as jacrev
 from tracegrad._jax.derivatives import jvp as jvp
 from tracegrad._jax.derivatives import linearize as linearize
+from tracegrad._jax.derivatives import of_some as of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
+from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
 from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
 from tracegrad._jax.loop_schedule import replayed as replayed
@@ -93,6 +95,9 @@ from tracegrad._jax.provenance import hide_frames as hide_frames
 from tracegrad._jax.provenance import name_stack as name_stack
 from tracegrad._jax.provenance import user_context as user_context
 from tracegrad._jax.replacement import Replacement as Replacement
+from tracegrad._jax.returned import returned_gradients as returned_gradients
+from tracegrad._jax.returned import with_witnesses as with_witnesses
+from tracegrad._jax.returned import written_tangents as written_tangents
 from tracegrad._jax.rules import forget_result_trees as forget_result_trees
 from tracegrad._jax.rules import has_run as has_run
 from tracegrad._jax.rules import inside_of_rule as inside_of_rule
@@ -108,7 +113,6 @@ from tracegrad._jax.traces import at_top_level as at_top_level
 from tracegrad._jax.traces import current_trace as current_trace
 from tracegrad._jax.traces import is_part_of_a_program as is_part_of_a_program
 from tracegrad._jax.traces import is_top_level as is_top_level
-from tracegrad._jax.traces import outside_of as outside_of
 from tracegrad._jax.traces import parent_trace as parent_trace
 from tracegrad._jax.traces import set_current_trace as set_current_trace
 from tracegrad._jax.traces import staging_trace as staging_trace

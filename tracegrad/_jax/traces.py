@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -91,13 +91,6 @@ def parent_trace(trace: Any) -> Any:
 def trace_of(tracer: Any) -> Any:
     """The transformation to which a tracer belongs."""
     return tracer._trace
-
-
-@contextmanager
-def outside_of(trace: Any) -> Iterator[None]:
-    """What is inside it is bound to whatever is around a transformation."""
-    with set_current_trace(parent_trace(trace)):
-        yield
 
 
 class _Nowhere(jax.core.Trace):

@@ -19,6 +19,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, scopes
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, calling_line
 from tracegrad.ir.selector import Found, Selector
 from tracegrad.ir.wording import described
@@ -26,7 +27,6 @@ from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
 from tracegrad.tape.keys import params_key
 from tracegrad.tape.programs import PROGRAMS
-from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 

@@ -16,9 +16,9 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, RegionNode, Source
+from tracegrad.ir.importer import lone_node
 from tracegrad.lowering.closed_over import refuse_derivatives
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tracing.importer import lone_node
 from tracegrad.variables.overriding import ForwardingTrace
 
 

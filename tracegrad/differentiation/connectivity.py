@@ -30,12 +30,10 @@ from tracegrad.ir.dependence import (
     node_dependence,
     spread,
 )
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import loses_derivative
-from tracegrad.lowering.partial import vjp_of_some
-from tracegrad.lowering.returned import returned_gradients, written_tangents
-from tracegrad.tracing.importer import import_program
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
 # Without them a gradient that may not be unconnected takes half as long again to trace.
@@ -181,7 +179,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     first = node.params.get("num_consts", 0)
     given = [i >= first and v.has_gradient for i, v in enumerate(node.inputs)]
     try:
-        written = written_tangents(
+        written = _jax.written_tangents(
             _binding(node), _types(node)[0], [i for i, flows in enumerate(given) if flows]
         )
     except Exception:
@@ -219,7 +217,7 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     rows = [0] * len(node.outputs)
     try:
         for group in [flowing] if alike else [[j] for j in flowing]:
-            found = returned_gradients(_binding(node), _types(node)[0], active, group)
+            found = _jax.returned_gradients(_binding(node), _types(node)[0], active, group)
             for j in group:
                 rows[j] = joined(1 << i for i in found)
     except Exception:
@@ -260,7 +258,7 @@ def _rows(
     flowing = [j for j, aval in enumerate(cotangents) if aval is not None]
 
     def pullback(args: list[Any], given: list[Any]) -> list[Any]:
-        _, vjp = vjp_of_some(run, args, active, flowing)
+        _, vjp = _jax.vjp_of_some(run, args, active, flowing)
         return list(vjp(given))
 
     try:

@@ -20,9 +20,9 @@ from jax.lax import GatherScatterMode
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
 from tracegrad.ir import Graph, Literal, Node, Value
+from tracegrad.ir.importer import import_program
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
-from tracegrad.tracing.importer import import_program
 from tracegrad.variables.reading import ReadsOutside
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
 from tracegrad.ir.dependence import Masks, joined, spread
 from tracegrad.lowering import evaluate_node, read
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.tracing.user_errors import explain_loop
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
@@ -177,7 +177,7 @@ def _jax_vjp(
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
     run = functools.partial(evaluate_node, node)
     try:
-        _, vjp = vjp_of_some(run, read(node.inputs, values), active, given)
+        _, vjp = _jax.vjp_of_some(run, read(node.inputs, values), active, given)
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         explain_loop(error)

@@ -16,10 +16,9 @@ import jax.extend
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
 from tracegrad.ir.dependence import dependence, spread_below
+from tracegrad.ir.importer import import_program
 from tracegrad.lowering import evaluate
-from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.forward_mode import with_forward_mode
-from tracegrad.tracing.importer import import_program
 
 
 class PushForward(NamedTuple):
@@ -47,7 +46,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     function = with_forward_mode(graph)
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        along = of_some(lambda operands: evaluate(function, operands), args, active)
+        along = _jax.of_some(lambda operands: evaluate(function, operands), args, active)
         _, found = _jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 

@@ -34,6 +34,7 @@ class Body:
     def __init__(self, name: str):
         self.name = name
         self._program: Any = None
+        self.closes_over = False  # of a clean one: whether one of its nodes does
         self._inputs: tuple[Value, ...] = ()
         self._outputs: tuple[Value | Literal, ...] = ()
         self._constants: dict[Value, Any] = {}
@@ -90,9 +91,10 @@ class Body:
         self._nodes.extend(nodes)
         self._nodes_read = None
 
-    def seal(self, program: Any) -> None:
+    def seal(self, program: Any, *, closes_over: bool) -> None:
         """Notes the program that it was imported from: with that it is clean."""
         self._program = program
+        self.closes_over = closes_over
 
     def adopt(self, node: Node, avals: Sequence[Any]) -> None:
         """Gives a node its outputs, values of this graph. It stands nowhere in it yet."""

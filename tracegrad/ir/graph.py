@@ -201,7 +201,7 @@ class Graph(Body):
         values: dict[Value, Value | Literal] = dict(zip(self._inputs, inputs, strict=True))
         new._set_nodes(new._splice(self, values))
         new._outputs = tuple(values[v] if isinstance(v, Value) else v for v in self._outputs)
-        new.seal(self._program)
+        new.seal(self._program, closes_over=self.closes_over)
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)

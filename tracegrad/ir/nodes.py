@@ -205,6 +205,11 @@ class RegionNode(Node):
         """Whether a region is the program that `params` has for it."""
         return name not in self.replaced and self._regions[name].is_clean
 
+    @property
+    def closes_over(self) -> bool:
+        """Whether a `jax.custom_jvp` closes over what may be differentiated: this, or one below."""
+        return any(region.closes_over for region in self._regions.values())
+
 
 class Call(RegionNode):
     """One JAX primitive with regions: ``jit`` and control flow.
@@ -268,6 +273,17 @@ class CustomGradient(RegionNode):
     @property
     def kind(self) -> str:
         return "jvp" if self.primitive is _jax.CUSTOM_JVP else "vjp"
+
+    @property
+    def closed_over(self) -> int:
+        """How many of its operands, the first ones, are what the function closes over. JAX has no
+        derivative with respect to them."""
+        return int(self.params.get("num_consts", 0))
+
+    @property
+    def closes_over(self) -> bool:
+        operands = self.inputs[: self.closed_over] if self.kind == "jvp" else ()
+        return any(isinstance(v, Value) and v.has_gradient for v in operands)
 
     @property
     def name(self) -> str:

@@ -14,47 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.dependence import dependence
-from tracegrad.lowering.partial import vjp_of_some
-
-
-def closes_over(graph: Graph, known: dict[Graph, bool]) -> bool:
-    """Whether a `jax.custom_jvp` anywhere in a graph closes over what may be differentiated."""
-    if graph not in known:
-        known[graph] = any(
-            bool(_closed_over(node))
-            if isinstance(node, CustomGradient)
-            else any(closes_over(region, known) for region in node._regions.values())
-            for node in graph.nodes
-            if isinstance(node, RegionNode)
-        )
-    return known[graph]
-
-
-def _closed_over(node: CustomGradient) -> list[int]:
-    """The positions of such values among the operands of a custom gradient of kind jvp."""
-    if node.kind != "jvp":
-        return []
-    operands = node.inputs[: node.params.get("num_consts", 0)]
-    return [i for i, v in enumerate(operands) if isinstance(v, Value) and v.has_gradient]
 
 
 def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
     """The operands of a custom gradient; those closed over raise when they are differentiated."""
     args = list(args)
-    for i in _closed_over(node):
-        args[i] = not_differentiated(node, args[i], functools.partial(_matters, node, i))
+    for i in range(node.closed_over) if node.closes_over else ():
+        args[i] = not_differentiated(node, args[i], functools.partial(depends_on, node.primal, i))
     return args
 
 
 def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
     """Whether one of the operands that are differentiated is closed over."""
-    return any(reached[i] and _matters(node, i) for i in _closed_over(node))
-
-
-def _matters(node: CustomGradient, position: int) -> bool:
-    return depends_on(node.primal, position)
+    closed_over = range(node.closed_over) if node.closes_over else ()
+    return any(reached[i] and depends_on(node.primal, i) for i in closed_over)
 
 
 def not_differentiated(
@@ -113,7 +88,7 @@ def depends_on(primal: Graph, position: int) -> bool:
             leaves = jax.tree.leaves(run(*operands))
             return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
 
-        return vjp_of_some(along, values, [position])[0]
+        return _jax.vjp_of_some(along, values, [position])[0]
 
     jax.make_jaxpr(derivative)(*avals)
     return bool(met)

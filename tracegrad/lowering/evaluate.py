@@ -16,7 +16,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, RegionNode, Value
 from tracegrad.lowering import regions
-from tracegrad.lowering.closed_over import closes_over, refuse_derivatives
+from tracegrad.lowering.closed_over import refuse_derivatives
 
 _NOTE = "while lowering"
 
@@ -30,13 +30,10 @@ class Lowering:
 
     rebuild: bool = False
     built: dict[tuple[Graph, Any], Any] = field(default_factory=dict)
-    closing_over: dict[Graph, bool] = field(default_factory=dict)
 
     def keeps(self, graph: Graph) -> bool:
         """Whether the graph is bound from the program that it came from."""
-        if self.rebuild or not graph.is_clean:
-            return False
-        return not closes_over(graph, self.closing_over)
+        return graph.is_clean and not graph.closes_over and not self.rebuild
 
 
 def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering | None = None) -> list[Any]:

@@ -151,7 +151,7 @@ def _bind_rule(
     primal = function_of("call_jaxpr")
     flowing = [value.has_gradient for value in node.inputs]
     if node.kind == "vjp":  # what the function closes over, first, gets nothing from its rule
-        closed_over = node.params.get("num_consts", 0)
+        closed_over = node.closed_over
         flowing[:closed_over] = [False] * closed_over
         args = [not_differentiated(node, a) for a in args[:closed_over]] + args[closed_over:]
     outputs = [value.aval for value in node.outputs]

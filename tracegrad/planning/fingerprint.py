@@ -17,7 +17,6 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.lowering.evaluate import evaluate
-from tracegrad.lowering.partial import vjp_of_some
 
 
 def fingerprint(graph: Graph) -> str:
@@ -34,7 +33,7 @@ def fingerprint(graph: Graph) -> str:
         return evaluate(here, operands[: len(graph.inputs)])
 
     def gradient(operands: Any, given: list[Any]) -> Any:
-        _, pull = vjp_of_some(run, operands, active)
+        _, pull = _jax.vjp_of_some(run, operands, active)
         return pull(_jax.align([value.aval for value in graph.outputs], given))
 
     types = [value.aval for value in values]

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.planning.found import FOUND
 
 
@@ -99,7 +98,7 @@ class Gradient:
                     here.set_constant(mine[value], array)
                 return evaluate(here, operands[:count])
 
-            _, pull = vjp_of_some(run, operands, active)
+            _, pull = _jax.vjp_of_some(run, operands, active)
             # That of a loss is one, as in `jax.grad`.
             cotangents = [jnp.ones((), self._cotangents[0].dtype)] if self._is_loss else given
             return pull(_jax.align([v.aval for v in program.outputs], cotangents))

@@ -17,8 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Value
+from tracegrad.ir.importer import trace_jvp
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
-from tracegrad.tracing.importer import trace_jvp
 
 
 class Named(NamedTuple):

@@ -19,7 +19,6 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence, RegionNode, operations
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.planning.flops import size_of
 
 
@@ -91,7 +90,8 @@ def host_bytes(graph: Graph) -> int:
     active = [i for i, value in enumerate(graph.inputs) if value.has_gradient]
 
     def forward(*args: Any) -> Any:
-        return jax.tree.leaves(vjp_of_some(functools.partial(evaluate, graph), args, active)[1])
+        _, pullback = _jax.vjp_of_some(functools.partial(evaluate, graph), args, active)
+        return jax.tree.leaves(pullback)
 
     kept = jax.make_jaxpr(forward)(*graph.in_avals).out_avals
     return sum(nbytes_anywhere(aval) for aval in kept if _jax.is_on_host(aval))
@@ -99,7 +99,7 @@ def host_bytes(graph: Graph) -> int:
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     def forward(*args: Any) -> Any:
-        results, vjp = vjp_of_some(functools.partial(evaluate_node, node), args, active)
+        results, vjp = _jax.vjp_of_some(functools.partial(evaluate_node, node), args, active)
         if node.regions:  # a loop shows only now that it cannot be run backwards
             types = [v.aval for v in node.outputs]
             floats = [v.aval for v in node.outputs if v.has_gradient]

@@ -20,11 +20,10 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
-from tracegrad.tracing.importer import import_program
 
 
 def with_forward_mode(graph: Graph) -> Graph:
@@ -186,7 +185,7 @@ def _trace_passes(
     """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        return vjp_of_some(lambda operands: rule(*operands), args, active)
+        return _jax.vjp_of_some(lambda operands: rule(*operands), args, active)
 
     forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
     outs, pullback_shape = shapes

@@ -27,10 +27,9 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node
 from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.importer import import_program
 from tracegrad.lowering import evaluate, evaluate_node
-from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.norms import at_least_32_bits
-from tracegrad.tracing.importer import import_program
 
 Matvec = Callable[[Any], Any]
 LinearSolve = Callable[[Matvec, Any], Any]
@@ -62,7 +61,7 @@ class _Tangents:
         """The body as a function of some operands; what it makes of some, by their positions."""
         before = len(self.operands) - len(self.body.outputs)
         wanted = [i - before for i in outputs]
-        return of_some(lambda all_: evaluate(self.body, all_), self.operands, inputs, wanted)
+        return _jax.of_some(lambda all_: evaluate(self.body, all_), self.operands, inputs, wanted)
 
     def pushed(self, carried: dict[int, Any], outputs: Sequence[int]) -> tuple[Any, Any]:
         """What the body makes of some operands, and the tangents of that."""

@@ -22,10 +22,9 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, Value, operations
 from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Occurrence
 from tracegrad.lowering import evaluate, evaluate_node
-from tracegrad.lowering.partial import of_some
-from tracegrad.tracing.importer import import_program
 
 # Of values and tangents the results and their tangents, or the other way round.
 Run = Callable[..., list[Any]]
@@ -181,7 +180,7 @@ def _with_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gra
 
     def both(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
         places = [operands[i] for i in active]
-        return _jax.jvp(of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
+        return _jax.jvp(_jax.of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
 
     return import_program(jax.make_jaxpr(both)(list(avals), [avals[i] for i in active]))
 

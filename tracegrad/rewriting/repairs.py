@@ -30,7 +30,6 @@ from tracegrad.ir.nodes import same_type
 from tracegrad.ir.selector import Selector
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import not_differentiated
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.rewriting.edits import check_selector, edited, leaving
 from tracegrad.rewriting.kept_zeros import keep_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, at_each
@@ -147,7 +146,7 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     def gradient(op: Any, *dys: Any) -> list[Any]:
         places = range(closed_over, len(op.inputs))
         active = [i for i in places if _jax.has_gradient(op.inputs[i])]
-        _, back = vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
+        _, back = _jax.vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
         flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
         is_bad = [~jnp.all(jnp.isfinite(dy)) for dy in flowing]

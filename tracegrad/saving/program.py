@@ -32,7 +32,6 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.dependence import dependence, leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import evaluate
-from tracegrad.lowering.partial import vjp_of_some
 from tracegrad.saving import outside_calls
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -181,7 +180,7 @@ def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Gr
         def run(operands: list[Any]) -> list[Any]:
             return evaluate(graph, operands) if gated is None else gated(operands, flags)
 
-        _, pullback = vjp_of_some(run, inputs, active, flowing)
+        _, pullback = _jax.vjp_of_some(run, inputs, active, flowing)
         return list(pullback(list(given)))
 
     gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
@@ -220,7 +219,7 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
     """What JAX computes in the place of a program where it differentiates it."""
 
     def value(*inputs: Any) -> list[Any]:
-        return list(vjp_of_some(functools.partial(evaluate, graph), inputs, active)[0])
+        return list(_jax.vjp_of_some(functools.partial(evaluate, graph), inputs, active)[0])
 
     value.__name__ = value.__qualname__ = graph.name
     return trace_graph(value)(*graph.in_avals)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Source, Value
+from tracegrad.ir.importer import make_node
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tracing.importer import make_node
 
 
 class Operation(NamedTuple):

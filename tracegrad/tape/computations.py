@@ -20,13 +20,13 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program, when_clearing
 from tracegrad.ir import CustomGradient, Source
+from tracegrad.ir.importer import lone_node
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.keys import params_key, rule_keys
 from tracegrad.tape.lifting import (
     lift_anew,
     refused_to_lift,
 )
-from tracegrad.tracing.importer import lone_node
 
 _JIT = _jax.JIT
 jit_settings = _jax.jit_settings

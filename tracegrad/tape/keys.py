@@ -18,7 +18,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Source
-from tracegrad.tracing.importer import lone_node
+from tracegrad.ir.importer import lone_node
 
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 

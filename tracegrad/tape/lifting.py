@@ -15,10 +15,10 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
+from tracegrad.ir.importer import make_node
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tape.keys import params_key
-from tracegrad.tracing.importer import make_node
 
 
 def lift(

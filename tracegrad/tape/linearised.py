@@ -22,8 +22,8 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Source, Value
 from tracegrad.ir.dependence import joined
+from tracegrad.ir.importer import import_program, make_node
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
-from tracegrad.lowering.partial import of_some
 from tracegrad.rewriting.host_calls import (
     TO_HOST,
     end_gradients_at_host,
@@ -34,7 +34,6 @@ from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence, silence_in
 from tracegrad.tape.keys import RULES, has_rules
 from tracegrad.tape.programs import PROGRAMS
-from tracegrad.tracing.importer import import_program, make_node
 
 # As many derivatives as are taken of one another get what they need from the forward pass; a
 # further one runs it again.
@@ -318,7 +317,7 @@ def _trace(
     trees: list[Any] = []  # not returned: JAX remembers the trees of results
 
     def linearise(*args: Any) -> Any:
-        along = of_some(run, args, active)
+        along = _jax.of_some(run, args, active)
         outs, derivative = _jax.linearize(along, *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(derivative)
         trees.append(tree)

@@ -19,12 +19,11 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, Source, Value
 from tracegrad.ir.dependence import Masks, data_flow, enter, joined, spread
+from tracegrad.ir.importer import make_node
 from tracegrad.lowering import evaluate_node, read
-from tracegrad.lowering.partial import of_some
 from tracegrad.tape.block import Block
 from tracegrad.tape.keys import RULES, is_jaxs_own
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tracing.importer import make_node
 from tracegrad.tracing.in_force import rules_in_force
 
 # From the cotangents of results of a node to those of operands.
@@ -154,7 +153,7 @@ def run_again(
         results = evaluate_node(node, operands)
         return [results[i] for i in given], results
 
-    along = of_some(run, args, active)
+    along = _jax.of_some(run, args, active)
     _, pull_back, results = _jax.vjp(along, *(args[i] for i in active), has_aux=True)
     return results, lambda cotangents: list(pull_back(list(cotangents)))
 

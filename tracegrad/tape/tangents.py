@@ -11,12 +11,12 @@ import jax
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
+from tracegrad.ir.importer import make_node
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tracing.importer import make_node
 
 
 class _Ran(NamedTuple):

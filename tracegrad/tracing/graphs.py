@@ -15,9 +15,9 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
+from tracegrad.ir.importer import import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.importer import import_program
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture

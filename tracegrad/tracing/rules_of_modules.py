@@ -20,7 +20,6 @@ from tracegrad.ir import CustomGradient, Graph, Occurrence, scopes
 from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.lowering import evaluate_node
-from tracegrad.lowering.partial import of_some, vjp_of_some
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.outside import ModuleArray, Outside
 from tracegrad.variables.variable import Variable
@@ -64,10 +63,10 @@ def _refuse_reads(node: CustomGradient) -> None:
 def _derivative(node: CustomGradient, active: Sequence[int], reads: _Reads, *operands: Any) -> Any:
     with Outside().watched(), listening(reads):
         if node.kind == "jvp":
-            run = of_some(lambda xs: evaluate_node(node, xs), operands, active)
+            run = _jax.of_some(lambda xs: evaluate_node(node, xs), operands, active)
             primals = [operands[i] for i in active]
             return _jax.jvp(run, primals, [jnp.ones_like(primal) for primal in primals])
-        outs, back = vjp_of_some(lambda xs: evaluate_node(node, xs), operands, active)
+        outs, back = _jax.vjp_of_some(lambda xs: evaluate_node(node, xs), operands, active)
         flowing = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         return back(_jax.align(list(map(jax.typeof, outs)), flowing))
 

@@ -12,20 +12,19 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import (
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.nodes import (
     Apply,
     Call,
     CustomGradient,
-    Graph,
     Literal,
     Node,
     Recompute,
+    RegionNode,
     Source,
     StopGradient,
     Value,
 )
-from tracegrad.lowering.partial import of_some
-from tracegrad.lowering.returned import with_witnesses
 
 
 def import_program(
@@ -70,6 +69,7 @@ def _import(
     values.update(zip(open_form.invars, arguments, strict=True))
 
     nodes: list[Node] = []
+    closes_over = False
     for equation in open_form.eqns:
         primitive, params = equation.primitive, equation.params
         inputs = tuple(
@@ -81,6 +81,7 @@ def _import(
             isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items
         ):
             node = make_node(primitive, params, inputs, origin, effects, seen)
+            closes_over |= isinstance(node, RegionNode) and node.closes_over
         else:  # nearly all: without another call
             node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
         graph.adopt(node, [var.aval for var in equation.outvars])
@@ -90,7 +91,7 @@ def _import(
     graph.add_outputs(
         [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars]
     )
-    graph.seal(program)
+    graph.seal(program, closes_over=closes_over)
     return graph
 
 
@@ -170,7 +171,7 @@ def _trace_rule(
         constants = args[:closed_over]
 
         def along(*inputs: Any) -> list[Any]:
-            return bound(*constants, *with_witnesses(inputs, closed_over, returned))
+            return bound(*constants, *_jax.with_witnesses(inputs, closed_over, returned))
 
         outs, pullback = _jax.vjp(along, *args[closed_over:])
         residuals, tree = jax.tree.flatten(pullback)
@@ -214,7 +215,7 @@ def trace_jvp(
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
         given = primals_and_tangents[len(avals) :]
-        along = of_some(lambda operands: bound(*operands), primals, active)
+        along = _jax.of_some(lambda operands: bound(*operands), primals, active)
         outs, out_tangents = _jax.jvp(along, tuple(primals[i] for i in active), given)
         flowing = [
             t

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from tracegrad import _jax
-from tracegrad.lowering.partial import Run, of_some, vjp_of_some
+from tracegrad._jax.arrays import has_gradient
+from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
 
 
 def returned_gradients(
@@ -51,7 +51,7 @@ def with_witnesses(values: Sequence[Any], first: int, met: set[int]) -> list[Any
     """The same values. Where they are differentiated, `met` gets the positions of those that have a
     cotangent, counted from `first`."""
     return [
-        _with_witness(value, i, met) if _jax.has_gradient(value) else value
+        _with_witness(value, i, met) if has_gradient(value) else value
         for i, value in enumerate(values, first)
     ]
 
@@ -84,11 +84,11 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
             return [
                 _with_witness_of_tangent(out, j, met)
                 for j, out in enumerate(results)
-                if _jax.has_gradient(out)
+                if has_gradient(out)
             ]
 
         primals = tuple(args[i] for i in active)
-        return _jax.jvp(along, primals, tuple(map(jax.numpy.ones_like, primals)))
+        return jvp(along, primals, tuple(map(jax.numpy.ones_like, primals)))
 
     jax.make_jaxpr(forward)(*avals)
     return met
@@ -99,9 +99,9 @@ def _with_witness_of_tangent(value: Any, position: int, met: set[int]) -> Any:
     def witnessed(value: Any) -> Any:
         return value
 
-    def jvp(primals: Any, tangents: Any) -> Any:  # not called for symbolic zeros
+    def rule(primals: Any, tangents: Any) -> Any:  # not called for symbolic zeros
         met.add(position)
         return primals[0], tangents[0]
 
-    witnessed.defjvp(jvp, symbolic_zeros=True)
+    witnessed.defjvp(rule, symbolic_zeros=True)
     return witnessed(value)
