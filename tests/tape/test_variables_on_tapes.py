@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tracegrad.annotations import recompute_grad
+from tracegrad.annotations import custom_gradient, recompute_grad
 from tracegrad.tape import GradientTape
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.tracing import trace
@@ -104,6 +104,60 @@ def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_a
     run = way(derivatives)
     for _ in range(2):
         assert list(map(float, run())) == [9.0, 3.0, 9.0]
+
+
+@pytest.mark.any_jax
+def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_to_it():
+    """Also if one further inside, whose program JAX keeps, reads the Variable on the tape."""
+    v = Variable(3.0)
+    doubled = jax.jit(lambda: 2.0 * v)
+
+    def derivatives():
+        before = v.value
+        with GradientTape() as tape:
+            y = v * before
+        with GradientTape() as other:
+            z = doubled() * before
+        with ForwardAccumulator(v, jnp.float32(1.0)) as accumulator:
+            w = v * before
+        return jnp.stack([tape.gradient(y, v), other.gradient(z, v), accumulator.jvp(w)])
+
+    @custom_gradient
+    def annotated(x):
+        found = derivatives()
+        return x * found, lambda dy, variables=None: (jnp.sum(dy), [jnp.zeros(())])
+
+    @trace
+    def run(x):
+        (scanned,) = jax.lax.scan(lambda carry, _: (carry, derivatives()), None, length=1)[1]
+        return jax.jit(derivatives)(), scanned, annotated(x)
+
+    for value in (3.0, 5.0):
+        v.assign(value)
+        for found in run(1.0):
+            assert found.tolist() == [value, 2 * value, value]
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "way", [lambda fun: fun, trace, lambda fun: trace(lambda: jax.jit(lambda: fun())())]
+)
+def test_what_is_read_of_a_variable_while_a_tape_does_not_record_is_a_constant_to_it(way):
+    v = Variable(3.0)
+
+    def derivatives():
+        with GradientTape() as tape:
+            y = v * 2.0
+            with tape.stop_recording():
+                aside = v.value
+            y = y * aside * v
+        with GradientTape() as anew:
+            before = v.value
+            anew.reset()
+            z = v * before
+        return tape.gradient(y, v), anew.gradient(z, v)
+
+    assert list(map(float, way(derivatives)())) == [36.0, 3.0]
 
 
 def test_assigning_after_the_block_changes_nothing():

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tracegrad.ir.wording import described
+from tracegrad.variables.listening import Listener
 from tracegrad.variables.reading import InGradient, InOwnTrace, Operands, Substitute
 from tracegrad.variables.variable import Variable
 
 
-class Assignments:
-    """Keeps assignments until the function is done. (A `Listener`.)"""
+class Assignments(Listener):
+    """Keeps assignments until the function is done."""
 
     def __init__(self) -> None:
         self.values: dict[Variable, Any] = {}

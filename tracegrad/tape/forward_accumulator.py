@@ -15,12 +15,17 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.lending import renew
-from tracegrad.variables.listening import heard_first_read, start_listening, stop_listening
+from tracegrad.variables.listening import (
+    Listener,
+    heard_renewal,
+    start_listening,
+    stop_listening,
+)
 from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
 
-class ForwardAccumulator:
+class ForwardAccumulator(Listener):
     """Jacobian-vector products of whatever runs inside a ``with`` block.
 
     Each array has at most one tangent: the derivative of it along the direction in which the
@@ -150,14 +155,10 @@ class ForwardAccumulator:
             return outside()
         if variable not in self._has_read:
             self._has_read.add(variable)
-            heard_first_read(variable, self, renew)
+            heard_renewal(variable, self, renew)
         value = outside()
         self._tangents.set(value, self._variables[id(variable)][1])
         return value
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        """The direction stays. (A `Listener`.)"""
-        outside(value)
 
 
 # --------------------------------------------------------------------------------------- arguments

@@ -40,12 +40,17 @@ from tracegrad.tape.sources import cotangents_of
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown, renew
-from tracegrad.variables.listening import heard_first_read, start_listening, stop_listening
+from tracegrad.variables.listening import (
+    Listener,
+    heard_renewal,
+    start_listening,
+    stop_listening,
+)
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-class GradientTape:
+class GradientTape(Listener):
     """Records what is done to watched arrays, and gives gradients of it.
 
     Arrays stay ordinary arrays: ``if``, ``print`` and NumPy work inside the block. A tape follows
@@ -90,6 +95,7 @@ class GradientTape:
         self._recorder: Recorder | None = None
         self._recording = False
         self._used = False
+        self._has_read: set[Variable] = set()  # since it began to record
 
     # ----------------------------------------------------------------------------------- block
 
@@ -121,6 +127,7 @@ class GradientTape:
     def _start(self) -> None:
         assert self._recorder is not None
         self._recording = True
+        self._has_read.clear()
         self._recorder.add(self._record)
         start_listening(self)
 
@@ -134,18 +141,15 @@ class GradientTape:
         """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
         record = self._record
         is_watched = (self._watch_accessed and variable.trainable) or variable in record.reads
-        if is_watched and not record.reads.get(variable):
-            heard_first_read(variable, self, renew)
+        if is_watched and variable not in self._has_read:
+            self._has_read.add(variable)
+            heard_renewal(variable, self, renew)
         value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
         if is_watched:
             record.watch_read(variable, value)
         return value
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        """An assignment is not differentiated: the next read is another value. (A `Listener`.)"""
-        outside(value)
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """The Variables that the tape watches, in the order in which it began to."""
@@ -191,6 +195,8 @@ class GradientTape:
         self._check_thread()
         if not self._recording:
             raise RuntimeError("stop_recording is for inside the tape's block: it is not recording")
+        for variable in self._has_read:  # what is read meanwhile is a constant
+            heard_renewal(variable, self, renew)
         self._stop()
         try:
             yield
@@ -202,6 +208,7 @@ class GradientTape:
         """Forgets everything, what is watched too; inside the block recording goes on."""
         self._check_thread()
         self._record.clear()
+        self._has_read.clear()
         self._used = False
 
     def graph(self) -> Graph:

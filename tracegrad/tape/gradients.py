@@ -28,7 +28,7 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import recorder_here, with_stand_ins
 from tracegrad.tape.replay import Replay, replay_of
 from tracegrad.tracing.attempts import trace_again, tracing_depth
-from tracegrad.variables.listening import listening
+from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
 
 
@@ -58,8 +58,8 @@ _SUMS: dict[AggregationMethod, Aggregation] = {
 }
 
 
-class _Everything(Record):
-    """A record that watches every value of the function that is being traced. (A `Listener`.)"""
+class _Everything(Record, Listener):
+    """A record that watches every value of the function that is being traced."""
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -68,9 +68,6 @@ class _Everything(Record):
         value = outside()
         self.watch_read(variable, value)
         return value
-
-    def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        outside(value)
 
 
 class _Recording(threading.local):

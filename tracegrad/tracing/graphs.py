@@ -23,6 +23,7 @@ from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.inside import Inside, Outcome
 from tracegrad.variables.states import Changes, is_passed_on
+from tracegrad.variables.variable import Variable
 
 Rule = Callable[[Graph], Graph]
 Within = Callable[[], AbstractContextManager[Any]]  # makes a block to trace a function in
@@ -93,13 +94,14 @@ def trace_to_graph(
             ) from error
 
     def trace(within: Within) -> tuple[Any, Capture, Outcome]:
-        outcome, capture = Outcome(), Capture(lambda: attempt.leave(within))
+        outcome, capture = Outcome(), Capture(lambda: attempt.leave(within), apart)
         fresh = _fresh(fun, static_kwargs, within, capture, outcome)
         program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
         return program, capture, outcome
 
     result = None
     within: Within = nullcontext
+    apart = set[Variable]()
     while result is None:
         with Attempt() as attempt:
             result = trace(within)

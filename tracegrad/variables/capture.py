@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -29,11 +30,11 @@ from tracegrad.variables.listening import listeners, listening
 from tracegrad.variables.outside import ModuleArray, states_around
 from tracegrad.variables.variable import Variable
 
-# What a Variable was assigned, to who reads it, and the Variable's value at the function's entry:
-# `assigned(value, entry)` is the first, and is differentiated as the second. So whoever
-# differentiates the function with respect to a Variable, as a tape around it does, gets the sum
-# over all the values that were read of it, as outside of traced functions.
-ASSIGNED = _jax.standing_in_primitive("assigned")
+# What a Variable gives to who reads it as a value of its own, and the Variable's value at the
+# function's entry: `read(value, entry)` is the first, and is differentiated as the second. So
+# whoever differentiates the function with respect to a Variable, as a tape around it does, gets the
+# sum over all the values that were read of it, as outside of traced functions.
+READ = _jax.standing_in_primitive("read")
 
 # A part of the key of every program that JAX keeps: programs made under one value are not used
 # under another.
@@ -70,21 +71,26 @@ class _Life:
 class Capture:
     """What one traced function does with Variables; listens while the function runs.
 
-    `trace_again` is called for a read for which an earlier assignment had to be prepared: it leaves
-    the function, which is to be traced anew, with another capture.
+    `trace_again` is called for a read for which an earlier assignment, or an earlier read, had to
+    be prepared: it leaves the function, which is to be traced anew, with another capture.
+
+    `apart`: of which Variables each read in an inner function is a value of its own; this adds to
+    it, for the next attempt.
 
     Attributes:
       assigned: the Variables that are assigned, in the order of their first assignment.
     """
 
-    def __init__(self, trace_again: Callable[[], NoReturn]) -> None:
+    def __init__(self, trace_again: Callable[[], NoReturn], apart: set[Variable]) -> None:
         self._trace_again = trace_again
+        self._apart = apart
         self.assigned: tuple[Variable, ...] = ()
         self._found: dict[Variable, None] = {}
         self._entry: dict[Variable, _jax.Placeholder] = {}
         self._current: dict[Variable, Any] = {}  # what was assigned last
         self._readable: dict[Variable, Any] = {}  # that, as it is read
-        self._read: set[Variable] = set()  # those of which a value was handed out
+        # Those of which a value was handed out, in the function and in those inside it.
+        self._read: WeakKeyDictionary[Any, set[Variable]] = WeakKeyDictionary()
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[Variable] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
@@ -114,6 +120,7 @@ class Capture:
             self._life.runs = False
             # They know the function, which has this: a circle, that would keep alive what it holds.
             self._trace, self._states = None, None
+            self._read.clear()
             self._current, self._readable = {}, {}
             for identity in self._handed:
                 _active.assigned.pop(identity, None)
@@ -133,17 +140,34 @@ class Capture:
                 "is computed at once and not as a part of its program: there it has no value yet. "
                 "Read it outside, or compute that in the program."
             )
+        self._read.setdefault(where, set()).add(variable)
         if where is not self._trace:
-            return self._read_inside(variable)
-        self._read.add(variable)
+            value = self._read_inside(variable)
+            return apart(value, where) if variable in self._apart else value
         if variable in self._current or variable in self._readable:
             return self._assigned_value(variable)
         return self._value_at_entry(variable)
 
-    def on_renewal(self, variable: Variable) -> None:
-        if variable in self._read and _jax.staging_trace() is self._trace:
-            self._readable.pop(variable, None)
-            self._assigned_value(variable)
+    def on_renewal(self, variable: Variable) -> bool:
+        where = _jax.staging_trace()
+        if where is self._trace:
+            if variable in self._read.get(where, ()):
+                self._readable.pop(variable, None)
+                self._assigned_value(variable)
+        elif variable not in self._apart and self._is_read_around(variable, where):
+            self._apart.add(variable)
+            self._trace_again()
+        return True
+
+    def _is_read_around(self, variable: Variable, where: Any) -> bool:
+        """Whether an inner function has read a Variable, or one between it and this function."""
+        if not _jax.has_gradient(variable):
+            return False
+        while where is not None and where is not self._trace:
+            if variable in self._read.get(where, ()):
+                return True
+            where = _jax.parent_trace(where)
+        return False
 
     def _around(self) -> list[Any]:
         if self._states is None:
@@ -166,7 +190,7 @@ class Capture:
             if _jax.has_gradient(variable):
                 # Not seen by tapes inside the function, to which it is a value of its own.
                 with _jax.set_current_trace(self._trace):
-                    value = ASSIGNED.bind(value, self._value_at_entry(variable))
+                    value = READ.bind(value, self._value_at_entry(variable))
             self._readable[variable] = value
         return self._readable[variable]
 
@@ -277,6 +301,17 @@ def stand_in(variable: Variable) -> Any:
     return variable._stand_in
 
 
+def apart(value: Any, where: Any) -> Any:
+    """The value of a Variable as one of its own in an inner function: what tapes in that follow is
+    not what was read before, nor what functions still further inside have as a constant."""
+    before, _active.telling = _active.telling, True  # it is heard of already
+    try:
+        with _jax.set_current_trace(where):
+            return READ.bind(value, value)
+    finally:
+        _active.telling = before
+
+
 def _tell(variable: Variable | None) -> None:
     """Lets those who listen inside a traced function, as tapes do, hear of the read in a function
     whose program JAX has kept: when the program is called, with the stand-in for an operand."""
@@ -287,6 +322,12 @@ def _tell(variable: Variable | None) -> None:
         variable.read_value()
     finally:
         _active.telling = False
+
+
+def is_telling() -> bool:
+    """Whether listeners hear of the read in a function whose program JAX has kept, and not of one
+    here and now: what it gives is what the program was called with."""
+    return _active.telling
 
 
 def variable_of(value: object) -> Variable | None:

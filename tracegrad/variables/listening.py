@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tracegrad.variables.variable import Variable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Who is told that a Variable is read or assigned on its thread, while it listens.
 
-    One that inherits from this and defines one of the two lets the other go on to those outside.
+    One that inherits from this lets go on to those outside what it does not define.
     """
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
@@ -40,13 +40,10 @@ class Listener(Protocol):
         """
         outside(value)
 
-
-@runtime_checkable
-class Giver(Listener, Protocol):
-    """A listener that gives readers values of its own."""
-
-    def on_renewal(self, variable: Variable) -> None:
-        """The next read is to give another object than those before."""
+    def on_renewal(self, variable: Variable) -> bool:
+        """Has the next read give another object than those before; whether it is this listener
+        that gives them, so that those outside need not be asked."""
+        return False
 
 
 class _Listeners(threading.local):
@@ -122,17 +119,14 @@ def heard_assignment(
     )
 
 
-def heard_first_read(
+def heard_renewal(
     variable: Variable, listener: Listener, renew: Callable[[Variable], None]
 ) -> None:
-    """Tells whoever gives the value of a Variable that a listener, which follows by identity what
-    is read, is to hear of it for the first time: what was read before is to be another object.
+    """Tells whoever gives a listener the value of a Variable that the next read is to be another
+    object than those before, which are none that the listener follows.
 
     `renew`: what is done if nobody but the Variable gives it.
     """
     stack = _listeners.stack
-    for outer in reversed(stack[: stack.index(listener)]):
-        if isinstance(outer, Giver):
-            outer.on_renewal(variable)
-            return
-    renew(variable)
+    if not any(outer.on_renewal(variable) for outer in reversed(stack[: stack.index(listener)])):
+        renew(variable)

@@ -17,7 +17,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir.wording import described
-from tracegrad.variables.capture import variable_of
+from tracegrad.variables.capture import apart, is_telling, variable_of
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
@@ -30,7 +30,9 @@ class InOwnTrace(Listener):
     not traced again: a value from around the function must not get into them.
     """
 
-    _own: Any = None
+    def __init__(self) -> None:
+        self._own: Any = None
+        self._apart: set[Variable] = set()  # of which each read is a value of its own
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -38,6 +40,23 @@ class InOwnTrace(Listener):
         self._own = _jax.staging_trace()
         with listening(self):
             yield
+
+    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return outside()
+        value = self.own_read(variable, outside)
+        if is_telling():
+            return outside()  # by which a function was called that JAX has kept
+        return apart(value, self._own) if variable in self._apart else value
+
+    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """What the function itself reads."""
+        return outside()
+
+    def on_renewal(self, variable: Variable) -> bool:
+        if self._own is not None and not self._is_inside and _jax.has_gradient(variable):
+            self._apart.add(variable)
+        return False  # the value comes from outside
 
     @property
     def _is_inside(self) -> bool:
@@ -53,11 +72,10 @@ class ReadsOutside(InOwnTrace):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._trace = _jax.current_trace(None)
 
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if self._is_inside:
-            return outside()
+    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         with _jax.set_current_trace(self._trace):
             value = outside()
         return self.operand(variable, value)
@@ -170,11 +188,10 @@ class InGradient(InOwnTrace):
     """What a gradient function alone reads is an operand too, and no input."""
 
     def __init__(self, operands: Operands) -> None:
+        super().__init__()
         self._operands = operands
 
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if self._is_inside:
-            return outside()
+    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         return self._operands.read_for_gradient(variable, outside)
 
 
@@ -185,12 +202,12 @@ class Substitute(InOwnTrace):
     """
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
+        super().__init__()
         self._values = values
         self._fun = fun
 
-    def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        known = variable in self._values and not self._is_inside
-        return self._values[variable] if known else outside()
+    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        return self._values[variable] if variable in self._values else outside()
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
