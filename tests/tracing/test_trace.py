@@ -158,6 +158,24 @@ def test_methods_and_their_graphs():
     assert Model(5.0)(3.0) == 15.0
 
 
+def test_a_method_of_one_object_is_one_function_to_jax():
+    class Model:
+        @functools.partial(tg.trace, static_argnums=0)
+        def twice(self, x):
+            return x * 2
+
+    traced_for = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def apply(f, x):
+        traced_for.append(f)
+        return f(x)
+
+    model, other = Model(), Model()
+    assert [apply(m.twice, 1.0) for m in (model, model, other)] == [2.0] * 3
+    assert traced_for == [model.twice, other.twice]
+
+
 def test_partials_and_their_names():
     traced = tg.trace(functools.partial(scaled_sum, scale=3.0))
     assert traced(jnp.ones(2)) == 6.0

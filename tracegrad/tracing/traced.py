@@ -179,6 +179,16 @@ class BoundTracedFunction:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
+    def __eq__(self, other: object) -> bool:  # as of methods: each access makes one
+        return (
+            isinstance(other, BoundTracedFunction)
+            and self.__func__ is other.__func__
+            and self.__self__ is other.__self__
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.__func__, id(self.__self__)))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__func__, name)
 
