@@ -20,7 +20,7 @@ from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
 from tracegrad.differentiation import UnconnectedError, grad, jacobian
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient
-from tracegrad.ir.dependence import dependence
+from tracegrad.ir.dependence import dependence, leading_to
 from tracegrad.ir.operations import CONNECTING
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -246,6 +246,16 @@ def test_values_written_to_a_ref_are_connected():
         return ref[...].sum() + jnp.round(y)
 
     assert connected(f, X, 1.0) == [[0]]
+
+
+def test_what_is_written_to_a_ref_leads_to_what_is_read_of_it():
+    def f(x, y):
+        ref = jax.new_ref(y)
+        ref[...] = x * 2
+        return ref[...].sum()
+
+    graph = tg.graph(f)(X, X)
+    assert leading_to(graph, [True]) >= set(graph.inputs)
 
 
 def test_what_jax_cannot_differentiate_counts_as_connected_and_jax_says_so():

@@ -196,7 +196,9 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
     rule = _data_flow()
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
-        if any(wanted):
+        if any(v.is_reference and v in live for v in node.inputs):  # it may be written to
+            live |= {v for v in node.inputs if isinstance(v, Value)}
+        elif any(wanted):
             masks = rule(node, _each(node.inputs))
             for mask, is_wanted in zip(masks, wanted, strict=True):
                 if is_wanted:
