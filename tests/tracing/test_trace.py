@@ -329,6 +329,17 @@ def assigning(v, x):
     return f
 
 
+def by_shape(v, x):
+    def f(y):
+        return x + y * v if y.ndim else x + y
+
+    return f
+
+
+def of_two_shapes(f):
+    f(1.0), f(np.ones(10, np.float32))
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(
     ("make", "call"),
@@ -340,8 +351,12 @@ def assigning(v, x):
         (lambda v, x: lambda u: x * u, lambda f: f(tg.Variable(1.0))),
         (lambda v, x: lambda y: jnp.sum(jax.checkpoint(jnp.sin)(x * y)), lambda f: f(1.0)),
         (lambda v, x: lambda y: jnp.sum(x * y), lambda f: jax.grad(f)(1.0)),
+        (by_shape, of_two_shapes),
     ],
-    ids=["called", "compiled", "reads", "assigns", "given", "recomputes", "differentiated"],
+    ids=[
+        *("called", "compiled", "reads", "assigns", "given", "recomputes", "differentiated"),
+        "varies",
+    ],
 )
 def test_what_it_held_is_gone_with_the_last_reference_to_it(make, call, count):
     variable, x = tg.Variable(np.ones(10, np.float32)), jnp.full(10, 3.0)

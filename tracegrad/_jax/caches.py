@@ -83,7 +83,7 @@ def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
     def once(*args: P.args, **kwargs: P.kwargs) -> V:
         owner, *given = args
         found: dict[Any, V] = vars(owner).setdefault(name, {})
-        key = tuple([tuple(x) if type(x) is list else x for x in (*given, *kwargs.values())])
+        key = tuple([tuple(x) if type(x) is list else x for x in (*given, *kwargs.items())])
         if key not in found:
             found[key] = find(*args, **kwargs)
         return found[key]

@@ -32,8 +32,8 @@ def import_program(
     function: _jax.TracedFrom | None = None,
     *,
     name: str | None = None,
-    in_tree: Any = None,
-    out_tree: Any = None,
+    seen: dict[int, Graph] | None = None,
+    operands: Sequence[Value | Literal] = (),
 ) -> Graph:
     """The graph of a program made by `jax.make_jaxpr`.
 
@@ -41,20 +41,11 @@ def import_program(
       program: a ``ClosedJaxpr`` (or an open one without constants).
       function: what it was traced from; default: what JAX says.
       name: the graph's name; default: that function's.
-      in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result.
+      seen: the regions that were imported before, by the identity of their programs.
+      operands: what it is called with, where it is a region.
     """
-    graph = _import(program, {}, function or _jax.function_of(program), name)
-    graph.in_tree, graph.out_tree = in_tree, out_tree
-    return graph
-
-
-def _import(
-    program: Any,
-    seen: dict[int, Graph],
-    function: _jax.TracedFrom,
-    name: str | None = None,
-    operands: Sequence[Value | Literal] = (),
-) -> Graph:
+    seen = {} if seen is None else seen
+    function = function or _jax.function_of(program)
     open_form, constants = _jax.parts_of(program)
     graph = Graph(name or function.name, function_source=function.source)
     seen[id(program)] = graph
@@ -103,8 +94,8 @@ def make_node(
     effects: Iterable[Any],
     seen: dict[int, Graph],
 ) -> Node:
-    """The node of one operation, of the kind that its primitive asks for; `seen` holds the regions
-    that were imported before, by the identity of their programs."""
+    """The node of one operation, of the kind that its primitive asks for; for `seen` see
+    `import_program`."""
     kind: type[Node] = Apply
     more: dict[str, Any] = {}
     if primitive is _jax.STOP_GRADIENT:
@@ -112,7 +103,7 @@ def make_node(
     elif primitive.name not in _jax.OPAQUE_PRIMITIVES:
         regions = {
             # Alive as long as the root program, which holds it.
-            name: seen.get(id(p)) or _import(p, seen, _jax.function_of(p), operands=inputs)
+            name: seen.get(id(p)) or import_program(p, seen=seen, operands=inputs)
             for name, p in _jax.sub_programs(params)
         }
         if regions:

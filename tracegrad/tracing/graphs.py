@@ -111,12 +111,9 @@ def trace_to_graph(
     traced = _jax.function_of(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
-    graph = import_program(
-        explicit,
-        _jax.TracedFrom(function_name(fun), traced.source, arguments),
-        in_tree=jax.tree.structure(dynamic),
-        out_tree=outcome.out_tree,
-    )
+    function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
+    graph = import_program(explicit, function)
+    graph.in_tree, graph.out_tree = jax.tree.structure(dynamic), outcome.out_tree
     graph.signature = signature
     graph.variables = tuple(variables)
     graph.assigned = capture.assigned
@@ -190,22 +187,6 @@ def _inside(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
 
 
 engine.trace_at = _trace_at
-
-
-def apply_rules(graph: Graph, rules: Sequence[Rule]) -> Graph:
-    """Applies rewriting rules in order.
-
-    Raises TypeError, naming the rule, for one that returns no `Graph`.
-    """
-    for rule in rules:
-        result = rule(graph)
-        if not isinstance(result, Graph):
-            raise TypeError(
-                f"a rule is a function Graph -> Graph; {function_name(rule)} returned "
-                f"{type(result).__name__}"
-            )
-        graph = result
-    return graph
 
 
 def _fresh(

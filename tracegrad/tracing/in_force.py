@@ -24,7 +24,7 @@ from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.tracing.graphs import Rule, apply_rules, graph
+from tracegrad.tracing.graphs import Rule, function_name, graph
 
 _key = _jax.user_context()
 _numbers = itertools.count()
@@ -58,7 +58,7 @@ class Force:
         """Applies them to what is about to be differentiated: a rule may match nothing there."""
         for place, rule in enumerate(self.rules):
             try:
-                program = apply_rules(program, [rule])
+                program = _applied(rule, program)
             except NoMatchError as error:
                 if not self.everywhere:  # else nobody asks
                     self._missed[place] = error.with_traceback(None)
@@ -69,15 +69,12 @@ class Force:
     def finish(self, program: Graph, *, taps: bool = False) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before. `taps`: whether there may be such without a callback."""
-        missed, self._missed = self._missed, {}  # they hold graphs, and keys of programs hold this
-        for place, rule in enumerate(self.rules):
-            try:
-                program = apply_rules(program, [rule])
-            except NoMatchError as error:
-                # What was differentiated is what the rule was meant for.
-                missed.setdefault(place, error)
-            else:
-                self._matched.add(place)
+        before, self._missed = self._missed, {}
+        program = self.apply(program)
+        # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
+        # programs hold this.)
+        missed, self._missed = self._missed | before, {}
+        for place in range(len(self.rules)):
             if place not in self._matched:
                 raise missed[place].with_text()
         for force in _in_force.forces:
@@ -86,6 +83,17 @@ class Force:
         if not taps:
             _refuse_taps(program)
         return program
+
+
+def _applied(rule: Rule, program: Graph) -> Graph:
+    """What a rule makes of a program. Raises TypeError, naming the rule, if that is no `Graph`."""
+    result = rule(program)
+    if not isinstance(result, Graph):
+        raise TypeError(
+            f"a rule is a function Graph -> Graph; {function_name(rule)} returned "
+            f"{type(result).__name__}"
+        )
+    return result
 
 
 class _InForce(threading.local):

@@ -8,7 +8,6 @@ variant, by these alone, which costs nothing to ask.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,7 @@ class KnownVariants:
         a call is given.
     """
 
-    def __init__(self, pipeline: Pipeline):
-        self._pipeline = weakref.ref(pipeline)
+    def __init__(self) -> None:
         self._all: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
         self.only: OrderedDict[tuple[Fixture, ...], Variant | None] = OrderedDict()
@@ -46,27 +44,20 @@ class KnownVariants:
         one reads its Variables, as a tape would notice.
 
         Args:
-          key: the `signature` of the arguments.
+          key: the `signature` of the arguments, and their surroundings.
         """
-        if key is None:
-            return self._new(Use())  # whose jit says what is wrong with them
         with self._lock:
             for variant in (self._by_signature.get(key), self.only.get(variables)):
                 if variant is not None and not variant.use.is_over:
                     return variant
         return None
 
-    def _new(self, use: Use) -> Variant:
-        pipeline = self._pipeline()
-        assert pipeline is not None, "it has this"
-        return Variant(pipeline, use)
-
-    def of(self, use: Use) -> Variant:
+    def of(self, pipeline: Pipeline, use: Use) -> Variant:
         """The variant for a use; a new one if there is none."""
         with self._lock:
             variant = self._all.get(use.identity)
             if variant is None or variant.use.is_over or not variant.use.serves(use):
-                variant = self._new(use)
+                variant = Variant(pipeline, use)
                 self._forget(lambda other: other.use.is_over or use.serves(other.use))
                 self._all[use.identity] = variant
             return variant

@@ -20,7 +20,9 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.walking import dissolve
 from tracegrad.ir.wording import changes_lost
+from tracegrad.lowering import Lowering
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donation
@@ -70,7 +72,7 @@ class Pipeline:
         self.__module__ = getattr(fun, "__module__", __name__)
         self._functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
         self.text = described(fun)
-        self._variants = KnownVariants(self)
+        self._variants = KnownVariants()
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
@@ -173,18 +175,23 @@ class Pipeline:
         key = signature(self.static, args, kwargs)
         around = self._surroundings()
         variant = None
-        if not found:
-            variant = self._variants.likely((*variables, *around), _keyed(key, around))
+        if not found and key is None:
+            variant = Variant(self, Use())  # whose jit says what is wrong with the arguments
+        elif not found:
+            variant = self._variants.likely((*variables, *around), (key, around))
         for _ in range(_ATTEMPTS):
             if variant is None:
                 found = found or self.traced(args, kwargs)
-                variant = self._variants.of(found[1])
+                variant = self._variants.of(self, found[1])
                 around = self._looking_at(found[1].modules)
             with Attempt(self, found) as attempt:
                 result = action(variant, args, kwargs)
-                fixed, signed = (*variables, *around), _keyed(key, around)
-                if self._variants.remember(variant, fixed, signed) and not self.takes_apart:
+                fixed = *variables, *around
+                is_all = self._variants.remember(variant, fixed, (key, around))
+                if is_all and not self.takes_apart:
                     self._leave_to_jit(variant)
+                if attempt.known is not None:  # what is compiled already was called
+                    self.done_with(attempt.known[0])
                 return result
             variant, found = None, attempt.found
         raise RuntimeError(
@@ -270,20 +277,20 @@ class Pipeline:
         return graph, use
 
     def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
-        """The graph of the call that goes on now, if it is of these arguments; for one use."""
+        """The graph of the call that goes on now, if it is of these arguments; asked once."""
         attempt = attempt_at(self)
-        found: Found | None = None if attempt is None else attempt.known
-        if attempt is None or found is None or found[0].in_tree != tree:
+        if attempt is None or attempt.known is None:
             return None
-        types = [jax.typeof(value) for value in flat]
-        if found[0].in_avals[: len(types)] != types:
-            return None
+        found: Found = attempt.known
         attempt.known = None
-        return found
+        types = list(map(jax.typeof, flat))
+        is_of_these = found[0].in_tree == tree and found[0].in_avals[: len(types)] == types
+        return found if is_of_these else None
 
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The leaves and the tree of the arguments that are not static."""
-        return jax.tree.flatten(self.static.apart(args, kwargs)[0])
+    def done_with(self, graph: Graph) -> None:
+        """Takes apart a graph of a call, unless somebody may have it, or functions made of it."""
+        if not self.rules and Lowering().keeps(graph):
+            dissolve(graph)
 
     def warn_of_merging(self) -> None:
         """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
@@ -317,11 +324,6 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Forgets every program."""
         self._variants.clear()
-
-
-def _keyed(key: Any, around: tuple[Surroundings, ...]) -> Any:
-    """The signature of arguments, in these surroundings."""
-    return (key, around) if key is not None and around else key
 
 
 def with_jit() -> AbstractContextManager[None]:

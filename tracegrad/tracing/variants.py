@@ -27,8 +27,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.walking import dissolve
-from tracegrad.lowering import Lowering, evaluate
+from tracegrad.lowering import evaluate
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
 from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.tracing.user_errors import explain
@@ -167,27 +166,18 @@ class Body:
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        args, kwargs = unpacked(args, kwargs)
-        flat, tree = pipeline.flatten(args, kwargs)
-        known = pipeline.known(flat, tree)
-        if known is None:
-            args, kwargs = self._looked_through(pipeline, args, kwargs)
-            flat, tree = pipeline.flatten(args, kwargs)
-            known = pipeline.known(flat, tree) or pipeline.traced(args, kwargs, in_jit=True)
-        graph, found = known
+        args, kwargs = self._looked_through(pipeline, *unpacked(args, kwargs))
+        dynamic, *_ = pipeline.static.apart(args, kwargs)
+        flat, tree = jax.tree.flatten(dynamic)
+        graph, found = pipeline.known(flat, tree) or pipeline.traced(args, kwargs, in_jit=True)
         if not use.serves(found):
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
-        of_modules: list[int] = []
-        if use.updates:
-            dynamic, *_ = pipeline.static.apart(args, kwargs)
-            of_modules = [i for i, _ in held_leaves(dynamic)]
-        lowering = Lowering()
-        outs = evaluate(graph, flat, lowering)
+        of_modules = [i for i, _ in held_leaves(dynamic)] if use.updates else []
+        outs = evaluate(graph, flat)
         count, last = graph.result_count, len(outs) - len(graph.updates)
-        if not pipeline.rules and lowering.keeps(graph):  # nobody has it, nor functions made of it
-            dissolve(graph)
+        pipeline.done_with(graph)
         if self._packs:  # JAX has no fast path to a result that is not all arrays
             result = Packed(outs[:count], graph.out_tree)
         else:
@@ -217,6 +207,12 @@ class Body:
         ):
             raise AnotherVariant(pipeline, None)  # it does not show here which of it are settings
         return args, kwargs
+
+    def warn_of_merging(self) -> None:
+        """See there."""
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.warn_of_merging()
 
     def __repr__(self) -> str:
         return self._text  # what JAX's messages name
@@ -253,10 +249,10 @@ class Variant:
             options = {**options, "donate_argnums": donated}
         is_other = use.has_state or use.recomputes
         self.outermost: Any = jax.jit(body, **options) if is_other else self.nested
+        self._warn = body.warn_of_merging
         self._unpacked: Any = None
         if use.returns_statics:
             self._unpacked = jax.jit(Body(pipeline, use, packs=False), **options)
-        self._warn = _warning_of_merging(pipeline) if use.recomputes else _no_warning
         self.direct: Callable[..., Any] | None = None
         if use.is_plain:
             self.direct = self._direct(self.nested, self.outermost)
@@ -379,7 +375,8 @@ class Variant:
             _jax.wait_for(new)
         for variable, value in zip((*updated, *written), new, strict=False):
             variable.assign(value)
-        self._warn()
+        if self.use.recomputes:
+            self._warn()
         return new, result
 
     def staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -395,18 +392,3 @@ class Variant:
         if "nested" in vars(self):
             self.nested.clear_cache()
         self.outermost.clear_cache()
-
-
-def _no_warning() -> None:
-    pass
-
-
-def _warning_of_merging(pipeline: Pipeline) -> Callable[[], None]:
-    held = weakref.ref(pipeline)
-
-    def warn() -> None:
-        its = held()
-        if its is not None:
-            its.warn_of_merging()
-
-    return warn
