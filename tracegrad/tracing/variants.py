@@ -27,7 +27,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.lowering import evaluate
+from tracegrad.lowering.evaluate import evaluate
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
 from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.tracing.user_errors import explain
