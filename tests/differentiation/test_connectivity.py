@@ -517,7 +517,7 @@ def programs(draw):
     return with_wrappers(WRAPPERS), with_wrappers({**WRAPPERS, "loop": written_out})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(programs())
 def test_connected_means_that_the_whole_vjp_depends_on_the_cotangent(drawn):
     program, without_loops = drawn

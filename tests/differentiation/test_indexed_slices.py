@@ -141,6 +141,7 @@ def test_unsigned_ids_give_the_dense_gradient_however_they_are_looked_up(length)
     check_every_way(["uint8", "uint32"], length)
 
 
+@pytest.mark.any_jax
 def test_ids_of_64_bits_too():
     with jax.enable_x64(True):
         check_every_way(["int64", "uint64"], 200)
@@ -158,6 +159,7 @@ def test_two_lookups_in_one_table_stand_one_after_the_other():
     np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
 
 
+@pytest.mark.any_jax
 def test_hundreds_of_lookups_in_one_table():
     slices = grad(lambda t: sum(t[i % 10].sum() for i in range(300)), sparse=True)(TABLE)
     np.testing.assert_array_equal(slices.indices, np.arange(300) % 10)
@@ -472,6 +474,7 @@ def test_dense_is_the_sum_of_the_slices_in_their_rows():
     np.testing.assert_array_equal(no_row.to_dense(), [[0, 0], [0, 0], [0, 0], [1, 1]])
 
 
+@pytest.mark.any_jax
 def test_arithmetic_is_that_of_the_dense_array():
     dense = SLICES.to_dense()
     other = IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
@@ -535,6 +538,7 @@ def test_turning_a_large_one_dense_warns_with_its_size():
         )
 
 
+@pytest.mark.any_jax
 def test_deduplicated_has_each_row_once_in_order():
     slices = IndexedSlices(
         jnp.arange(7.0)[:, None] + 1, jnp.array([3, 0, 3, -1, 4, 99, -99]), (4, 1)

@@ -83,6 +83,7 @@ def test_a_jacobian_is_what_finite_differences_give():
     np.testing.assert_allclose(jacobian(f)(X), np.stack(columns, 1), atol=1e-8)
 
 
+@pytest.mark.any_jax
 def test_leaves_that_are_not_selected_get_blocks_of_zeros():
     tree = {"a": jnp.ones(2), "b": jnp.ones(3), "n": jnp.arange(4), "k": 2.0, "f": jnp.sin}
 
@@ -145,6 +146,7 @@ def test_a_hessian_of_selected_leaves():
     assert got["k"]["x"].shape == got["x"]["k"].shape == (3,)
 
 
+@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_hessian_of_vectors_and_with_auxiliary_results():
     def f(x):

@@ -188,6 +188,7 @@ def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(t
     assert wrong == ["square, input 0", "cube, input 0"]
 
 
+@pytest.mark.any_jax
 def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
     def loss(x):
         return jnp.sum(jnp.tanh(x) * jnp.sin(x))

@@ -197,6 +197,7 @@ def test_a_rule_that_keeps_zeros_does_not_make_zero_of_that():
     assert np.isnan(jax.jit(jax.grad(solved))(2.5))
 
 
+@pytest.mark.any_jax
 def test_explain_says_why_it_is_nan():
     (finding,) = tg.explain(implicit(bisected), 3.0).problems
     assert finding.cause == "NaN in the reverse pass"

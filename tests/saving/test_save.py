@@ -71,6 +71,7 @@ def model(tmp_path_factory):
 # ------------------------------------------------------------------------- Variables, again and on
 
 
+@pytest.mark.any_jax
 def test_several_functions_share_their_variables(model, path):
     loaded, _ = model
     assert list(loaded) == ["predict", "update"]
@@ -483,6 +484,7 @@ def test_what_gets_no_gradient_gets_none_after_loading(path):
         assert found == [[None, 1.0], [3.0, None], [None, None]]
 
 
+@pytest.mark.any_jax
 def test_what_a_rule_closes_over_is_refused_and_the_rest_differentiated(path):
     scale = tg.Variable(4.0, trainable=False, name="scale")
 

@@ -139,6 +139,7 @@ def test_a_result_of_its_own_argument_is_left_out_among_many(tmp_path):
     assert found == (0.25, 0, 0, 0, 0, 0)
 
 
+@pytest.mark.any_jax
 def test_derivatives_of_gradients_leave_out_what_the_gradient_left_out(tmp_path):
     loaded = saved(pair, [X], tmp_path, order=2)
     assert jax.grad(jax.grad(first(loaded)))(X) == 2

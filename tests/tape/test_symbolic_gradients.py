@@ -260,6 +260,7 @@ def test_variables_may_be_xs_in_traced_functions_and_on_tapes():
     np.testing.assert_allclose(product(), [2 * 2 + 2 * 5, 2 * 5])
 
 
+@pytest.mark.any_jax
 def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():
     v, x = tg.Variable([1.0, 2.0]), jnp.array([3.0, 4.0])
 
