@@ -277,15 +277,16 @@ class Pipeline:
         return graph, use
 
     def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
-        """The graph of the call that goes on now, if it is of these arguments; asked once."""
+        """The graph of the call that goes on now, if it is of these arguments; for one use."""
         attempt = attempt_at(self)
-        if attempt is None or attempt.known is None:
+        found: Found | None = None if attempt is None else attempt.known
+        if attempt is None or found is None or found[0].in_tree != tree:
             return None
-        found: Found = attempt.known
-        attempt.known = None
         types = list(map(jax.typeof, flat))
-        is_of_these = found[0].in_tree == tree and found[0].in_avals[: len(types)] == types
-        return found if is_of_these else None
+        if found[0].in_avals[: len(types)] != types:
+            return None
+        attempt.known = None
+        return found
 
     def done_with(self, graph: Graph) -> None:
         """Takes apart a graph of a call, unless somebody may have it, or functions made of it."""

@@ -166,10 +166,16 @@ class Body:
                 raise AnotherVariant(pipeline, None)
             return pipeline.eagerly(args, kwargs)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        args, kwargs = self._looked_through(pipeline, *unpacked(args, kwargs))
+        args, kwargs = unpacked(args, kwargs)
         dynamic, *_ = pipeline.static.apart(args, kwargs)
         flat, tree = jax.tree.flatten(dynamic)
-        graph, found = pipeline.known(flat, tree) or pipeline.traced(args, kwargs, in_jit=True)
+        known = pipeline.known(flat, tree)
+        if known is None:
+            args, kwargs = self._looked_through(pipeline, args, kwargs)
+            dynamic, *_ = pipeline.static.apart(args, kwargs)
+            flat, tree = jax.tree.flatten(dynamic)
+            known = pipeline.known(flat, tree) or pipeline.traced(args, kwargs, in_jit=True)
+        graph, found = known
         if not use.serves(found):
             raise AnotherVariant(pipeline, (graph, found))
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
