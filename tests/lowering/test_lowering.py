@@ -148,6 +148,36 @@ def test_a_jit_with_settings_of_its_own_refuses_a_capture():
         jax.grad(by_edit)(3.0)
 
 
+def test_an_edit_in_a_function_with_a_vmap_rule_acts_where_it_is_mapped():
+    @jax.custom_batching.custom_vmap
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.def_vmap(lambda size, mapped, x: (jnp.sin(x), True))
+    edited = tg.rewrite(sine, tg.rules.scale_gradient(tg.match.op("sin"), 3.0))
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jax.vmap(edited)(x), np.sin(x), 1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(jax.vmap(edited)(x)))(x)
+    np.testing.assert_allclose(gradient, 3 * np.cos(x), 1e-6)
+
+
+def test_an_edit_in_a_linear_call_acts_where_it_is_transposed():
+    def doubled(x):
+        return jax.custom_derivatives.linear_call(lambda _, x: 2 * x, lambda _, ct: 2 * ct, None, x)
+
+    edited = tg.rewrite(doubled, tg.rules.scale_gradient(tg.match.op("mul"), 3.0))
+    assert (edited(1.0), jax.grad(doubled)(1.0), jax.grad(edited)(1.0)) == (2.0, 2.0, 6.0)
+
+
+def test_how_a_scatter_combines_is_no_operation_that_a_rule_could_match():
+    def f(x):
+        return jnp.sum(x.at[0].add(1.0) ** 2)
+
+    assert not any(o.path for o in tg.graph(f)(jnp.ones(2)).find(tg.match.op("*")))
+    with pytest.raises(tg.NoMatchError, match="'scatter-add'"):
+        tg.rewrite(f, tg.rules.scale_gradient(tg.match.op("add"), 2.0))(jnp.ones(2))
+
+
 def test_a_shard_map_is_rebuilt_in_its_mesh():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")

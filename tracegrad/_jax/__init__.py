@@ -53,6 +53,7 @@ from tracegrad._jax.loops import checkpointed_while_loop as checkpointed_while_l
 from tracegrad._jax.program_facts import ProgramFacts as ProgramFacts
 from tracegrad._jax.program_facts import facts_below as facts_below
 from tracegrad._jax.program_facts import program_facts as program_facts
+from tracegrad._jax.programs import CALLS_WITH_RULES as CALLS_WITH_RULES
 from tracegrad._jax.programs import COND as COND
 from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
 from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP

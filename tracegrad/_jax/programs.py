@@ -30,8 +30,17 @@ CUSTOM_VJP = primitives.custom_vjp_call_p
 
 
 # Their sub-programs are laid out for their own lowering (grids, references), and mean nothing
-# outside it: such a node is one operation to us.
-OPAQUE_PRIMITIVES = frozenset({"pallas_call", "call_hi_primitive", "core_map", "mpmd_map"})
+# outside it, or say again what their names say: such a node is one operation to us.
+OPAQUE_PRIMITIVES = frozenset(
+    {
+        *("pallas_call", "call_hi_primitive", "core_map", "mpmd_map"),
+        *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+    }
+)
+
+
+# Calls of one program, by its parameter, which JAX maps or transposes by a function of the user's.
+CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 
 
 # These bind a program without constants of its own: what it closes over must be an operand.

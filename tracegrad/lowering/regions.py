@@ -54,6 +54,10 @@ def bind(node: RegionNode, args: list[Any], lowering: Lowering, evaluate: Evalua
 
     if isinstance(node, CustomGradient) and _rule_is_edited(node):
         return _bind_rule(node, args, function_of)
+    called = _jax.CALLS_WITH_RULES.get(node.op)
+    if called is not None and not node.keeps(called):
+        # The rule knows nothing of the edit: what is there instead, JAX maps and transposes.
+        return function_of(called)(*args)
     if node.op == "shard_map":
         return _shard_map(node, args, function_of)
     if node.is_new:
