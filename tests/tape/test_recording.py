@@ -285,6 +285,34 @@ def test_rules_that_are_told_about_symbolic_zeros():
         assert tape_gradients(lambda x: f(x, y), x) == [3.0]
 
 
+def test_a_rule_sees_all_that_varies_also_what_gets_nothing_from_it():
+    # As the loops of equinox (and by them diffrax): `weight` gets its gradient elsewhere, and here
+    # only says by varying that the result does.
+    @jax.custom_jvp
+    def if_varying(result, weight):
+        return result
+
+    def jvp(primals, tangents):
+        result, weight = tangents
+        varies = not isinstance(weight, jax.custom_derivatives.SymbolicZero)
+        return primals[0], result if varies else jnp.zeros_like(primals[0])
+
+    if_varying.defjvp(jvp, symbolic_zeros=True)
+
+    def loss(x, weight):
+        return if_varying(x * weight, weight)
+
+    def jitted(x, weight):
+        return jax.jit(loss)(x, weight)
+
+    x, weight = F32(2.0), F32(3.0)
+    for f in (loss, jitted):
+        assert list(jax.grad(f, (0, 1))(x, weight)) == [3.0, 2.0]
+        assert tape_gradients(f, x, weight) == [3.0, 2.0]
+    assert tg.explain(loss, x, weight, wrt=(0, 1))["weight"].norm == 2.0
+    assert tg.check_grads(loss, (x, weight), order=1, modes=["rev"])
+
+
 def test_implicit_functions_of_jax():
     def root(a):
         return lax.custom_root(

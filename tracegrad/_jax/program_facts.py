@@ -22,6 +22,8 @@ class ProgramFacts(NamedTuple):
       arrays, numpy_arrays: the constants that are such, each once.
       has_effects: whether more is done than computing: printing, calls of the host.
       closes_over: whether a `jax.custom_jvp` closes over something.
+      asks_what_varies: whether a custom rule is told which operands vary (``symbolic_zeros=True``):
+        what it gives for one of them may depend on whether another one does.
     """
 
     primitives: frozenset[Any] = frozenset()
@@ -30,6 +32,7 @@ class ProgramFacts(NamedTuple):
     numpy_arrays: tuple[Any, ...] = ()
     has_effects: bool = False
     closes_over: bool = False
+    asks_what_varies: bool = False
 
 
 _NOTHING = ProgramFacts()
@@ -39,10 +42,11 @@ _NOTHING = ProgramFacts()
 def program_facts(program: Any) -> ProgramFacts:
     """The facts of one program."""
     open_form, constants = parts_of(program)
-    primitives, count, closes_over = set[Any](), 0, False
+    primitives, count, closes_over, asks = set[Any](), 0, False, False
     below = []
     for equation in open_form.eqns:
         primitives.add(equation.primitive)
+        asks |= bool(equation.params.get("symbolic_zeros"))
         inner = facts_below(equation.params)
         if inner is _NOTHING:
             count += 1
@@ -60,6 +64,7 @@ def program_facts(program: Any) -> ProgramFacts:
         _once([*numpy_arrays, *(array for inner in below for array in inner.numpy_arrays)]),
         bool(open_form.effects),
         closes_over,
+        asks or any(inner.asks_what_varies for inner in below),
     )
 
 
@@ -75,6 +80,7 @@ def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
         _once(array for facts in each for array in facts.numpy_arrays),
         any(facts.has_effects for facts in each),
         any(facts.closes_over for facts in each),
+        any(facts.asks_what_varies for facts in each),
     )
 
 

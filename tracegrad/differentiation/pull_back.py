@@ -150,9 +150,18 @@ def node_vjp(
     zeros it would become NaN at the first infinite derivative on its way, where there is nothing.
     """
     linked = linked_inputs(node, cotangents, active)
-    chosen = [i for i, is_linked in zip(active, linked, strict=True) if is_linked]
-    found = iter(_jax_vjp(node, values, cotangents, chosen) if chosen else ())
-    return [next(found) if is_linked else None for is_linked in linked]
+    if not any(linked):
+        return [None] * len(active)
+    # A rule may look at what varies beside the operands that get something from it.
+    is_whole = _asks_what_varies(node)
+    chosen = [i for i, is_linked in zip(active, linked, strict=True) if is_linked or is_whole]
+    found = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
+    return [found[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
+
+
+def _asks_what_varies(node: Node) -> bool:
+    asks = node.params.get("symbolic_zeros") or _jax.facts_below(node.params).asks_what_varies
+    return bool(asks)
 
 
 def linked_inputs(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> list[bool]:

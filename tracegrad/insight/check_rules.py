@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from tracegrad import _jax
 from tracegrad.insight.explaining.authors import code_of_rule, is_jaxs_rule
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
-    Function,
     Limits,
     along_smooth,
     judge,
@@ -27,6 +27,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering.partial import of_some
 
 
 def check_rules(
@@ -105,9 +106,6 @@ def _check_rule(
     def primal(given: Sequence[Any]) -> list[Any]:
         return evaluate(node.primal, given)
 
-    def with_rule(given: Sequence[Any]) -> list[Any]:
-        return evaluate_node(node, given)
-
     compiled = jax.jit(primal)
     for step in dict.fromkeys((first, last)):
         args = [arg[step] for arg in stacked]
@@ -115,7 +113,7 @@ def _check_rule(
         for i in active:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            number, note = _rule_along(node, with_rule, args, i, want.direction, weights)
+            number, note = _rule_along(node, args, active, i, want.direction, weights)
             status = "wrong" if note else judge([want], number, limits)
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
@@ -134,27 +132,29 @@ def _check_rule(
 
 def _rule_along(
     node: CustomGradient,
-    with_rule: Function,
     args: Sequence[Any],
+    active: Sequence[int],
     i: int,
     direction: Any,
     weights: Sequence[Any],
 ) -> tuple[float, str]:
-    """What a rule gives for the derivative; and why, if it gives none."""
+    """What a rule gives for the derivative along an input, while all that can vary does, as a rule
+    may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
-
-    def of_input(x: Any) -> list[Any]:
-        outs = with_rule([*args[:i], x, *args[i + 1 :]])
-        return [outs[k] for k in flowing]
-
-    tangent = jnp.asarray(direction, jnp.result_type(args[i]))
+    operands = [args[j] for j in active]
+    run = of_some(functools.partial(evaluate_node, node), args, active, flowing)
     try:
         if node.kind == "jvp":
-            _, outs = _jax.jvp(of_input, (args[i],), (tangent,))
+            along = {i: direction}
+            tangents = [
+                jnp.asarray(along.get(j, jnp.zeros_like(x)), jnp.result_type(x))
+                for j, x in zip(active, operands, strict=True)
+            ]
+            _, outs = _jax.jvp(run, operands, tangents)
             return weighed(outs, [weights[k] for k in flowing]), ""
-        outs, vjp = _jax.vjp(of_input, args[i])
+        outs, vjp = _jax.vjp(run, *operands)
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
-        return weighed(vjp(cts), [direction]), ""
+        return weighed([vjp(cts)[active.index(i)]], [direction]), ""
     except Exception as error:
         return math.nan, str(error).split("\n")[0]
 
