@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equinox.internal import while_loop
 
 import tracegrad
 from tracegrad.planning import BudgetTooSmall, plan_recompute
@@ -481,6 +482,28 @@ def test_an_operation_without_reverse_derivative_is_named_with_its_line():
 
     with pytest.raises(ValueError, match=r"while.*test_planning\.py.*no reverse-mode derivative"):
         plan_recompute(fun, 100)(f32(8))
+
+
+def test_the_loops_of_equinox_are_planned_under_vmap():
+    # They count steps beside the result, and call a rule that has neither operands nor results.
+    def root(w: jax.Array, x: jax.Array) -> jax.Array:
+        _, y = while_loop(
+            lambda c: c[0] < 3,
+            lambda c: (c[0] + 1, jnp.sin(w * c[1])),
+            (0, x),
+            max_steps=3,
+            kind="checkpointed",
+        )
+        return y
+
+    def loss(w: jax.Array, xs: jax.Array) -> jax.Array:
+        return jax.vmap(root, in_axes=(None, 0))(w, xs).sum()
+
+    w, xs = jnp.float32(0.5), jnp.ones((4, 3))
+    plan = plan_recompute(loss, 1.0, measure=False)(w, xs)
+    planned, want = (jax.jit(jax.grad(f))(w, xs) for f in (plan.apply(), loss))
+    np.testing.assert_allclose(planned, want, rtol=1e-6)
+    assert tracegrad.memory(jax.grad(loss))(w, xs).total > 0
 
 
 def test_a_budget_below_what_is_possible_says_what_is_possible():

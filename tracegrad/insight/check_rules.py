@@ -27,7 +27,6 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
-from tracegrad.lowering.partial import of_some
 
 
 def check_rules(
@@ -142,7 +141,7 @@ def _rule_along(
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = of_some(functools.partial(evaluate_node, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(evaluate_node, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}

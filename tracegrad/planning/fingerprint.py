@@ -24,7 +24,8 @@ def fingerprint(graph: Graph) -> str:
     same order, at any depth."""
     values = (*graph.inputs, *graph.constants)
     active = [i for i, value in enumerate(values) if value.has_gradient]
-    cotangents = [value.aval for value in graph.outputs if value.has_gradient]
+    flowing = [i for i, value in enumerate(graph.outputs) if value.has_gradient]
+    cotangents = [graph.outputs[i].aval for i in flowing]
 
     def run(operands: Any) -> list[Any]:
         here = graph.copy()
@@ -33,8 +34,7 @@ def fingerprint(graph: Graph) -> str:
         return evaluate(here, operands[: len(graph.inputs)])
 
     def gradient(operands: Any, given: list[Any]) -> Any:
-        _, pull = _jax.vjp_of_some(run, operands, active)
-        return pull(_jax.align([value.aval for value in graph.outputs], given))
+        return _jax.vjp_of_some(run, operands, active, flowing)[1](given)
 
     types = [value.aval for value in values]
     written = [str(jax.make_jaxpr(run)(types))]

@@ -162,7 +162,7 @@ def category_of(node: Node) -> str:
 def is_unary(node: Node) -> bool:
     """Whether at most one operand has as many dimensions longer than one as the result, and is no
     broadcast."""
-    rank = max(_rank(v) for v in node.outputs)
+    rank = max((_rank(v) for v in node.outputs), default=0)
     return sum(_rank(v) >= rank and not _is_spread(v) for v in set(operands(node))) <= 1
 
 

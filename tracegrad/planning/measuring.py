@@ -89,6 +89,7 @@ class Gradient:
         count = len(program.inputs)
         floats = [count + k for k, v in enumerate(traced) if v.has_gradient]
         active = [*self._active, *floats]
+        flowing = [i for i, v in enumerate(program.outputs) if v.has_gradient]
 
         def gradient(operands: list[Any], given: list[Any]) -> Any:
             def run(operands: list[Any]) -> list[Any]:
@@ -98,10 +99,10 @@ class Gradient:
                     here.set_constant(mine[value], array)
                 return evaluate(here, operands[:count])
 
-            _, pull = _jax.vjp_of_some(run, operands, active)
+            _, pull = _jax.vjp_of_some(run, operands, active, flowing)
             # That of a loss is one, as in `jax.grad`.
             cotangents = [jnp.ones((), self._cotangents[0].dtype)] if self._is_loss else given
-            return pull(_jax.align([v.aval for v in program.outputs], cotangents))
+            return pull(cotangents)
 
         gradient.__name__ = gradient.__qualname__ = program.name
         return gradient

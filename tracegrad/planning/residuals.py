@@ -98,15 +98,22 @@ def host_bytes(graph: Graph) -> int:
 
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
+    run = functools.partial(evaluate_node, node)
+    types = [v.aval for v in node.inputs]
+
     def forward(*args: Any) -> Any:
-        results, vjp = _jax.vjp_of_some(functools.partial(evaluate_node, node), args, active)
-        if node.regions:  # a loop shows only now that it cannot be run backwards
-            types = [v.aval for v in node.outputs]
-            floats = [v.aval for v in node.outputs if v.has_gradient]
-            jax.eval_shape(lambda *cotangents: vjp(_jax.align(types, cotangents)), *floats)
+        results, vjp = _jax.vjp_of_some(run, args, active)
         return results, jax.tree.leaves(vjp)
 
-    program = _jax.opened(jax.make_jaxpr(forward)(*(v.aval for v in node.inputs)))
+    program = _jax.opened(jax.make_jaxpr(forward)(*types))
+    if node.regions:  # a loop shows only now that it cannot be run backwards
+        flowing = [i for i, v in enumerate(node.outputs) if v.has_gradient]
+        cotangents = [node.outputs[i].aval for i in flowing]
+        jax.eval_shape(
+            lambda args, given: _jax.vjp_of_some(run, args, active, flowing)[1](given),
+            types,
+            cotangents,
+        )
     count = len(node.outputs)
     operand = {var: i for i, var in enumerate(program.invars)}
     result: dict[Any, int] = {}
