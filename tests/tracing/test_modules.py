@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
+from typing import Any, NamedTuple
 
 import flax.errors
 import jax
@@ -132,6 +134,46 @@ def test_rules_and_budgets_reach_the_loss_inside():
     plain, twice, same = changes
     assert_same(twice, [2 * change for change in plain])
     assert_same(same, plain)
+
+
+class Fields(NamedTuple):
+    """Of which flax takes the last first."""
+
+    second: Any
+    first: Any
+
+
+def test_fields_of_a_named_tuple_in_an_order_that_is_not_flax_s():
+    # As the states of optax.MultiSteps and of schedule-free optimisers are.
+    class Holder(nnx.Module):
+        def __init__(self, one):
+            self.fields = nnx.data(Fields(nnx.Param(one), Fields(one, nnx.Param(one))))
+
+    def step(holder):
+        inner = holder.fields.first
+        holder.fields.second[...] *= inner.second
+        inner.first[...] += 10
+
+    holder = Holder(jnp.float32(2.0))  # one array, three times
+    stepping = tg.trace(step)
+    stepping(holder)
+    stepping(holder)
+    fields = holder.fields
+    assert (fields.second[...], fields.first.second, fields.first.first[...]) == (8.0, 2.0, 22.0)
+    ends = ("second", "first.second", "first.first")
+    assert [str(v).split(":")[0] for v in tg.graph(step)(holder).inputs] == [
+        f"holder.fields.{end}" for end in ends
+    ]
+
+    optimiser = optax.MultiSteps(SGD, 2)
+    runs = []
+    for compiled in (nnx.jit, tg.trace):
+        model = Plain(nnx.Rngs(0))
+        training = compiled(train_step)
+        optimizer = nnx.Optimizer(model, optimiser, wrt=nnx.Param)
+        losses = [training(model, optimizer, X) for _ in range(3)]
+        runs.append((losses, jax.tree.leaves(nnx.state((model, optimizer)))))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *runs)
 
 
 def test_what_is_one_object_is_one_inside_and_a_circle_ends():

@@ -170,6 +170,7 @@ class Reading(NamedTuple):
     arrays: list[Any]
     objects: list[Any]
     has_references: bool = True  # to objects that are somewhere else in them too
+    is_in_flax_order: bool = False  # else the arrays are in that of JAX
 
 
 def read(modules: Sequence[Any]) -> Reading:
@@ -215,9 +216,39 @@ def _read_opaque(modules: Sequence[Any]) -> Reading:
         arrays += of_value
         trees.append(tree)
     nodes = (node for _, node in flax.iter_graph(list(modules), graph=True))
-    return Reading(
-        (definition, tuple(trees)), arrays, [n for n in nodes if is_kind_of_module(type(n))]
-    )
+    objects = [node for node in nodes if is_kind_of_module(type(node))]
+    return Reading((definition, tuple(trees)), arrays, objects, is_in_flax_order=True)
+
+
+def _starts_of_leaves(modules: Sequence[Any]) -> dict[Any, int]:
+    """Which of the arrays of a `read` is the first in each nnx.Variable (by identity), and which
+    stands at each path: flax takes the fields of a NamedTuple in the order of the alphabet."""
+    flax, seen = nnx(), set[int]()
+
+    def stop(node: Any) -> bool:
+        if not is_kind_of_module(type(node)):
+            return False
+        if id(node) in seen:
+            return True
+        seen.add(id(node))
+        return isinstance(node, flax.Variable)
+
+    starts: dict[Any, int] = {}
+    count = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(list(modules), is_leaf=stop):
+        if isinstance(leaf, flax.Variable):
+            if id(leaf) not in starts:
+                starts[id(leaf)] = count
+                count += len(jax.tree.leaves(leaf.get_raw_value()))
+        elif not is_kind_of_module(type(leaf)):
+            starts[tuple(map(_flax_key, path))] = count
+            count += 1
+    return starts
+
+
+def _flax_key(key: Any) -> Any:
+    names = ("name", "key", "idx")
+    return next((getattr(key, name) for name in names if hasattr(key, name)), key)
 
 
 class _Place(NamedTuple):
@@ -243,18 +274,20 @@ class Structure:
         flax = nnx()
         self._definition, state = flax.flatten(list(modules), graph=True)
         numbers = {id(node): i for i, node in enumerate(reading.objects)}
-        self.places: list[_Place] = []
-        self._values: list[Any] = []  # for each leaf of nnx the tree of its value
+        starts = {} if reading.is_in_flax_order else _starts_of_leaves(modules)
+        places: dict[int, _Place] = {}
+        self._leaves: list[tuple[Any, int]] = []  # of flax: the tree of its value, its first array
         counts = [0] * len(modules)
-        arrays = iter(reading.arrays)
         for path, leaf in zip(state.paths, state.leaves, strict=True):
             is_variable = isinstance(leaf, flax.Variable)
             value = leaf.get_raw_value() if is_variable else leaf
             inner, tree = jax.tree_util.tree_flatten_with_path(value)
-            self._values.append(tree)
+            start = starts.get(id(leaf) if is_variable else tuple(path), len(places))
+            self._leaves.append((tree, start))
             counts[path[0]] += len(inner)
             for i, (key, array) in enumerate(inner):
-                if next(arrays, None) is not array:
+                at = start + i
+                if at >= len(reading.arrays) or reading.arrays[at] is not array:
                     name = type(modules[path[0]]).__name__
                     raise TypeError(
                         f"JAX and flax disagree about what is in {name}: {path_text(path[1:])} is "
@@ -263,7 +296,9 @@ class Structure:
                     )
                 text = path_text(path[1:]) + jax.tree_util.keystr(key)
                 owner = numbers[id(leaf)] if is_variable else None
-                self.places.append(_Place(owner, i, len(inner) == 1 and not key, path, text))
+                is_all = len(inner) == 1 and not key
+                places[at] = _Place(owner, i, is_all, path, text)
+        self.places = [places[i] for i in sorted(places)]
         self.starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
         # Attributes that can change in place would be equal to themselves, changed or not.
         self._changeable = [
@@ -279,10 +314,9 @@ class Structure:
 
     def build(self, arrays: Sequence[Any]) -> list[Any]:
         """Modules of this structure with other arrays."""
-        rest = iter(arrays)
         leaves = [
-            jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
-            for tree in self._values
+            jax.tree.unflatten(tree, arrays[first : first + tree.num_leaves])
+            for tree, first in self._leaves
         ]
         modules: list[Any] = nnx().unflatten(self._definition, leaves)
         return modules
