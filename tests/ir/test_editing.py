@@ -7,6 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.ir import CustomGradient, Literal, Occurrence, Recompute
+from tracegrad.ir.nodes import copied
 
 
 def multiply_result(graph, occurrence, fun=lambda v: v * 10.0):
@@ -67,6 +68,22 @@ def test_an_edit_that_would_reach_other_calls_is_refused():
     inside_a_copy = graph.copy()
     with pytest.raises(tg.GraphError, match="more than one place"):
         inside_a_copy.nodes[0].region("jaxpr").set_outputs([Literal(0.0, region.outputs[0].aval)])
+
+
+def test_an_edit_that_is_refused_leaves_nothing_behind():
+    @jax.jit
+    def outer(x):
+        return jax.jit(jnp.sin)(x) * 2
+
+    graph = tg.graph(lambda x: outer(x) + outer(x))(1.0)
+    region = graph.nodes[0].region("jaxpr")
+    call = region.nodes[0]
+    with pytest.raises(tg.GraphError, match="more than one place"):
+        region.append(copied(call, region.inputs), [call.outputs[0].aval])
+    with pytest.raises(tg.GraphError, match="more than one place"):
+        region.group([call])
+    assert region.inputs[0].users == (call,)
+    assert not call.region("jaxpr").is_shared
 
 
 def test_the_faces_of_a_rule_in_a_shared_region_are_shared_too():

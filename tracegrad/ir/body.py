@@ -82,8 +82,8 @@ class Body:
 
     def append(self, node: Node, avals: Sequence[Any]) -> None:
         """Puts a node at the end and gives it its outputs."""
-        self.adopt(node, avals)
         self.extend([node])
+        self.adopt(node, avals)
 
     def extend(self, nodes: Iterable[Node]) -> None:
         """Puts nodes that it has adopted at the end, in order."""

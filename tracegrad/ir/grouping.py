@@ -96,6 +96,7 @@ def group(
     stretch = slice(places[0], places[-1] + 1)
     members, before, after = set_apart(graph._nodes[stretch], chosen)
     inputs, outputs = entering(members), leaving(graph, members)
+    graph._edited()
     region = _region_of(graph, members, inputs, outputs, name)
     kind = Recompute if recompute else Call
     grouped = kind(
@@ -107,7 +108,6 @@ def group(
         is_new=True,
         _regions={"jaxpr": region},
     )
-    graph._edited()
     graph.adopt(grouped, [v.aval for v in outputs])
     for old, new in zip(outputs, grouped.outputs, strict=True):
         new.hint = old.hint or old.name
