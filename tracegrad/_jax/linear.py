@@ -14,6 +14,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
+from tracegrad._jax.programs import mapped_alike
+
 _LINEAR: Any = jex.Primitive("linear_by_element")
 
 
@@ -54,14 +56,9 @@ def _transpose(
 
 
 def _batch(args: Any, axes: Any, **params: Any) -> Any:
-    size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
-    operand, factor = (
-        # (A literal of a program has no shape.)
-        jnp.broadcast_to(a, (size, *jnp.shape(a))) if i is None else jnp.moveaxis(a, i, 0)
-        for a, i in zip(args, axes, strict=True)
-    )
+    operand, factor = mapped_alike(args, axes)
     if factor.ndim < operand.ndim:  # a number for each element of the batch
-        factor = factor.reshape(size, *[1] * (operand.ndim - 1))
+        factor = factor.reshape(len(factor), *[1] * (operand.ndim - 1))
         factor = jnp.broadcast_to(factor, operand.shape)
     return _LINEAR.bind(operand, factor, **params), 0
 

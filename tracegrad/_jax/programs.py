@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
@@ -304,20 +305,23 @@ def identity_primitive(
     return primitive
 
 
+def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """The operands of what `jax.vmap` maps over some axis of some of them: all along the first."""
+    size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
+    return [
+        # (A literal of a program has no shape.)
+        jnp.broadcast_to(a, (size, *jnp.shape(a))) if i is None else jnp.moveaxis(a, i, 0)
+        for a, i in zip(args, axes, strict=True)
+    ]
+
+
 def standing_in_primitive(name: str) -> Any:
     """A primitive of two operands of one type, which hands on the first; its derivative is that of
     the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)"""
     primitive: Any = jex.Primitive(name)
 
     def batch(args: Any, axes: Any) -> Any:
-        size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
-        mapped = [
-            jax.numpy.broadcast_to(a, (size, *a.shape))
-            if i is None
-            else jax.numpy.moveaxis(a, i, 0)
-            for a, i in zip(args, axes, strict=True)
-        ]
-        return primitive.bind(*mapped), 0
+        return primitive.bind(*mapped_alike(args, axes)), 0
 
     def jvp(primals: Any, tangents: Any) -> Any:
         return primitive.bind(*primals), tangents[1]

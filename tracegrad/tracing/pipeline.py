@@ -9,6 +9,7 @@ the place of the pipeline in the wrappers, so that a warm call costs what it cos
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -46,6 +47,9 @@ T = TypeVar("T")
 Found = tuple[Graph, Use]  # what a function turned out to be, for some arguments
 
 _ATTEMPTS = 8
+
+_NOTHING = Graph("nothing")
+_NOTHING.out_tree = jax.tree.structure(None)
 
 
 class Pipeline:
@@ -175,8 +179,8 @@ class Pipeline:
         key = signature(self.static, args, kwargs)
         around = self._surroundings()
         variant = None
-        if not found and key is None:
-            variant = Variant(self, Use())  # whose jit says what is wrong with the arguments
+        if not found and key is None:  # the jit of any says what is wrong with the arguments
+            variant = Variant(self, Use(_NOTHING))
         elif not found:
             variant = self._variants.likely((*variables, *around), (key, around))
         for _ in range(_ATTEMPTS):
@@ -247,12 +251,9 @@ class Pipeline:
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         """The graph for these arguments, after the rules."""
-
-        def trace() -> Graph:
-            with with_jit():  # so that rules find the functions
-                return trace_to_graph(self.fun, args, kwargs, self.static)
-
-        return traced_under(self.rules, trace)
+        trace = functools.partial(trace_to_graph, self.fun, args, kwargs, self.static)
+        with with_jit():  # so that rules find the functions
+            return traced_under(self.rules, trace)
 
     def traced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_jit: bool = False

@@ -69,36 +69,34 @@ class Use:
       identity: equal for uses of the same Variables in the same way.
     """
 
-    def __init__(
-        self, graph: Graph | None = None, *, donated: Iterable[int] = (), packs: bool = True
-    ):
-        """The use of a traced program; without one that of a program that uses nothing.
+    def __init__(self, graph: Graph, *, donated: Iterable[int] = (), packs: bool = True):
+        """The use of a traced program.
 
         Args:
           donated: which arrays of the modules among the arguments are donated.
           packs: whether results that are not all arrays may be packed.
         """
-        read = {id(v): v for v in graph.variables} if graph else {}
-        assigned = {id(v): v for v in graph.assigned} if graph else {}
+        read = {id(v): v for v in graph.variables}
+        assigned = {id(v): v for v in graph.assigned}
         self.is_over = False
         self.updated = self._refs(v for key, v in assigned.items() if key in read)
         self.read = self._refs(v for key, v in read.items() if key not in assigned)
         self.written = self._refs(v for key, v in assigned.items() if key not in read)
         self.values = (*self.updated, *self.read)  # of these the program takes the values
-        self.updates = tuple(sorted({*donated, *(graph.updates if graph else ())}))
-        self.settings = graph.settings if graph else ()
-        outside = [ref() for ref in graph.surroundings.values()] if graph else []
+        self.updates = tuple(sorted({*donated, *graph.updates}))
+        self.settings = graph.settings
+        outside = [ref() for ref in graph.surroundings.values()]
         self.modules = self._refs(m for m in outside if m is not None)
         self.surroundings = surroundings(self.modules) if self.modules else ()
         # A Variable is kept by whoever uses it; these by nobody.
         self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
-        self.returns_modules = graph is not None and hands_out(graph.out_tree)
-        self.has_statics = graph is not None and has_statics(graph.out_tree)
+        self.returns_modules = hands_out(graph.out_tree)
+        self.has_statics = has_statics(graph.out_tree)
         of_modules = self.updates, self.settings, self.returns_modules, self.modules
         self.has_state = bool(read or assigned or any(of_modules))
-        self.calls_host = graph is not None and self.has_state and graph.calls_host
-        needed = _jax.keep_recompute_options(jax.default_backend()) if graph else None
-        self.recomputes = graph is not None and needed is not None and graph.recomputes
+        self.calls_host = self.has_state and graph.calls_host
+        needed = _jax.keep_recompute_options(jax.default_backend())
+        self.recomputes = needed is not None and graph.recomputes
         self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
         self.identity = (
