@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tracegrad import _jax
-from tracegrad.ir import Call, Graph, Literal, Node, Value
+from tracegrad.ir import Call, Graph, Node
 
 
 def flatten(graph: Graph) -> Graph:
@@ -18,10 +18,8 @@ def flatten(graph: Graph) -> Graph:
         node = pending.pop()
         region = node.regions["jaxpr"]
         at = flat.nodes.index(node)
-        results = flat.insert(region, node.inputs, before=node)
+        flat.replace(node, region)
         pending += [n for n in flat.nodes[at : at + len(region.nodes)] if _is_plain_call(n)]
-        replace_values(flat, dict(zip(node.outputs, results, strict=True)))
-        flat.erase(node)
     return flat
 
 
@@ -39,11 +37,3 @@ def _is_plain_call(node: Node) -> bool:
         )
         or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
     )
-
-
-def replace_values(graph: Graph, new: dict[Value, Value | Literal]) -> None:
-    """`Graph.replace_uses` of many values, none of which is computed from another."""
-    for user in dict.fromkeys(user for old in new for user in old.users):
-        graph.set_inputs(user, [new.get(v, v) if isinstance(v, Value) else v for v in user.inputs])
-    if any(isinstance(v, Value) and v in new for v in graph.outputs):
-        graph.set_outputs([new.get(v, v) if isinstance(v, Value) else v for v in graph.outputs])

@@ -9,7 +9,7 @@ very derivative that JAX has for it, in which they have their names, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -21,45 +21,23 @@ from tracegrad.ir.importer import trace_jvp
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
 
 
-class Named(NamedTuple):
-    """What stands in a graph in the place of a node whose results have got names."""
-
-    nodes: list[Node]
-    names: list[str]
-
-
-def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: bool) -> Named:
+def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: bool) -> list[str]:
     """Gives names to the results of a node; `reads_results`: whether its derivative reads them."""
     given = [next(names) for _ in node.outputs]
     # Run backwards, loops and calls read what is inside them.
     is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
-    if not (reads_results and is_open):
-        return Named([node, *_name(graph, node.outputs, given, after=node)], given)
-    before = set(graph.nodes)
-    results = graph.insert(_with_names(node, given), node.inputs, after=node)
-    for value, result in zip(node.outputs, results, strict=True):
-        graph.replace_uses(value, result)
-    graph.erase(node)
-    return Named([new for new in graph.nodes if new not in before], given)
+    if reads_results and is_open:
+        graph.replace(node, _with_names(node, given))
+    else:
+        name_values(graph, node.outputs, given, after=node)
+    return given
 
 
-def name_operands(
-    graph: Graph, nodes: Sequence[Node], values: Sequence[Value], names: Iterator[str]
-) -> Named:
-    """Gives names to values of which nothing but these nodes reads any."""
-    given = [next(names) for _ in values]
-    return Named(_name(graph, values, given, before=nodes[0]), given)
-
-
-def _name(graph: Graph, values: Sequence[Value], names: Sequence[str], **place: Node) -> list[Node]:
-    """Puts names behind values, at a place in the graph; returns the nodes that give them."""
-    added = []
+def name_values(graph: Graph, values: Sequence[Value], names: Sequence[str], **place: Node) -> None:
+    """Puts names behind values, at a place in the graph, one node for each."""
     for value, name in zip(values, names, strict=True):
         (result,) = graph.insert(_naming(name), [value], **place)
         graph.replace_uses(value, result)
-        if isinstance(result, Value) and result.producer is not None:
-            added.append(result.producer)
-    return added
 
 
 def _naming(name: str) -> Callable[[Any], Any]:
@@ -88,7 +66,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
         graph = trace_jvp(run, [value.aval for value in node.inputs], active)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
-                _name(graph, [value], [name], after=value.producer)
+                name_values(graph, [value], [name], after=value.producer)
         found = evaluate(graph, [*primals, *(tangents[i] for i in active)])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)

@@ -9,7 +9,7 @@ within that of the segment.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.grouping import entering
 from tracegrad.planning.activity import active_operands
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.names import name_operands, name_results
+from tracegrad.planning.names import name_results, name_values
 from tracegrad.planning.simulation import Segment
 
 
@@ -30,35 +30,42 @@ def with_regions(
     `offloaded`: the positions of its inputs that may be kept on the host as well.
     """
     assert model.graph is not None
-    original = model.graph
-    graph = original.copy()
-    here = dict(zip(original.nodes, list(graph.nodes), strict=True))
+    graph = model.graph.copy()
+    inputs = [graph.inputs[i] for i in offloaded]
     names = (f"planned_{k}" for k in itertools.count())
-    ranges = [
-        (segment, [nodes_of(model, *piece) for piece in segment.pieces])
-        for segment in plan
-        if segment.recompute
-    ]
-    for segment, pieces in ranges:
-        named = {
-            node: name_results(graph, here[node], names, _reads_results(model, node))
-            for node in (model.nodes[i] for i in sorted(segment.saved))
-        }
-        kept = [name for found in named.values() for name in found.names]
-        new = {node: found.nodes for node, found in named.items()}
-        members = [
-            [member for node in nodes for member in new.get(node, [here[node]])] for nodes in pieces
-        ]
-        if segment.offload:
-            (inside,) = members
-            alone = _read_alone(graph, inside, [graph.inputs[i] for i in offloaded])
-            came = name_operands(graph, inside, alone, names)
-            members, kept = [[*came.nodes, *inside]], [*kept, *came.names]
-        policy = _keeping(kept, segment.offload)
-        if len(members) > 1:
-            members = [[_recomputed(graph, nodes, policy) for nodes in members if nodes]]
-        _in_turn(graph, _recomputed(graph, members[0], policy))
+    for segment in reversed(plan):  # what comes before it stays where it is
+        if segment.recompute:
+            _recompute(graph, model, segment, names, inputs)
     return graph
+
+
+def _recompute(
+    graph: Graph,
+    model: MemoryModel,
+    segment: Segment,
+    names: Iterator[str],
+    inputs: Collection[Value],
+) -> None:
+    """Puts a segment into a region; `inputs`: those that may be kept on the host."""
+    kept: list[str] = []
+    pieces = []
+    for start, stop in reversed(segment.pieces):
+        first, behind = _place(model, start), len(graph.nodes) - _place(model, stop)
+        for node in (model.nodes[i] for i in range(start, stop) if i in segment.saved):
+            reads_results = _reads_results(model, node)
+            kept += name_results(graph, graph.node_here(node), names, reads_results)
+        pieces.append(graph.nodes[first : len(graph.nodes) - behind])
+    if segment.offload:
+        (inside,) = pieces
+        alone = _read_alone(graph, inside, inputs)
+        kept += (came := list(itertools.islice(names, len(alone))))
+        name_values(graph, alone, came, before=inside[0])
+        pieces = [graph.nodes[first : len(graph.nodes) - behind]]
+    policy = _keeping(kept, segment.offload)
+    whole: Sequence[Node] = pieces[0]
+    if len(pieces) > 1:
+        whole = [_recomputed(graph, nodes, policy) for nodes in reversed(pieces) if nodes]
+    _in_turn(graph, _recomputed(graph, whole, policy))
 
 
 def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:

@@ -23,7 +23,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.planning.activity import active_in_body
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.flatten import flatten, replace_values
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import handed_bytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
@@ -63,16 +63,12 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
     options = {node: _best(_options(node, whole), len(scans)) for node in scans}
     for k in range(max(map(len, options.values()))):
         new = graph.copy()
-        here = dict(zip(graph.nodes, list(new.nodes), strict=True))
         flops, names = 0, []
         for node in scans:
             option = options[node][min(k, len(options[node]) - 1)]
             flops += option.flops
             names.append(option.name)
-            at = here[node]
-            results = new.insert(option.program(), at.inputs, before=at)
-            replace_values(new, dict(zip(at.outputs, results, strict=True)))
-            new.erase(at)
+            new.replace(new.node_here(node), option.program())
         yield Variant(flatten(new), flops, "; ".join(dict.fromkeys(names)))
 
 
