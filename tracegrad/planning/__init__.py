@@ -1,8 +1,8 @@
 """What to keep and what to compute again, so that a program fits a memory budget."""
 
-from tracegrad.planning.fit_rule import recompute_to_fit as recompute_to_fit
 from tracegrad.planning.loading import load_plan as load_plan
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan
 from tracegrad.planning.plan_recompute import plan_graph as plan_graph
 from tracegrad.planning.plan_recompute import plan_recompute as plan_recompute
+from tracegrad.planning.plan_recompute import recompute_to_fit as recompute_to_fit
 from tracegrad.planning.search import BudgetTooSmall as BudgetTooSmall

@@ -10,35 +10,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from typing import Any
 
 import jax
 
-from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.lowering.evaluate import evaluate
+from tracegrad.planning.measuring import gradient_of, with_operands
 
 
 def fingerprint(graph: Graph) -> str:
     """Equal for programs of the same operations with the same parameters, on the same types in the
     same order, at any depth."""
-    values = (*graph.inputs, *graph.constants)
-    active = [i for i, value in enumerate(values) if value.has_gradient]
-    flowing = [i for i, value in enumerate(graph.outputs) if value.has_gradient]
-    cotangents = [graph.outputs[i].aval for i in flowing]
-
-    def run(operands: Any) -> list[Any]:
-        here = graph.copy()
-        for value, array in zip(here.constants, operands[len(graph.inputs) :], strict=True):
-            here.set_constant(value, array)
-        return evaluate(here, operands[: len(graph.inputs)])
-
-    def gradient(operands: Any, given: list[Any]) -> Any:
-        return _jax.vjp_of_some(run, operands, active, flowing)[1](given)
-
-    types = [value.aval for value in values]
-    written = [str(jax.make_jaxpr(run)(types))]
+    constants = list(graph.constants)
+    active = [i for i, value in enumerate(graph.inputs) if value.has_gradient]
+    types = [value.aval for value in (*graph.inputs, *constants)]
+    cotangents = [value.aval for value in graph.outputs if value.has_gradient]
+    written = [str(jax.make_jaxpr(with_operands(graph, constants))(types))]
     with contextlib.suppress(Exception):  # who differentiates it is told why
+        gradient = gradient_of(graph, constants, active)
         written.append(str(jax.make_jaxpr(gradient)(types, cotangents)))
     return hashlib.sha256(_everywhere("".join(written)).encode()).hexdigest()
 

@@ -14,9 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
-from tracegrad.planning.found import FOUND
+
+# What planning has found out before, by all that it depends on; the first part of a key says what
+# it is: bytes that XLA holds, FLOPs of a transfer, the rule that a budget is. Saves seconds of
+# compiling and planning: a function that is traced again, or planned for another budget, is
+# compiled again as it is with nothing recomputed, and often as it was planned; and functions of one
+# budget share their programs.
+FOUND: Cache[Any, Any] = Cache(512)
 
 
 class NotMeasuredError(Exception):
@@ -68,7 +75,7 @@ class Gradient:
             traced = [v for v, array in program.constants.items() if _jax.is_tracer(array)]
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
-            gradient = self._of(program, traced)
+            gradient = gradient_of(program, traced, self._active)
             lowered = jax.jit(gradient, compiler_options=options).lower(shapes, given)
             key = (
                 "held",
@@ -84,25 +91,34 @@ class Gradient:
             raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         return known
 
-    def _of(self, program: Graph, traced: Sequence[Value]) -> Callable[..., Any]:
-        """The gradients with respect to arguments, and to what another trace has: `traced`."""
-        count = len(program.inputs)
-        floats = [count + k for k, v in enumerate(traced) if v.has_gradient]
-        active = [*self._active, *floats]
-        flowing = [i for i, v in enumerate(program.outputs) if v.has_gradient]
 
-        def gradient(operands: list[Any], given: list[Any]) -> Any:
-            def run(operands: list[Any]) -> list[Any]:
-                here = program.copy() if traced else program
-                mine = dict(zip(program.constants, list(here.constants), strict=True))
-                for value, array in zip(traced, operands[count:], strict=True):
-                    here.set_constant(mine[value], array)
-                return evaluate(here, operands[:count])
+def with_operands(program: Graph, constants: Sequence[Value]) -> Callable[[Sequence[Any]], Any]:
+    """A program as a function of its inputs, and of some of its constants behind them."""
+    count = len(program.inputs)
 
-            _, pull = _jax.vjp_of_some(run, operands, active, flowing)
-            # That of a loss is one, as in `jax.grad`.
-            cotangents = [jnp.ones((), self._cotangents[0].dtype)] if self._is_loss else given
-            return pull(cotangents)
+    def run(operands: Sequence[Any]) -> list[Any]:
+        here = program.copy() if constants else program
+        mine = dict(zip(program.constants, list(here.constants), strict=True))
+        for value, array in zip(constants, operands[count:], strict=True):
+            here.set_constant(mine[value], array)
+        return evaluate(here, operands[:count])
 
-        gradient.__name__ = gradient.__qualname__ = program.name
-        return gradient
+    return run
+
+
+def gradient_of(
+    program: Graph, constants: Sequence[Value], active: Sequence[int]
+) -> Callable[[list[Any], list[Any]], Any]:
+    """The gradients with respect to the inputs at some positions, and to what it has as constants
+    from another trace, say; of a loss without a cotangent, as in `jax.grad`."""
+    floats = enumerate(constants, len(program.inputs))
+    active = [*active, *(i for i, value in floats if value.has_gradient)]
+    flowing = [i for i, value in enumerate(program.outputs) if value.has_gradient]
+
+    def gradient(operands: list[Any], given: list[Any]) -> Any:
+        run = with_operands(program, constants)
+        _, pull = _jax.vjp_of_some(run, operands, active, flowing)
+        return pull(given or [jnp.ones((), program.outputs[i].aval.dtype) for i in flowing])
+
+    gradient.__name__ = gradient.__qualname__ = program.name
+    return gradient

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.planning.found import FOUND
+from tracegrad.planning.measuring import FOUND
 
 Offload = bool | float
 
