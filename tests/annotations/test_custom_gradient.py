@@ -331,6 +331,25 @@ def test_integer_and_key_inputs_have_a_gradient_that_is_ignored():
     assert gradient.dtype == jax.dtypes.float0
 
 
+def test_a_key_output_has_no_cotangent():
+    @custom_gradient
+    def noisy(x, key):
+        taken, left = jax.random.split(key)
+
+        def grad(dy, dkey):
+            assert dkey.dtype == jax.dtypes.float0
+            return 5 * dy, None
+
+        return (2 * x + 0 * jax.random.uniform(taken), left), grad
+
+    def f(x):
+        y, key = noisy(x, jax.random.key(0))
+        return y**2 + 0 * jax.random.uniform(key)
+
+    assert jax.grad(f)(3.0) == tg.jvp(f, (3.0,), (1.0,))[1] == 60.0
+    assert tg.hessian(f)(3.0) == 50.0
+
+
 def test_python_values_stay_python_values_and_have_no_gradient():
     @custom_gradient
     def f(x, mode, axis, flag, nothing, fun, *, scale):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import tracegrad as tg
@@ -90,3 +91,43 @@ def test_constants_are_told_from_what_is_linear():
     assert "concatenate at" in parts(lambda x, dy: jnp.concatenate([dy, x]))
     assert "does not depend" in parts(lambda x, dy: x)
     assert zero_outputs(tg.graph(lambda x: (jnp.zeros_like(x) * x, x * 2))(1.0)) == [True, False]
+
+
+def test_constants_are_told_inside_of_loops_branches_and_calls_too():
+    @jax.custom_jvp
+    def shifted(dy):
+        return dy + 1.0
+
+    shifted.defjvp(lambda primals, tangents: (shifted(*primals), tangents[0]))
+
+    def steps(body, start):
+        return lax.scan(lambda c, _: (body(c), None), start, None, length=3)[0]
+
+    def parts(f):
+        return constant_part(tg.graph(f)(1.0, 1.0), [Part.CONSTANT, Part.LINEAR])
+
+    assert "add at" in parts(lambda x, dy: steps(lambda c: c + x, dy))
+    assert "add at" in parts(lambda x, dy: steps(lambda c: c + dy, x))
+    assert "add at" in parts(lambda x, dy: lax.cond(x > 0, lambda: dy + 1.0, lambda: dy))
+    assert "cond at" in parts(lambda x, dy: lax.cond(x > 0, lambda: dy, lambda: x))
+    assert "add at" in parts(lambda x, dy: jax.checkpoint(lambda dy: dy + x)(dy))
+    assert "add at" in parts(lambda x, dy: shifted(dy))
+    assert parts(lambda x, dy: steps(lambda c: c * x + dy, jnp.zeros_like(dy))) is None
+    assert parts(lambda x, dy: lax.cond(x > 0, lambda: x * dy, lambda: jnp.zeros_like(dy))) is None
+    assert parts(lambda x, dy: lax.fori_loop(0, 3, lambda i, c: (i + 1) * x * c, dy)) is None
+    assert parts(lambda x, dy: lax.while_loop(lambda c: c[0] < x, lambda c: c, (x, dy))[1]) is None
+
+
+def test_a_backward_that_adds_a_constant_in_a_loop_has_no_forward_mode():
+    @custom_gradient
+    def drifting(x):
+        return 2 * x, lambda dy: lax.fori_loop(0, 3, lambda _, c: c + 1.0, dy)
+
+    @custom_gradient
+    def summed(x):
+        return x**4, lambda dy: lax.fori_loop(0, 4, lambda _, c: c + dy * x**3, jnp.zeros_like(dy))
+
+    assert jax.grad(drifting)(1.0) == 4.0
+    with pytest.raises(ValueError, match=r"drifting.*adds a constant to it"):
+        tg.jvp(drifting, (1.0,), (1.0,))
+    assert tg.jvp(summed, (2.0,), (1.0,))[1] == jax.grad(summed)(2.0) == 32.0

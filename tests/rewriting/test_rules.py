@@ -444,6 +444,11 @@ def test_an_edit_inside_a_custom_gradient_is_refused():
         (lambda: rules.clip_gradient(SIN), ValueError, "max_norm, max_value"),
         (lambda: rules.clip_gradient(SIN, max_norm=0.0), ValueError, "positive max_norm"),
         (lambda: rules.scale_gradient(SIN, X), ValueError, "scalar factor"),
+        (
+            lambda: jax.grad(tg.rewrite(jnp.sin, rules.scale_gradient(SIN, 1j)))(1.0),
+            TypeError,
+            r"a complex factor for the gradient of a ~f32\[\]",
+        ),
         (lambda: rules.tap_gradient(SIN, ""), ValueError, "name"),
         (lambda: rules.tap_gradient(SIN, "t", 3), TypeError, "callback"),
         (lambda: tg.rewrite(3), TypeError, "a function and rules"),
@@ -579,6 +584,10 @@ def test_what_cannot_be_led_out_is_refused():
     assert tg.intermediates(jnp.sin, match.op("sinh"), missing_ok=True)(X)[1] == {}
     with pytest.raises(TypeError, match=r"wants a float scalar.*f32\[3\]"):
         tg.intermediate_gradients(jnp.sin, SIN)(X)
+    with pytest.raises(TypeError, match=r"wants a float scalar; .* returned a NoneType"):
+        tg.intermediate_gradients(lambda x: None, SIN, missing_ok=True)(X)
+    with pytest.raises(TypeError, match=r"is to return a pair \(value, aux\), not f32\[\]"):
+        tg.intermediate_gradients(lambda x: jnp.sum(jnp.sin(x)), SIN, has_aux=True)(X)
     with pytest.raises(TypeError, match="expected a selector"):
         tg.intermediates(jnp.sin, "sin")
 

@@ -132,7 +132,7 @@ def trace_pullback(
 def zero_cotangent(aval: Any) -> Any:
     """The cotangent of an output that has none: zeros of its shape and dtype."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
-        return _jax.no_cotangent(jax.typeof(aval))
+        return _jax.no_cotangent(aval)
     return jnp.zeros(aval.shape, aval.dtype)
 
 

@@ -9,6 +9,7 @@ differentiated inside the block is edited by rules instead; see `tracing.in_forc
 from __future__ import annotations
 
 import difflib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,9 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, scopes
+from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, match, scopes
 from tracegrad.ir.importer import import_program
-from tracegrad.ir.occurrence import Path, calling_line
-from tracegrad.ir.selector import Found, Selector
+from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
@@ -194,30 +194,20 @@ class _Registered:
 
 
 def _override(name: str, grad: _Registered) -> MatchRule:
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        override(graph, nodes[0], grad, match, name=f"{_MARK}{name}")
+    def edit(graph: Graph, nodes: Sequence[Node], found: Occurrence) -> None:
+        override(graph, nodes[0], grad, found, name=f"{_MARK}{name}")
 
-    return MatchRule("override_gradient", _Named(name), at_each(edit), missing_ok=True)
+    where = match.where(functools.partial(_is_named, name))
+    text = f"gradient_override_map({name!r})"
+    return MatchRule("override_gradient", where, at_each(edit), missing_ok=True, text=text)
 
 
-class _Named(Selector):
-    """Nodes of a name, outside of custom rules: those replace the derivative of what is in them."""
-
-    made_by = "gradient_override_map"
-
-    def look(self, graph: Graph) -> Found:
-        matches: list[Occurrence] = []
-        self._visit(graph, (), matches)
-        members = {(match.path, match.node) for match in matches}
-        return Found(matches, lambda path, node: (path, node) in members)
-
-    def _visit(self, graph: Graph, path: Path, matches: list[Occurrence]) -> None:
-        for node in graph.nodes:
-            if self.patterns[0] in (node.op, node.name):
-                matches.append(Occurrence(path, node))
-            elif not isinstance(node, CustomGradient):
-                for name, region in node.regions.items():
-                    self._visit(region, (*path, (node, name)), matches)
+def _is_named(name: str, found: Occurrence) -> bool:
+    """Whether a node is the outermost of a name, outside of custom rules: those replace the
+    derivative of what is in them."""
+    fits = [name in (node.op, node.name) for node in found.steps]
+    in_rule = any(isinstance(node, CustomGradient) for node, _ in found.path)
+    return fits[-1] and not any(fits[:-1]) and not in_rule
 
 
 # ------------------------------------------------------------------------- operation by operation

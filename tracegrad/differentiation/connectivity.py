@@ -202,9 +202,10 @@ def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 def _has_rules(node: Node) -> bool:
     return any(
-        isinstance(found.node, CustomGradient)
+        isinstance(inner, CustomGradient)
         for region in node.regions.values()
-        for found in region.walk()
+        for each in region.regions_below
+        for inner in each.nodes
     )
 
 

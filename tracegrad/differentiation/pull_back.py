@@ -122,7 +122,7 @@ def reached_from(
     def rule(node: Node, ins: Masks) -> Masks:
         # One that is recomputed counts as a whole: see `linked_inputs`.
         whole = len(node.outputs) if isinstance(node, Recompute) else deciding.get(node, 0)
-        found = [joined(ins)] * whole
+        found = [joined(ins)] * whole if whole else []
         if whole < len(node.outputs):
             found += walk.rule(node, ins)[whole:]
         pairs = zip(node.outputs, found, strict=True)

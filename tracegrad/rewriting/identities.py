@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
@@ -95,6 +96,9 @@ def scaled(value: Any, factor: Any) -> Any:
 @scaled.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (value, factor), (tangent, _) = primals, tangents
+    if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
+        kind = _jax.type_text(jax.typeof(tangent))
+        raise TypeError(f"scale_gradient was given a complex factor for the gradient of a {kind}")
     wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
     tangent_out = wide * jnp.asarray(factor).astype(wide.dtype)
     return scaled(value, factor), tangent_out.astype(tangent.dtype)

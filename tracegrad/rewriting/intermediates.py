@@ -13,6 +13,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import with_article
 from tracegrad.lowering import evaluate
 from tracegrad.rewriting.edits import (
     check_selector,
@@ -142,10 +143,16 @@ def intermediate_gradients(
         marks = Marks(where, gradients=True)
         program = marks.trace(lambda: graph(fun)(*args, **kwargs))
         inside = marks.shown(program)
+        value = _type_of_value(fun, program, has_aux)
         if inside:
             _refuse_both(fun, program, where, marks)
             output, arriving = _led_out(program, inside, [], args, kwargs)
             return (arriving, output[1]) if has_aux else arriving
+        if not _is_float_scalar(value):
+            raise TypeError(
+                f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
+                f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice"
+            )
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)
         tapped = with_taps(program, _TAP, found)
@@ -153,16 +160,7 @@ def intermediate_gradients(
 
         def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
             results = _run(tapped, arguments, taps)
-            output = jax.tree.unflatten(program.out_tree, results[: program.result_count])
-            value = output[0] if has_aux else output
-            aval = jax.typeof(value) if not isinstance(value, dict | list | tuple) else None
-            if aval is None or not _is_float_scalar(aval):
-                kind = "a tree" if aval is None else _jax.type_text(aval)
-                raise TypeError(
-                    f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-                    f"{kind}. Sum its outputs, weighted by cotangents of your choice"
-                )
-            return value, results
+            return results[0], results
 
         # The rules in force were applied; who applies them to what is around it leaves it alone.
         marked = under_rules_already(result)
@@ -182,6 +180,25 @@ def _check(fun: object, where: object) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function, got {fun!r}")
     check_selector(where)
+
+
+def _type_of_value(fun: Callable[..., Any], program: Graph, has_aux: bool) -> Any:
+    """The type of what a function returns, or of the first of the pair that it returns.
+
+    Raises TypeError if that is no pair.
+    """
+    result = jax.tree.unflatten(program.out_tree, program.out_avals[: program.result_count])
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        got = f"{len(result)} values" if isinstance(result, tuple) else _kind(result)
+        raise TypeError(
+            f"has_aux=True: {function_name(fun)} is to return a pair (value, aux), not {got}"
+        )
+    return result[0] if has_aux else result
+
+
+def _kind(value: Any) -> str:
+    is_array = isinstance(value, jax.core.AbstractValue)
+    return _jax.type_text(value) if is_array else with_article(type(value).__name__)
 
 
 def _led_out(
@@ -226,8 +243,9 @@ def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked
 
 
 def _is_float_scalar(aval: Any) -> bool:
-    """Whether a type is that of one float."""
-    return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+    """Whether it is the type of one float."""
+    is_array = isinstance(aval, _jax.ARRAY)
+    return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
 def _run(program: Graph, arguments: Any, taps: Sequence[Any] = ()) -> list[Any]:

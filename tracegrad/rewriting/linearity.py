@@ -7,23 +7,27 @@ what is made of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from enum import Enum
+from enum import IntFlag
 from typing import Any
 
 import jax
 import numpy as np
 
-from tracegrad.ir import Graph, Literal, Node, Occurrence, Value, operations
-from tracegrad.ir.occurrence import Path, at
+from tracegrad import _jax
+from tracegrad.ir import Graph, Literal, Node, Occurrence, operations
+from tracegrad.ir.dependence import Masks, Run, data_flow, enter, joined, spread
+from tracegrad.ir.occurrence import at
 
 
-class Part(Enum):
-    """What a value is, as a function of the inputs that are marked linear."""
+class Part(IntFlag):
+    """What a value is the sum of, as a function of the inputs that are marked linear: a mask, which
+    goes through a program as those of `dependence` do."""
 
-    ZERO = "zero whatever they are"
-    CONSTANT = "independent of them"
-    LINEAR = "dependent on them"
+    ZERO = 0
+    CONSTANT = 1
+    LINEAR = 2
 
 
 def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
@@ -31,51 +35,70 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
 
     Returns words that name it and its line; None if there is nothing.
     """
-    found: list[str] = []
-    outs = _parts(graph, inputs, found, ())
-    if not found and Part.CONSTANT in outs:
-        return f"result {outs.index(Part.CONSTANT)} does not depend on it"
-    return found[0] if found else None
+    added: list[Occurrence] = []
+    outs = _noting(added)(graph, list(inputs))
+    if added:
+        return f"{added[0].node.op}{at(added[0].origin)} adds a constant to it"
+    return f"result {outs.index(1)} does not depend on it" if Part.CONSTANT in outs else None
 
 
 def zero_outputs(graph: Graph) -> list[bool]:
     """Which outputs of a graph are zeros by structure."""
-    outs = _parts(graph, [Part.CONSTANT] * len(graph.inputs), [], ())
-    return [part is Part.ZERO for part in outs]
+    return [mask == Part.ZERO for mask in _noting([])(graph, [Part.CONSTANT] * len(graph.inputs))]
 
 
-def _parts(graph: Graph, inputs: Sequence[Part], found: list[str], path: Path) -> list[Part]:
-    parts: dict[Value, Part] = dict(zip(graph.inputs, inputs, strict=True))
-    parts.update((value, _of_array(array)) for value, array in graph.constants.items())
+def _noting(added: list[Occurrence]) -> Run:
+    """What carries the parts through a graph; `added` gets the nodes with results of both kinds,
+    the inner before the outer."""
+    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
+    calls: list[Node] = []
 
-    def part_of(value: Value | Literal) -> Part:
-        return parts[value] if isinstance(value, Value) else _of_array(value.value)
+    def run(graph: Graph, ins: Masks) -> Masks:
+        key = graph, tuple(ins)
+        if key not in known:
+            record = {value: int(_of_array(array)) for value, array in graph.constants.items()}
+            outs = zip(graph.outputs, spread(graph, ins, rule, record), strict=True)
+            known[key] = [_of_array(v.value) if isinstance(v, Literal) else m for v, m in outs]
+        return known[key]
 
-    for node in graph.nodes:
-        results = _through(node, [part_of(value) for value in node.inputs], found, path)
-        parts.update(zip(node.outputs, results, strict=True))
-    return [part_of(value) for value in graph.outputs]
+    def rule(node: Node, ins: Masks) -> Masks:
+        pairs = zip(node.inputs, ins, strict=True)
+        ins = [_of_array(v.value) if isinstance(v, Literal) else mask for v, mask in pairs]
+        calls.append(node)
+        # Which branch is taken is no summand, nor is when a loop ends.
+        given = [Part.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
+        entered = None if node.primitive in _jax.WHILES else enter(node, given, run)
+        outs = _made(node, ins) if entered is None else entered[0]
+        if Part.CONSTANT | Part.LINEAR in outs:
+            added.append(_last_of(calls))
+        calls.pop()
+        return outs
+
+    return run
 
 
-def _through(node: Node, ins: list[Part], found: list[str], path: Path) -> list[Part]:
-    if node.op == "jit":
-        return _parts(node.regions["jaxpr"], ins, found, (*path, (node, "jaxpr")))
-    whole = Part.LINEAR if Part.LINEAR in ins else Part.CONSTANT
+def _last_of(calls: Sequence[Node]) -> Occurrence:
+    """The last of some nodes, each of which is in a region of the one before."""
+    path = [
+        (call, next(name for name, region in call.regions.items() if region is inner.graph))
+        for call, inner in itertools.pairwise(calls)
+    ]
+    return Occurrence(tuple(path), calls[-1])
+
+
+def _made(node: Node, ins: Masks) -> Masks:
+    """The parts of the results of an operation."""
     if node.op == "select_n":
-        summands = ins[1:]
-    elif node.op in operations.ADDITIVE:
+        return [joined(ins[1:])]
+    if node.op in operations.ADDITIVE:
         places = operations.ADDITIVE[node.op]
-        summands = ins if places is None else [ins[i] for i in places]
-    else:
-        is_zero = (node.op in operations.PRODUCTS and Part.ZERO in ins) or (
-            node.op in operations.LINEAR and ins[0] is Part.ZERO
-        )
-        return [Part.ZERO if is_zero else whole] * len(node.outputs)
-    if Part.LINEAR in summands and Part.CONSTANT in summands:
-        origin = Occurrence(path, node).origin
-        found.append(f"{node.op}{at(origin)} adds a constant to it")
-    zero = all(part is Part.ZERO for part in summands)
-    return [Part.ZERO if zero else whole] * len(node.outputs)
+        return [joined(ins if places is None else [ins[i] for i in places])]
+    if (node.op in operations.PRODUCTS and Part.ZERO in ins) or (
+        node.op in operations.LINEAR and ins[0] == Part.ZERO
+    ):
+        return [Part.ZERO] * len(node.outputs)
+    parts = data_flow(node, ins)
+    return [Part.LINEAR if mask & Part.LINEAR else Part.CONSTANT for mask in parts]
 
 
 def _of_array(array: Any) -> Part:
