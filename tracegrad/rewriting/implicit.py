@@ -13,6 +13,7 @@ order and mode are those of `jax.lax.custom_linear_solve`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,17 +87,17 @@ def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any
         return evaluate_node(node, args)
 
     rule = jax.custom_jvp(fixed_point)
+    sources = functools.cache(lambda: _sources(body, floats, moving))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = rule(*primals)
         given = {i - first: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)}
         operands = [*primals[first : first + count], *outs]
         at = _Tangents(body, operands, {i: t for i, t in given.items() if i in constant})
-        sources = _sources(body, floats, moving)
         found = dict(at.constant)
         solved: dict[tuple[int, ...], tuple[dict[int, Any], Any]] = {}
         for i in moving:
-            behind = _behind(i, sources)
+            behind = _behind(i, sources())
             state = tuple(j for j in moving if j in behind)
             if state not in solved:
                 solved[state] = _solved(at, state, how)
@@ -134,7 +135,7 @@ def _solved(at: _Tangents, state: Sequence[int], how: FixedPoint) -> tuple[dict[
     def step(point: Any) -> Any:
         return _as_vector(at.body_of(state, state)(*parts(point)))[0]
 
-    after, along = jax.linearize(step, point)
+    after, along = _jax.linearize(step, point)
     along = jax.jit(along)  # traced once for all its uses below
     results, pushed = at.pushed({}, state)
     _, right = _jax.jvp(lambda results: _as_vector(results)[0], (results,), (pushed,))
