@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def heard_read(
     asked = _listeners.stack if stack is None else stack
     if not asked:
         return stored(variable)
-    return asked[-1].on_read(variable, lambda: heard_read(variable, stored, asked[:-1]))
+    return asked[-1].on_read(variable, partial(heard_read, variable, stored, asked[:-1]))
 
 
 def heard_assignment(
@@ -114,9 +115,8 @@ def heard_assignment(
     if not told:
         store(variable, value)
         return
-    told[-1].on_assign(
-        variable, value, lambda new: heard_assignment(variable, new, store, told[:-1])
-    )
+    hand_on = partial(heard_assignment, variable, store=store, stack=told[:-1])
+    told[-1].on_assign(variable, value, hand_on)
 
 
 def heard_renewal(
@@ -128,5 +128,7 @@ def heard_renewal(
     `renew`: what is done if nobody but the Variable gives it.
     """
     stack = _listeners.stack
-    if not any(outer.on_renewal(variable) for outer in reversed(stack[: stack.index(listener)])):
-        renew(variable)
+    for outer in reversed(stack[: stack.index(listener)]):
+        if outer.on_renewal(variable):
+            return
+    renew(variable)
