@@ -117,7 +117,7 @@ def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_
         with GradientTape() as tape:
             y = v * before
         with GradientTape() as other:
-            z = doubled() * before
+            z = doubled() * before + v * before
         with ForwardAccumulator(v, jnp.float32(1.0)) as accumulator:
             w = v * before
         return jnp.stack([tape.gradient(y, v), other.gradient(z, v), accumulator.jvp(w)])
@@ -135,7 +135,26 @@ def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_
     for value in (3.0, 5.0):
         v.assign(value)
         for found in run(1.0):
-            assert found.tolist() == [value, 2 * value, value]
+            assert found.tolist() == [value, 3 * value, value]
+
+
+@pytest.mark.any_jax
+def test_an_assigned_variable_that_inner_functions_read_has_its_gradient_by_what_the_tape_sees():
+    v = Variable(3.0)
+    doubled = jax.jit(lambda: 2.0 * v)
+
+    @trace
+    def derivatives(x):
+        v.assign(x)
+        doubled()
+        before = v.value
+        with GradientTape() as tape:
+            y = doubled() * v * before
+        with GradientTape() as other:
+            z = jax.jit(lambda old: old * 2.0)(before)
+        return tape.gradient(y, v), other.gradient(z, v)
+
+    assert derivatives(5.0) == (100.0, None)
 
 
 @pytest.mark.any_jax

@@ -528,6 +528,24 @@ def test_functions_that_jax_keeps_see_a_value_that_was_assigned_before():
         assert [float(t) for t in g(jnp.ones(2))] == expected
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_jax_keeps_of_a_nested_traced_function_sees_what_was_assigned_around_it(is_first):
+    w = Variable(1.0)
+    scaled = jax.jit(lambda x: w * x)
+    nested = tg.trace(lambda x: scaled(x) + 1.0)
+
+    @tg.trace
+    def step(x):
+        w.assign(x)
+        before = scaled(x) if is_first else None
+        return before, nested(x), scaled(x)
+
+    for x in (3.0, 4.0):
+        assert step(x) == (x * x if is_first else None, x * x + 1.0, x * x)
+    assert nested(2.0) == 9.0
+
+
 def test_a_backward_pass_after_an_assignment_uses_the_value_of_the_forward_pass():
     @tg.trace
     def f(x):

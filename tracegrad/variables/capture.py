@@ -88,7 +88,8 @@ class Capture:
         self._found: dict[Variable, None] = {}
         self._entry: dict[Variable, _jax.Placeholder] = {}
         self._current: dict[Variable, Any] = {}  # what was assigned last
-        self._readable: dict[Variable, Any] = {}  # that, as it is read
+        self._readable: dict[Variable, Any] = {}  # that, as it is read,
+        self._readable_inside: dict[Variable, Any] = {}  # and as functions further inside read it
         # Those of which a value was handed out, in the function and in those inside it.
         self._read: WeakKeyDictionary[Any, set[Variable]] = WeakKeyDictionary()
         self._handed: list[int] = []  # the identities of assigned values read further inside
@@ -110,7 +111,8 @@ class Capture:
         self._life.runs = True
         _active.captures += 1
         try:
-            with self._generations, listening(self):
+            # What a function around this one has assigned is to this one the value at its entry.
+            with _generation(None), self._generations, listening(self):
                 result, others = fun()
             self.assigned = tuple(self._current)
             values = [*self._current.values(), *others]
@@ -121,7 +123,7 @@ class Capture:
             # They know the function, which has this: a circle, that would keep alive what it holds.
             self._trace, self._states = None, None
             self._read.clear()
-            self._current, self._readable = {}, {}
+            self._current, self._readable, self._readable_inside = {}, {}, {}
             for identity in self._handed:
                 _active.assigned.pop(identity, None)
 
@@ -131,8 +133,7 @@ class Capture:
         if isinstance(variable, ModuleArray) and not variable.is_outside(self._around()):
             return outside()  # a function further inside closes over what was made in this one
         if _active.telling:
-            is_assigned = variable in self._current
-            return self._assigned_value(variable) if is_assigned else stand_in(variable)
+            return self._value_inside(variable)
         where = _jax.staging_trace()
         if where is None:
             raise RuntimeError(
@@ -145,22 +146,21 @@ class Capture:
             value = self._read_inside(variable)
             return apart(value, where) if variable in self._apart else value
         if variable in self._current or variable in self._readable:
-            return self._assigned_value(variable)
+            return self._value_now(variable, self._readable)
         return self._value_at_entry(variable)
 
     def on_renewal(self, variable: Variable) -> bool:
         where = _jax.staging_trace()
-        if where is self._trace:
-            if variable in self._read.get(where, ()):
-                self._readable.pop(variable, None)
-                self._assigned_value(variable)
-        elif variable not in self._apart and self._is_read_around(variable, where):
+        if variable in self._read.get(self._trace, ()):
+            self._readable.pop(variable, None)
+            self._value_now(variable, self._readable)
+        if variable not in self._apart and self._is_read_around(variable, where):
             self._apart.add(variable)
             self._trace_again()
         return True
 
     def _is_read_around(self, variable: Variable, where: Any) -> bool:
-        """Whether an inner function has read a Variable, or one between it and this function."""
+        """Whether an inner function has read a Variable, or one around that inside of this one."""
         if not _jax.has_gradient(variable):
             return False
         while where is not None and where is not self._trace:
@@ -182,27 +182,37 @@ class Capture:
             )
         return self._entry[variable]
 
-    def _assigned_value(self, variable: Variable) -> Any:
+    def _value_now(self, variable: Variable, readable: dict[Variable, Any]) -> Any:
         """What a Variable was assigned last, or was at the function's entry, for who reads it: one
-        object until it is assigned again, or renewed."""
-        if variable not in self._readable:
+        object in `readable` until it is assigned again, or renewed."""
+        if variable not in readable:
             value = self._current.get(variable, self._entry.get(variable))
             if _jax.has_gradient(variable):
                 # Not seen by tapes inside the function, to which it is a value of its own.
                 with _jax.set_current_trace(self._trace):
                     value = READ.bind(value, self._value_at_entry(variable))
-            self._readable[variable] = value
-        return self._readable[variable]
+            readable[variable] = value
+        return readable[variable]
 
     def _read_inside(self, variable: Variable) -> Any:
         """A read in an inner function, whose program JAX may keep."""
         if variable not in self._current:
             self._found[variable] = None
+        stand_in(variable)  # that there is one prepares the assignment, in the next run
+        for capture in listeners():  # of a function around this one, which may use that program too
+            if isinstance(capture, Capture) and capture._is_unprepared(variable):
+                capture._trace_again()
+        return self._value_inside(variable)
+
+    def _is_unprepared(self, variable: Variable) -> bool:
+        return variable in self._current and variable not in self._prepared
+
+    def _value_inside(self, variable: Variable) -> Any:
+        """What the programs of inner functions have, and nobody else: one object until the Variable
+        is assigned again."""
+        if variable not in self._current:
             return stand_in(variable)
-        if variable not in self._prepared:
-            stand_in(variable)  # that there is one prepares the assignment, in the next run
-            self._trace_again()
-        value = self._assigned_value(variable)
+        value = self._value_now(variable, self._readable_inside)
         _active.assigned[id(value)] = value, variable
         self._handed.append(id(value))
         return value
@@ -226,6 +236,7 @@ class Capture:
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._readable.pop(variable, None)
+        self._readable_inside.pop(variable, None)
         if variable._stand_in is not None:
             # Some inner function may have been traced with the old value.
             self._generations.enter_context(_generation(object()))

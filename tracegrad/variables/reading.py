@@ -54,7 +54,7 @@ class InOwnTrace(Listener):
         return outside()
 
     def on_renewal(self, variable: Variable) -> bool:
-        if self._own is not None and not self._is_inside and _jax.has_gradient(variable):
+        if self._own is not None and _jax.has_gradient(variable):
             self._apart.add(variable)
         return False  # the value comes from outside
 
