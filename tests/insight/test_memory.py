@@ -244,3 +244,12 @@ def test_on_an_explicit_mesh_bytes_are_those_of_one_device():
         report = tg.memory(lambda x: jnp.sort(jnp.sin(x)))(x)
     assert report.measured_on.endswith("on each of 4 devices")
     assert report.lines[-1].size == 256 * 64 * 4 // 4
+
+
+def test_in_a_shard_map_bytes_are_those_of_one_device():
+    mesh = jax.sharding.Mesh(jax.devices(), "rows")
+    spec = jax.sharding.PartitionSpec("rows")
+    sines = jax.shard_map(lambda x: jnp.sort(jnp.sin(x)), mesh=mesh, in_specs=spec, out_specs=spec)
+    report = tg.memory(sines)(jnp.ones((256, 64)))
+    held = {line.values: line.size for line in report.lines}
+    assert held["f32[64,64]{V:rows}"] == 64 * 64 * 4

@@ -45,6 +45,8 @@ def local_shape(aval: Any) -> Sequence[Any]:
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return shape
+    if all(kind is jax.sharding.AxisType.Manual for kind in sharding.mesh.axis_types):
+        return shape  # in a shard_map: it is that of one device already
     return sharding.shard_shape(tuple(shape))  # type: ignore[no-any-return]
 
 
