@@ -406,6 +406,9 @@ def test_a_selector_that_matches_nothing_lists_near_names():
     assert isinstance(error.value, LookupError)
     allowed = tg.rewrite(weighted_sin, rules.stop_gradient(match.op("sine"), missing_ok=True))
     assert allowed(X) == weighted_sin(X)
+    with pytest.raises(tg.NoMatchError, match=r"nearest names: '<lambda>', 'softmax'") as error:
+        tg.rewrite(lambda x: jax.nn.softmax(x), rules.stop_gradient(match.call("xyz")))(X)
+    assert "process_primitive" not in str(error.value)  # of JAX itself
 
 
 @pytest.mark.parametrize(

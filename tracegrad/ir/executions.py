@@ -9,6 +9,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.errors import GraphError
@@ -171,9 +172,17 @@ class CallOf(_ByFrame):
         for o in graph.walk():
             if o.node.regions:
                 found[o.node.name] = None
-            for code in stack_of(o.node, o.graph, root=not o.path).codes:
-                found[_short(code.co_qualname)] = None
+            for code in reversed(stack_of(o.node, o.graph, root=not o.path).codes):
+                if not _is_machinery(code):
+                    found[_short(code.co_qualname)] = None
         return list(found)
+
+
+def _is_machinery(code: CodeType) -> bool:
+    """Whether nobody calls a function by its name: what traces for JAX, and JAX's private ones."""
+    *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
+    traces = folder in ("_src", "interpreters") and name != "random.py"
+    return traces or ("/_src/" in code.co_filename and code.co_name.startswith("_"))
 
 
 def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
