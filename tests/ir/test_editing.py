@@ -1,12 +1,14 @@
 """Editing a graph: what changes, what stays, and what is refused."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.ir import CustomGradient, Literal, Occurrence, Recompute
+from tracegrad.ir import CustomGradient, Graph, Literal, Occurrence, Recompute
 from tracegrad.ir.nodes import copied
 
 
@@ -46,14 +48,15 @@ def test_occurrences_found_before_an_edit_are_good_after_it():
     np.testing.assert_allclose(graph.to_callable()(1.0), 30 * np.sin(1.0), rtol=1e-6)
 
 
-def test_an_edit_of_a_copy_leaves_the_original_clean():
+@pytest.mark.parametrize("made", [Graph.copy, copy.copy, copy.deepcopy])
+def test_an_edit_of_a_copy_leaves_the_original_clean(made):
     graph = tg.graph(calls_twice)(1.0)
-    copy = graph.copy()
+    edited = made(graph)
     for occurrence in sines(graph):  # found in the original
-        multiply_result(copy, occurrence)
-    assert (graph.is_clean, copy.is_clean) == (True, False)
+        multiply_result(edited, occurrence)
+    assert (graph.is_clean, edited.is_clean) == (True, False)
     np.testing.assert_allclose(graph.to_callable()(1.0), 3 * np.sin(1.0), rtol=1e-6)
-    again = copy.copy()
+    again = made(edited)
     multiply_result(again, sines(graph)[0])
     np.testing.assert_allclose(again.to_callable()(1.0), 120 * np.sin(1.0), rtol=1e-6)
 

@@ -207,6 +207,11 @@ class Graph(Body):
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)
         return new
 
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: object) -> Graph:
+        return self.copy()
+
     def _splice(
         self, graph: Graph, values: dict[Value, Value | Literal], source: Source | None = None
     ) -> list[Node]:
