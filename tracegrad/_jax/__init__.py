@@ -66,7 +66,6 @@ from tracegrad._jax.programs import STOP_GRADIENT as STOP_GRADIENT
 from tracegrad._jax.programs import WHILE as WHILE
 from tracegrad._jax.programs import abstract_eval as abstract_eval
 from tracegrad._jax.programs import bind as bind
-from tracegrad._jax.programs import bind_under as bind_under
 from tracegrad._jax.programs import calls_host as calls_host
 from tracegrad._jax.programs import constants_of as constants_of
 from tracegrad._jax.programs import equation_context as equation_context

@@ -129,19 +129,6 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-def bind_under(
-    source_info: Any, settings: Any, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
-) -> list[Any]:
-    """`bind` in the `equation_context` of an equation: what nearly all of lowering is."""
-    stack = source_info_util.current_name_stack() + source_info.name_stack
-    with (
-        source_info_util.user_context(source_info.traceback, name_stack=stack),
-        nullcontext() if settings is None else settings.manager,
-    ):
-        out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
-    return list(out) if primitive.multiple_results else [out]
-
-
 @contextmanager
 def equation_context(source_info: Any, settings: Any) -> Iterator[None]:
     """Binds what is inside it under the scope, source line and settings of an equation.

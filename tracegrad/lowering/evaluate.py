@@ -84,9 +84,9 @@ def evaluate_node(node: Node, args: Sequence[Any], lowering: Lowering | None = N
     source = node.source
     assert source is not None
     try:
-        if not isinstance(node, RegionNode):
-            return _jax.bind_under(source.info, source.settings, node.primitive, args, node.params)
         with _jax.equation_context(source.info, source.settings):
+            if not isinstance(node, RegionNode):
+                return _jax.bind(node.primitive, args, node.params)
             if isinstance(node, CustomGradient):
                 args = refuse_derivatives(node, args)
             unchanged = not (node.is_new or node.replaced)

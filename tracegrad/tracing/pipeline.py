@@ -75,7 +75,7 @@ class Pipeline:
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
         self._functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
-        self.text = described(fun)
+        self.text = repr_of(fun)
         self._variants = KnownVariants()
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
@@ -334,7 +334,7 @@ def with_jit() -> AbstractContextManager[None]:
     return jax.disable_jit(False) if disabled else nullcontext()
 
 
-def described(fun: Callable[..., Any]) -> str:
+def repr_of(fun: Callable[..., Any]) -> str:
     """The user's function, for messages: its `repr`, if that does not raise."""
     try:
         return repr(fun)

@@ -19,7 +19,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_of
-from tracegrad.tracing.pipeline import described, with_jit
+from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.retracing import CacheInfo
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.static import resolve
@@ -147,7 +147,7 @@ class TracedFunction:
         return self  # as of any function: a model that holds one can be copied
 
     def __repr__(self) -> str:
-        return f"<traced {described(self.__wrapped__)}>"
+        return f"<traced {repr_of(self.__wrapped__)}>"
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the function."""
@@ -193,7 +193,7 @@ class BoundTracedFunction:
         return getattr(self.__func__, name)
 
     def __repr__(self) -> str:
-        return f"<traced {described(self.__wrapped__)}>"
+        return f"<traced {repr_of(self.__wrapped__)}>"
 
 
 @overload
