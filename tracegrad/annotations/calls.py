@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tracegrad.differentiation.selection import positional_names
 from tracegrad.ir.wording import brief, code_of, name_of
 
 P = ParamSpec("P")
@@ -112,26 +113,11 @@ class Arguments:
 
 def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
     """How the user knows each leaf of the positional arguments: ``params['w']``."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # of builtins
-        parameters = []
-    names: list[str] = []
-    for i, arg in enumerate(args):
-        if i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL:
-            name = parameters[i].name
-        elif parameters and any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-            first = next(
-                n for n, p in enumerate(parameters) if p.kind is inspect.Parameter.VAR_POSITIONAL
-            )
-            name = f"{parameters[first].name}[{i - first}]"
-        else:
-            name = f"argument {i}"
-        names += [
-            name + jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
-        ]
-    return tuple(names)
+    return tuple(
+        name + jax.tree_util.keystr(path)
+        for name, arg in zip(positional_names(fun, len(args)), args, strict=True)
+        for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
+    )
 
 
 def named_after(

@@ -148,10 +148,13 @@ def gradients_of_inputs(
 
     `sparse`: for each input whether slices stay slices.
     """
+
+    def names() -> list[str]:
+        found = input_names(fun, args)
+        return [found[i] for i in Arguments.of(args).positions]
+
     with noted(lambda: f"in the gradient function {described(grad_fn)}"):
         returned = grad_fn(*dys)
-    names = input_names(fun, args)
-    names = tuple(names[i] for i in Arguments.of(args).positions)
     found = _by_argument(args, returned)
     if found is None:
         flat = jax.tree.leaves(returned, is_leaf=_is_gradient)
@@ -164,26 +167,26 @@ def gradients_of_inputs(
             raise ValueError(
                 f"The gradient function {described(grad_fn)} of {described(fun)} returned "
                 f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
-                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names) or 'no arrays'}). "
+                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names()) or 'no arrays'}). "
                 "Return one per input, or None for an input that has no gradient."
             )
 
     def function() -> str:
         return f" {described(grad_fn)} of {described(fun)}"
 
-    return [
-        _checked(gradient, jax.typeof(array), function, f"input {name}", stays)
-        for gradient, name, array, stays in zip(
-            found, names, arrays, sparse or [False] * len(arrays), strict=True
-        )
-    ]
+    def checked(i: int, gradient: Any, stays: bool) -> Any:
+        aval = jax.typeof(arrays[i])
 
+        def name() -> str:
+            return f"input {names()[i]}"
 
-def _checked(gradient: Any, aval: Any, function: Callable[[], str], name: str, stays: bool) -> Any:
-    if stays and is_slices(gradient):
-        jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
-        return gradient.shaped_as(aval)
-    return checked_cotangent(gradient, aval, function, name)
+        if stays and is_slices(gradient):
+            jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
+            return gradient.shaped_as(aval)
+        return checked_cotangent(gradient, aval, function, name)
+
+    flags = sparse or [False] * len(arrays)
+    return [checked(i, *each) for i, each in enumerate(zip(found, flags, strict=True))]
 
 
 def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:

@@ -38,8 +38,8 @@ from tracegrad.differentiation.gates import (
     name_of,
     names_condition,
 )
-from tracegrad.ir import Graph, Literal, Value
-from tracegrad.lowering import Lowering, evaluate, evaluate_node
+from tracegrad.ir import Graph, Node
+from tracegrad.lowering import Lowering, evaluate, evaluate_node, read, run_nodes
 from tracegrad.lowering.regions import bind
 
 _named: Callable[[Any, str], Any] = checkpoint_name
@@ -126,30 +126,25 @@ def _conditions(inner: Inner) -> set[When]:
 def _run(graph: Graph, inner: Inner, args: Sequence[Any], truth: Truth) -> list[Any]:
     if not inner.is_gated:
         return evaluate(graph, args, Lowering())
-    plan = inner.plan
+    plan, lowering = inner.plan, Lowering()
+
+    def gated(node: Node, operands: list[Any]) -> list[Any]:
+        operands = _through_gates(operands, plan.operands.get(node), truth)
+        if node in plan.inner:
+            return _run_inside(node, plan.inner[node], operands, truth)
+        if node not in plan.apart:
+            return evaluate_node(node, operands, lowering)
+        results: list[Any] = [None] * len(node.outputs)
+        for places, gates in plan.apart[node]:
+            found = evaluate_node(node, _through_gates(operands, gates, truth), lowering)
+            for place in places:
+                results[place] = found[place]
+        return results
+
+    instead = {n: functools.partial(gated, n) for n in (*plan.operands, *plan.apart, *plan.inner)}
     args = _through_gates(args, inner.entries, truth)
-    values: dict[Value, Any] = dict(graph.constants)
-    values.update(zip(graph.inputs, args, strict=True))
-
-    def read(wanted: Sequence[Value | Literal], gates: list[When | None] | None) -> list[Any]:
-        found = [v.value if isinstance(v, Literal) else values[v] for v in wanted]
-        return found if gates is None else _through_gates(found, gates, truth)
-
-    lowering = Lowering()
-    for node in graph.nodes:
-        operands = read(node.inputs, plan.operands.get(node))
-        if node in plan.apart:
-            results = [None] * len(node.outputs)
-            for places, gates in plan.apart[node]:
-                found = evaluate_node(node, _through_gates(operands, gates, truth), lowering)
-                for place in places:
-                    results[place] = found[place]
-        elif node in plan.inner:
-            results = _run_inside(node, plan.inner[node], operands, truth)
-        else:
-            results = evaluate_node(node, operands, lowering)
-        values.update(zip(node.outputs, results, strict=True))
-    return read(graph.outputs, plan.outputs)
+    values = run_nodes(graph, args, lowering, instead=instead)
+    return _through_gates(read(graph.outputs, values), plan.outputs, truth)
 
 
 def _run_inside(node: Any, inner: dict[str, Inner], operands: list[Any], truth: Truth) -> list[Any]:
@@ -163,7 +158,11 @@ def _run_inside(node: Any, inner: dict[str, Inner], operands: list[Any], truth: 
         return bind(node, operands, Lowering(), run)
 
 
-def _through_gates(values: Sequence[Any], gates: Sequence[When | None], truth: Truth) -> list[Any]:
+def _through_gates(
+    values: Sequence[Any], gates: Sequence[When | None] | None, truth: Truth
+) -> list[Any]:
+    if gates is None:
+        return list(values)
     pairs = zip(values, gates, strict=True)
     return [value if when is None else _gate(value, truth(when)) for value, when in pairs]
 

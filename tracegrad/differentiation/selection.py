@@ -188,7 +188,7 @@ class Selection:
 
     def _named(self, argument: Argument) -> list[Leaf]:
         key = argument.key
-        name = key if isinstance(key, str) else _positional_name(self.fun, key)
+        name = key if isinstance(key, str) else positional_names(self.fun, key + 1)[key]
         return [leaf.within(name) for leaf in argument.named_leaves]
 
     @property
@@ -371,12 +371,11 @@ def _positional(fun: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in _parameters(fun) if p.kind in kinds]
 
 
-def _positional_name(fun: Callable[..., Any], position: int) -> str:
-    names = [p.name for p in _positional(fun)]
-    if position < len(names):
-        return names[position]
+def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """What a function calls its first positional arguments: ``x``, ``args[0]``."""
+    names = [p.name for p in _positional(fun)][:count]
     rest = next((p.name for p in _parameters(fun) if p.kind is p.VAR_POSITIONAL), "args")
-    return f"{rest}[{position - len(names)}]"
+    return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
 
 
 def _described(fun: Callable[..., Any]) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
@@ -24,6 +23,7 @@ from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
+from tracegrad.rewriting.overriding import with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
@@ -105,26 +105,18 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     def original(*args: Any) -> list[Any]:
         return evaluate_node(node, args)
 
-    primal.__name__ = primal.__qualname__ = node.name
-    rule = jax.custom_jvp(primal)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        # Only what is differentiated: a rule may have no gradient for the rest, and say so.
-        active = [
-            i
-            for i, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
-            if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(primal))
-        ]
+    def differentiated(
+        primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        # By what is active alone: a rule may have no gradient for the rest, and say so.
         _require_unchecked_axes(found)
         passes = _trace_passes(original, primals, active)
         _require_linear(passes, found)
         outs, residuals = passes.forward(primals)
         marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
-        flowing = passes.transposed(residuals, outs, [tangents[i] for i in active])
-        return marked, _jax.align(out_avals, flowing)
+        return marked, _jax.align(out_avals, passes.transposed(residuals, outs, tangents))
 
-    rule.defjvp(jvp, symbolic_zeros=True)
-    return rule
+    return with_tangents(primal, node.name, differentiated)
 
 
 def _with_derivative(passes: _Passes) -> Any:

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
 from tracegrad import _jax
@@ -31,6 +30,7 @@ from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.norms import at_least_32_bits
+from tracegrad.rewriting.overriding import with_tangents
 
 Matvec = Callable[[Any], Any]
 LinearSolve = Callable[[Matvec, Any], Any]
@@ -86,12 +86,13 @@ def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any
     def fixed_point(*args: Any) -> list[Any]:
         return evaluate_node(node, args)
 
-    rule = jax.custom_jvp(fixed_point)
     sources = functools.cache(lambda: _sources(body, floats, moving))
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def differentiated(
+        primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         outs = rule(*primals)
-        given = {i - first: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)}
+        given = {i - first: tangent for i, tangent in zip(active, tangents, strict=True)}
         operands = [*primals[first : first + count], *outs]
         at = _Tangents(body, operands, {i: t for i, t in given.items() if i in constant})
         found = dict(at.constant)
@@ -115,8 +116,8 @@ def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any
         ]
         return outs, _jax.align(list(map(jax.typeof, outs)), flowing)
 
-    rule.defjvp(jvp, symbolic_zeros=True)
-    return lambda *args: list(rule(*args))
+    rule = with_tangents(fixed_point, "fixed_point", differentiated)
+    return rule
 
 
 def is_fixed_point(node: Node) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
@@ -25,6 +24,7 @@ from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Occurrence
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.rewriting.overriding import with_tangents
 
 # Of values and tangents the results and their tangents, or the other way round.
 Run = Callable[..., list[Any]]
@@ -132,7 +132,7 @@ def keep_zeros(graph: Graph, node: Node, every: bool, primal: Run | None = None)
     what gives the values, if it is not the node itself.
     """
     run = _of_values(node)
-    function = _with_rule(primal or run, node.name, functools.partial(_derivative, run, every))
+    function = with_tangents(primal or run, node.name, functools.partial(_derivative, run, every))
     values = [value for value in node.inputs if isinstance(value, Value)]
     graph.replace(node, function, values)
 
@@ -183,24 +183,6 @@ def _with_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gra
         return _jax.jvp(_jax.of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
 
     return import_program(jax.make_jaxpr(both)(list(avals), [avals[i] for i in active]))
-
-
-def _with_rule(primal: Run, name: str, differentiated: Callable[..., Any]) -> Run:
-    """A function of arrays with a JVP: ``differentiated(primals, active, tangents)`` gives the
-    results, and their tangents from those of the operands at the positions `active`."""
-    primal.__name__ = primal.__qualname__ = name
-    rule: Any = jax.custom_jvp(primal)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        active = [
-            i
-            for i, (value, tangent) in enumerate(zip(primals, tangents, strict=True))
-            if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(value))
-        ]
-        return differentiated(primals, active, [tangents[i] for i in active])
-
-    rule.defjvp(jvp, symbolic_zeros=True)
-    return rule  # type: ignore[no-any-return]
 
 
 def _derivative(

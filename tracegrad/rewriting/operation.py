@@ -88,27 +88,31 @@ def checked_cotangents(
             f"{_counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
             "or None for an input that has no gradient."
         )
-    return tuple(
-        checked_cotangent(gradient, jax.typeof(value), function, f"input {i}")
-        for i, (gradient, value) in enumerate(zip(given, op.inputs))
-    )
+
+    def checked(i: int) -> Any:
+        aval = jax.typeof(op.inputs[i])
+        return checked_cotangent(given[i], aval, function, lambda: f"input {i}")
+
+    return tuple(map(checked, range(len(given))))
 
 
-def checked_cotangent(gradient: Any, expected: Any, function: Callable[[], str], name: str) -> Any:
+def checked_cotangent(
+    gradient: Any, expected: Any, function: Callable[[], str], name: Callable[[], str]
+) -> Any:
     """A gradient as an array of the type of its input; None if there is none.
 
     Args:
       gradient: what a gradient function returned for one input.
       expected: the type of that input.
       function: says for messages whose gradient function it is: ``" 'grad' (a.py:1) of mod"``.
-      name: what the user calls the input.
+      name: says for messages what the user calls the input.
     """
     if gradient is None or not _jax.has_gradient(expected):
         return None  # an integer input has no gradient, whatever was returned for it
 
     def problem(got: str, advice: str) -> str:
         return (
-            f"The gradient function{function()} returned {got} for the {name}, which is "
+            f"The gradient function{function()} returned {got} for the {name()}, which is "
             f"{_jax.type_text(expected)}. {advice}"
         )
 

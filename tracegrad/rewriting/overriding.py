@@ -1,4 +1,4 @@
-"""Nodes with a gradient that somebody wrote."""
+"""Nodes and functions with another derivative, by what gives their cotangents or tangents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Node, Occurrence
@@ -64,3 +65,23 @@ def with_gradient(
 
     rule.defvjp(forward, backward)
     return rule
+
+
+def with_tangents(
+    primal: Callable[..., list[Any]], name: str, differentiated: Callable[..., Any]
+) -> Callable[..., list[Any]]:
+    """A function of arrays with a JVP: ``differentiated(primals, active, tangents)`` gives the
+    results, and their tangents from those of the operands at the positions `active`."""
+    primal.__name__ = primal.__qualname__ = name
+    rule: Any = jax.custom_jvp(primal)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        active = [
+            i
+            for i, (value, tangent) in enumerate(zip(primals, tangents, strict=True))
+            if not isinstance(tangent, SymbolicZero) and _jax.has_gradient(jax.typeof(value))
+        ]
+        return differentiated(primals, active, [tangents[i] for i in active])
+
+    rule.defjvp(jvp, symbolic_zeros=True)
+    return rule  # type: ignore[no-any-return]
