@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import Masks, joined, spread
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.tracing.user_errors import explain_loop
@@ -160,6 +160,8 @@ def node_vjp(
 
 
 def _asks_what_varies(node: Node) -> bool:
+    if not isinstance(node, RegionNode):
+        return False
     asks = node.params.get("symbolic_zeros") or _jax.facts_below(node.params).asks_what_varies
     return bool(asks)
 
