@@ -176,7 +176,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
         return rows
     # A rule of tangents gives one to each result: to an operand of which that is independent it
     # gives nothing, unless it is what the rule has written for all of them.
-    first = node.params.get("num_consts", 0)
+    first = node.closed_over
     given = [i >= first and v.has_gradient for i, v in enumerate(node.inputs)]
     try:
         written = _jax.written_tangents(

@@ -136,7 +136,7 @@ def reached_from(
 def active_inputs(node: Node, reached: AbstractSet[Value]) -> list[int]:
     """The inputs of a node that get a cotangent from it."""
     # What a custom rule closes over comes first, and gets nothing from the rule.
-    first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
+    first = node.closed_over if isinstance(node, CustomGradient) else 0
     inputs = list(enumerate(node.inputs))[first:]
     return [i for i, v in inputs if isinstance(v, Value) and v in reached]
 

@@ -99,8 +99,7 @@ def _check_rule(
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    closed_over = int(node.params.get("num_consts", 0))
-    active = [i for i, value in enumerate(node.inputs) if i >= closed_over and value.has_gradient]
+    active = [i for i, v in enumerate(node.inputs) if i >= node.closed_over and v.has_gradient]
 
     def primal(given: Sequence[Any]) -> list[Any]:
         return evaluate(node.primal, given)
