@@ -364,6 +364,25 @@ def test_a_gradient_function_needs_a_place_for_what_jax_has_kept_too():
             tg.trace(lambda x: tg.grad(f)(x))(2.0)
 
 
+@pytest.mark.any_jax
+def test_a_variable_that_only_a_function_inside_reads_and_does_not_use_is_listed():
+    v = Variable(3.0)
+
+    @tg.custom_gradient
+    def f(x):
+        y = jax.jit(lambda x: (v.value, x * x)[1])(x)
+        return y, lambda dy, variables: (dy * 7, [dy * 11 for _ in variables])
+
+    @tg.trace
+    def derivatives(x):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return y, *tape.gradient(y, [x, v])
+
+    assert floats(derivatives(2.0)) == [4.0, 7.0, 11.0]
+
+
 def test_a_variable_assigned_before_is_given_as_it_was_then():
     v = Variable(3.0)
     inner = kept_by_jit(v)

@@ -160,6 +160,9 @@ class Operands(Reads):
     def list_read(self) -> list[Any]:
         """Lists what was read until now. Returns the operands that stand for that."""
         self.listed = self.trainable
+        for variable in self.listed:
+            if variable not in self._operands:  # just functions further inside have read it
+                variable.read_value()
         return [self._operands[variable] for variable in self.listed]
 
     def are_all_in(self, program: Any) -> bool:
