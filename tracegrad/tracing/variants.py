@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
 
 T = TypeVar("T")
+Variables = tuple[Sequence[Variable], Sequence[Variable], Sequence[Variable]]  # as of a `Use`
 
 
 class Use:
@@ -300,11 +301,12 @@ class Variant:
         read: Any = [ref() for ref in use.read] if use.read else ()
         written: Any = [ref() for ref in use.written] if use.written else ()
         if type(_jax.current_trace(None)) is self._writes_over_in and not listeners():
-            new, result = self._lent(updated, read, written, args, kwargs)
+            call = self._lent
         elif _jax.is_top_level() and not listeners():
-            new, result = self._held(updated, read, written, args, kwargs)
+            call = self._held
         else:
-            new, result = self._watched(updated, read, written, args, kwargs)
+            call = self._watched
+        new, result = call((updated, read, written), args, kwargs)
         if use.updates or use.settings:
             assert modules is not None, "the program was made for such"
             # The new values of their arrays are the last ones.
@@ -315,14 +317,10 @@ class Variant:
         return put_together(result, modules) if use.returns_modules else result
 
     def _lent(
-        self,
-        updated: Sequence[Variable],
-        read: Sequence[Variable],
-        written: Sequence[Variable],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variables: Variables, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], Any]:
         """A call that writes over what it updates, with nobody around."""
+        updated, read, written = variables
         constants = peek(read) if read else ()
         if written:
             free(written)
@@ -336,14 +334,10 @@ class Variant:
         return new, result
 
     def _held(
-        self,
-        updated: Sequence[Variable],
-        read: Sequence[Variable],
-        written: Sequence[Variable],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variables: Variables, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], Any]:
         """A call of what calls the host, with nobody around."""
+        updated, read, written = variables
         constants = [variable.value for variable in read]  # the host may run what writes over them
         assigned = (*updated, *written)
         values = hold(assigned)[: len(updated)]
@@ -357,22 +351,17 @@ class Variant:
         return new, result
 
     def _watched(
-        self,
-        updated: Sequence[Variable],
-        read: Sequence[Variable],
-        written: Sequence[Variable],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variables: Variables, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], Any]:
         """A call where others look on."""
+        updated, read, written = variables
         trace = _jax.current_trace(None)
-        variables = (*updated, *read)
         outcome = None
         if isinstance(trace, ForwardingTrace) and not self._has_options:
-            values = show(variables)
+            values = show([*updated, *read])
             outcome = trace.call_directly(self.nested, self._forms, (*values, *args), kwargs)
         if outcome is None:
-            values = [variable.value for variable in variables]
+            values = [variable.value for variable in (*updated, *read)]
             outcome = self.nested(*values, *args, **kwargs)
         new, result = outcome
         if self.use.calls_host:
