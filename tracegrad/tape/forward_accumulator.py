@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +10,14 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
-from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.recorders import recorder_here
+from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
-from tracegrad.variables.lending import renew
-from tracegrad.variables.listening import (
-    Listener,
-    heard_renewal,
-    start_listening,
-    stop_listening,
-)
+from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
 
-class ForwardAccumulator(Listener):
+class ForwardAccumulator(Recording):
     """Jacobian-vector products of whatever runs inside a ``with`` block.
 
     Each array has at most one tangent: the derivative of it along the direction in which the
@@ -71,10 +63,9 @@ class ForwardAccumulator(Listener):
     """
 
     def __init__(self, primals: Any, tangents: Any):
+        super().__init__("accumulator")
         self._tangents = Tangents()
         self._variables: dict[int, tuple[Variable, Any]] = {}
-        self._recorder: Recorder | None = None
-        self._has_read: set[Variable] = set()
         for primal, tangent in _paired(primals, tangents):
             if isinstance(primal, Variable):
                 self._variables[id(primal)] = primal, tangent
@@ -82,14 +73,8 @@ class ForwardAccumulator(Listener):
                 self._tangents.move(primal, tangent)
 
     def __enter__(self) -> ForwardAccumulator:
-        self._check_thread()
-        if self._recorder is not None:
-            raise ValueError(
-                "this accumulator is recording already: it cannot be entered twice at once"
-            )
-        self._recorder = recorder_here()
-        self._thread = threading.get_ident()
-        self._tangents.enter(self._recorder)
+        self._tangents.enter(self._begin())
+        self._has_read.clear()
         if self._variables:
             start_listening(self)
         return self
@@ -102,13 +87,6 @@ class ForwardAccumulator(Listener):
         if self._variables:
             stop_listening(self)
         self._tangents.leave()
-
-    def _check_thread(self) -> None:
-        if self._recorder is not None and self._thread != threading.get_ident():
-            raise RuntimeError(
-                "this accumulator is recording in another thread, and sees only what is done "
-                "there: use one for each thread, or ask for tangents when the block is over"
-            )
 
     def jvp(
         self,
@@ -155,7 +133,7 @@ class ForwardAccumulator(Listener):
             return outside()
         if variable not in self._has_read:
             self._has_read.add(variable)
-            heard_renewal(variable, self, renew)
+            self._renew(variable)
         value = outside()
         self._tangents.set(value, self._variables[id(variable)][1])
         return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,23 +33,17 @@ from tracegrad.tape.leaves import (
 )
 from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.recorders import recorder_here
+from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import cotangents_of
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
-from tracegrad.variables.lending import is_only_shown, renew
-from tracegrad.variables.listening import (
-    Listener,
-    heard_renewal,
-    start_listening,
-    stop_listening,
-)
+from tracegrad.variables.lending import is_only_shown
+from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-class GradientTape(Listener):
+class GradientTape(Recording):
     """Records what is done to watched arrays, and gives gradients of it.
 
     Arrays stay ordinary arrays: ``if``, ``print`` and NumPy work inside the block. A tape follows
@@ -89,24 +82,18 @@ class GradientTape(Listener):
     """
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
+        super().__init__("tape")
         self._persistent = persistent
         self._watch_accessed = watch_accessed_variables
         self._record = Record(orders=2 if persistent else 1)
-        self._recorder: Recorder | None = None
         self._recording = False
         self._used = False
-        self._has_read: set[Variable] = set()  # since it began to record
 
     # ----------------------------------------------------------------------------------- block
 
     def __enter__(self) -> GradientTape:
-        self._check_thread()
-        if self._recorder is not None:
-            raise ValueError("this tape is recording already: it cannot be entered twice at once")
-        if self._used:
-            raise RuntimeError(_USED)
-        self._recorder = recorder_here()
-        self._thread = threading.get_ident()
+        self._check_usable()
+        self._begin()
         self._start()
         return self
 
@@ -116,13 +103,6 @@ class GradientTape(Listener):
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.leave()
-
-    def _check_thread(self) -> None:
-        if self._recorder is not None and self._thread != threading.get_ident():
-            raise RuntimeError(
-                "this tape is recording in another thread, and sees only what is done there: use "
-                "one tape for each thread, or take the gradient when the block is over"
-            )
 
     def _start(self) -> None:
         assert self._recorder is not None
@@ -143,7 +123,7 @@ class GradientTape(Listener):
         is_watched = (self._watch_accessed and variable.trainable) or variable in record.reads
         if is_watched and variable not in self._has_read:
             self._has_read.add(variable)
-            heard_renewal(variable, self, renew)
+            self._renew(variable)
         value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
@@ -196,7 +176,7 @@ class GradientTape(Listener):
         if not self._recording:
             raise RuntimeError("stop_recording is for inside the tape's block: it is not recording")
         for variable in self._has_read:  # what is read meanwhile is a constant
-            heard_renewal(variable, self, renew)
+            self._renew(variable)
         self._stop()
         try:
             yield

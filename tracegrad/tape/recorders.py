@@ -1,4 +1,5 @@
-"""Which recorder is on here: one for each thread and transformation; and how to get around it."""
+"""Which recorder is on here: one for each thread and transformation; what is recorded by it, and
+how to get around it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
+from tracegrad.variables.lending import renew
+from tracegrad.variables.listening import Listener, listeners
+from tracegrad.variables.variable import Variable
 
 set_current_trace = _jax.set_current_trace
 
@@ -40,6 +44,46 @@ def recorder_here() -> Recorder:
     if len(_kept.recorders) < _MOST_KEPT:
         _kept.recorders.append(recorder)
     return recorder
+
+
+class Recording(Listener):
+    """A block that records, on the thread that entered it, and hears of what Variables are read.
+
+    Args:
+      name: what messages call it.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._recorder: Recorder | None = None  # inside the block
+        self._thread: int | None = None
+        self._has_read: set[Variable] = set()  # since it began to record
+
+    def _begin(self) -> Recorder:
+        """Begins the block."""
+        self._check_thread()
+        if self._recorder is not None:
+            raise ValueError(
+                f"this {self._name} is recording already: it cannot be entered twice at once"
+            )
+        self._recorder, self._thread = recorder_here(), threading.get_ident()
+        return self._recorder
+
+    def _check_thread(self) -> None:
+        if self._recorder is not None and self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"this {self._name} is recording in another thread, and sees only what is done "
+                f"there: use one {self._name} for each thread, or ask it when the block is over"
+            )
+
+    def _renew(self, variable: Variable) -> None:
+        """Has the next read of a Variable give another object than those before, which are none
+        that this follows, whoever gives it."""
+        stack = listeners()
+        for outer in reversed(stack[: stack.index(self)]):
+            if outer.on_renewal(variable):
+                return
+        renew(variable)
 
 
 @contextmanager

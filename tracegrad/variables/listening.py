@@ -117,18 +117,3 @@ def heard_assignment(
         return
     hand_on = partial(heard_assignment, variable, store=store, stack=told[:-1])
     told[-1].on_assign(variable, value, hand_on)
-
-
-def heard_renewal(
-    variable: Variable, listener: Listener, renew: Callable[[Variable], None]
-) -> None:
-    """Tells whoever gives a listener the value of a Variable that the next read is to be another
-    object than those before, which are none that the listener follows.
-
-    `renew`: what is done if nobody but the Variable gives it.
-    """
-    stack = _listeners.stack
-    for outer in reversed(stack[: stack.index(listener)]):
-        if outer.on_renewal(variable):
-            return
-    renew(variable)
