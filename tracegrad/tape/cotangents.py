@@ -101,30 +101,18 @@ class _Compiled:
     replay: Replay
     key: Any
 
-    def placed(self, block: Block) -> _Ready:
-        """It with the slots that a block has in its record."""
+    def slots(self, block: Block) -> _Slots:
+        """Those of what it takes, in the record that a block is of."""
         slots = tuple([block.slots[place] for place in self.needed])
-        stood_in = frozenset([block.slots[place] for place in self.replay.slots])
-        return _Ready(self.run, self.connected, slots, stood_in)
+        return _Slots(slots, tuple([place in self.replay.slots for place in self.needed]))
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A compiled backward for records of one structure: what it takes has these slots there."""
+class _Slots(NamedTuple):
+    """Where in a record the arrays are that a compiled backward takes, and in whose place it gets
+    stand-ins (see `with_stand_in`)."""
 
-    compiled: weakref.ref[_Compiled]
-    slots: tuple[int, ...]
-    stood_in: frozenset[int]
-
-
-class _Ready(NamedTuple):
-    """From the arrays of these slots (stand-ins for some of them: see `with_stand_in`) and the
-    seeds to the cotangents of the connected sources."""
-
-    run: Callable[..., list[Any]]
-    connected: tuple[bool, ...]
-    slots: tuple[int, ...]
-    stood_in: frozenset[int]
+    taken: tuple[int, ...]
+    stood_in: tuple[bool, ...]
 
 
 def cotangents(
@@ -154,8 +142,8 @@ def cotangents(
         return _as_traced(record, rules, (sources, targets), kind, seeds, how)
     if rules:
         return _piecewise(record, pieces, (sources, targets), kind, seeds, how)
-    ready = _compiled(record, sources, targets, kind, given, how, sparse)
-    return _run(record.arrays, ready, seeds)
+    compiled, slots = _compiled(record, sources, targets, kind, given, how, sparse)
+    return _run(record.arrays, compiled, slots, seeds)
 
 
 class _How(NamedTuple):
@@ -172,14 +160,16 @@ class _How(NamedTuple):
     rules: tuple[Force, ...]  # in force
 
 
-def _run(by_slot: Sequence[Any], ready: _Ready, seeds: Sequence[Any]) -> list[Any]:
-    if not any(ready.connected):
-        return [None] * len(ready.connected)
-    arrays = [by_slot[slot] for slot in ready.slots]
-    if ready.stood_in:
-        arrays = with_stand_ins(arrays, [slot in ready.stood_in for slot in ready.slots])
-    found = iter(ready.run(*arrays, *[seed for seed in seeds if seed is not None]))
-    return [next(found) if linked else None for linked in ready.connected]
+def _run(
+    by_slot: Sequence[Any], compiled: _Compiled, slots: _Slots, seeds: Sequence[Any]
+) -> list[Any]:
+    if not any(compiled.connected):
+        return [None] * len(compiled.connected)
+    arrays = [by_slot[slot] for slot in slots.taken]
+    if any(slots.stood_in):
+        arrays = with_stand_ins(arrays, slots.stood_in)
+    found = iter(compiled.run(*arrays, *[seed for seed in seeds if seed is not None]))
+    return [next(found) if linked else None for linked in compiled.connected]
 
 
 def _compiled(
@@ -191,7 +181,7 @@ def _compiled(
     how: _How,
     sparse: tuple[bool, ...],
     piece: Piece | None = None,
-) -> _Ready:
+) -> tuple[_Compiled, _Slots]:
     """The compiled backward of a record's structure, remembered by that.
 
     Args:
@@ -201,23 +191,24 @@ def _compiled(
     """
     here = kind, sources, targets, given, how, sparse
     programs = record.step.programs if piece is None else piece.programs
-    placed = programs.get(here)
-    if placed is not None:
-        before: _Compiled | None = placed.compiled()
+    known_here = programs.get(here)
+    if known_here is not None:
+        reference, slots = known_here
+        before: _Compiled | None = reference()
         kept: object = None if before is None else PROGRAMS.get(before.key)
         if before is not None and kept is before:
-            return _Ready(before.run, before.connected, placed.slots, placed.stood_in)
+            return before, slots
     operations = record.operations()
     if piece is not None:
         operations = [operations[i] for i in piece.operations]
     block = block_between(operations, record.types(), sources, targets)
     known = _made(block, kind, given, how, sparse)
-    ready = known.placed(block)
+    slots = known.slots(block)
     if record.step.is_shared:
         if len(programs) > 64:
             programs.clear()
-        programs[here] = _Placed(weakref.ref(known), ready.slots, ready.stood_in)
-    return ready
+        programs[here] = weakref.ref(known), slots
+    return known, slots
 
 
 def _made(
@@ -308,7 +299,7 @@ def _piecewise(
     ) -> list[Any]:
         given = (True,) * len(ends)
         ready = _compiled(record, piece.args, tuple(ends), GRADIENT, given, how, sparse, piece)
-        return _run(record.arrays, ready, starts)
+        return _run(record.arrays, *ready, starts)
 
     def backward(_: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         found = pull_back_pieces(
@@ -371,4 +362,4 @@ def _as_traced(
     with refusing_values(list(names)):
         block = block_between(operations, types, *ends)
         compiled = _made(block, kind, given, how, (kind.sparse,) * len(ends[0]))
-    return _run(arrays, compiled.placed(block), seeds)
+    return _run(arrays, compiled, compiled.slots(block), seeds)
