@@ -499,6 +499,31 @@ def test_intermediates_of_branches_loops_and_calls():
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 
 
+def test_a_loop_and_what_is_in_it_are_led_out_together():
+    def loss(x):
+        def step(carry, t):
+            with jax.named_scope("cell"):
+                carry = jax.lax.cond(t > 0.5, lambda c: jnp.sin(c) * t, lambda c: c * c, carry)
+            return carry, carry
+
+        last, carries = jax.lax.scan(step, 1.0, x)
+        return last + jnp.sum(carries)
+
+    places = [match.op("scan"), match.scope("cell"), SIN]
+    scan, cell, sin = places
+    together = scan | cell | sin
+
+    def values(where):
+        return tg.intermediates(loss, where)(X)[1]
+
+    def gradients(where):
+        return tg.intermediate_gradients(loss, where)(X)
+
+    for led_out in (values, gradients):
+        alone = {name: value for place in places for name, value in led_out(place).items()}
+        jax.tree.map(np.testing.assert_array_equal, led_out(together), alone)
+
+
 def test_branches_stay_in_order_when_values_are_led_out_of_the_later_one():
     def f(x):
         return jax.lax.cond(x > 0, jnp.sin, lambda x: 2 * x, x)

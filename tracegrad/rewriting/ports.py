@@ -151,11 +151,11 @@ class _Outward:
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
-    ) -> list[Port]:
+    ) -> tuple[Node, list[Port]]:
         avals = [_outside(node, port.value.aval) for port in ports]
         wide = here.widen(node, regions, (), avals)
         new = wide.outputs[len(node.outputs) :]
-        return [replace(port, value=value) for port, value in zip(ports, new, strict=True)]
+        return wide, [replace(port, value=value) for port, value in zip(ports, new, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ class _Inward:
 
     def pass_on(
         self, here: Graph, node: Node, regions: dict[str, Graph], ports: Sequence[Port]
-    ) -> list[Port]:
+    ) -> tuple[Node, list[Port]]:
         avals = [_outside(node, port.value.aval) for port in ports]
         inputs = here.add_inputs(avals, ["tap"] * len(avals))
-        here.widen(node, regions, inputs, ())
-        return [replace(port, value=value) for port, value in zip(ports, inputs, strict=True)]
+        wide = here.widen(node, regions, inputs, ())
+        return wide, [replace(port, value=value) for port, value in zip(ports, inputs, strict=True)]
 
 
 def _thread(
@@ -190,6 +190,9 @@ def _thread(
             (node, name), rest = path[0], path[1:]
             below.setdefault(node, {}).setdefault(name, []).append((rest, match))
     found: list[Port] = []
+    for path, match in places:  # first, since a node with places inside gives way to a wider one
+        if not path:
+            found += way.open_(new, [new.node_here(node) for node in match.nodes], match)
     for node, by_region in below.items():
         holder = new.node_here(node)
         _refuse_to_pass(node, next(iter(by_region.values()))[0][1])
@@ -202,10 +205,10 @@ def _thread(
         if len(node.regions) > 1:  # branches take and return the same
             for name, region in node.regions.items():
                 regions[name] = _aligned(regions.get(name, region.copy()), name, own, way)
-        found += way.pass_on(new, holder, regions, ports)
-    for path, match in places:
-        if not path:
-            found += way.open_(new, [new.node_here(node) for node in match.nodes], match)
+        wide, passed_on = way.pass_on(new, holder, regions, ports)
+        now = dict(zip(holder.outputs, wide.outputs, strict=False))
+        found = [replace(port, value=now.get(port.value, port.value)) for port in found]
+        found += passed_on
     return found
 
 
