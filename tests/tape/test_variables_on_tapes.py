@@ -139,6 +139,21 @@ def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_
 
 
 @pytest.mark.any_jax
+def test_a_tape_keeps_nothing_of_a_function_that_is_traced_in_its_block():
+    v = Variable(3.0)
+
+    @jax.jit
+    def slope():
+        before = v.value
+        with GradientTape() as tape:
+            y = jax.jit(lambda x: v * x * before)(2.0) * v
+        return tape.gradient(y, v)
+
+    with jax.checking_leaks():
+        assert trace(lambda: slope())() == 36.0
+
+
+@pytest.mark.any_jax
 def test_an_assigned_variable_that_inner_functions_read_has_its_gradient_by_what_the_tape_sees():
     v = Variable(3.0)
     doubled = jax.jit(lambda: 2.0 * v)
