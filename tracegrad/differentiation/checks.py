@@ -125,6 +125,17 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
     return result
 
 
+def flattened(
+    fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
+) -> tuple[list[Any], Any]:
+    """The leaves of a function's outputs, and what it returns beside them. `shape_of_result` gets
+    the structure of the outputs and the shapes of the leaves."""
+    outputs, aux = pair(fun, result) if has_aux else (result, None)
+    leaves, structure = jax.tree.flatten(outputs)
+    shape_of_result[:] = structure, list(map(jnp.shape, leaves))
+    return leaves, aux
+
+
 def spread_out(results: Sequence[Any], present: Sequence[bool]) -> list[Any]:
     """One entry per selected leaf: None for those that were not differentiated."""
     rest = iter(results)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
     differentiable_leaves,
+    flattened,
     named_after,
-    pair,
     scalar_result,
     spread_out,
     wrt_or_argnums,
@@ -193,7 +192,8 @@ def value_and_grad(
         with explaining():
             value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
-            (results,) = _marked(chosen, _main(scalar, carries), unconnected, [results])
+            main = (lambda leaves: scalar(leaves)[0]) if carries else scalar
+            (results,) = _marked(chosen, main, unconnected, [results])
         if state is not None:
             scalar_value, (aux, assigned) = value
             state.assign(assigned)
@@ -255,12 +255,8 @@ def jacobian(
 
         def result(leaves: list[Any]) -> Any:
             outputs, assigned = (chosen.call(leaves), []) if state is None else state.call(leaves)
-            aux = None
-            if has_aux:
-                outputs, aux = pair(fun, outputs)
-            flat_outputs, structure = jax.tree.flatten(outputs)
-            shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
-            return flat_outputs, (aux, assigned)
+            outputs, aux = flattened(fun, outputs, has_aux, shape_of_result)
+            return outputs, (aux, assigned)
 
         flat = refusing(under_rules(result, function_name(fun)))
         if chosen.leaves:
@@ -286,10 +282,6 @@ def jacobian(
 
 
 # -------------------------------------------------------------------------------- unconnected
-
-
-def _main(scalar: Callable[[list[Any]], Any], has_aux: bool) -> Callable[[list[Any]], Any]:
-    return (lambda leaves: scalar(leaves)[0]) if has_aux else scalar
 
 
 def _marked(

@@ -14,8 +14,8 @@ from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
     differentiable_leaves,
+    flattened,
     named_after,
-    pair,
     scalar_result,
     spread_out,
     wrt_or_argnums,
@@ -72,13 +72,8 @@ def hessian(
         chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []
 
-        def result(leaves: list[Any]) -> Any:
-            outputs, aux = chosen.call(leaves), None
-            if has_aux:
-                outputs, aux = pair(fun, outputs)
-            flat_outputs, structure = jax.tree.flatten(outputs)
-            shape_of_result[:] = structure, list(map(jnp.shape, flat_outputs))
-            return flat_outputs, aux
+        def result(leaves: list[Any]) -> tuple[list[Any], Any]:
+            return flattened(fun, chosen.call(leaves), has_aux, shape_of_result)
 
         flat = refusing(under_rules(result, function_name(fun)))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)

@@ -200,27 +200,19 @@ def _thread(
         ports: list[Port] = []
         own: dict[str, list[Port]] = {}
         for name, inner in by_region.items():
-            regions[name], own[name] = _threaded_region(node.region(name), inner, way)
+            region = node.region(name)
+            regions[name] = region.copy()
+            own[name] = _thread(region, regions[name], inner, way)
+            way.close(regions[name], own[name])
             ports += own[name]
         if len(node.regions) > 1:  # branches take and return the same
             for name, region in node.regions.items():
-                regions[name] = _aligned(regions.get(name, region.copy()), name, own, way)
+                regions[name] = _aligned(regions.get(name) or region.copy(), name, own, way)
         wide, passed_on = way.pass_on(new, holder, regions, ports)
         now = dict(zip(holder.outputs, wide.outputs, strict=False))
         found = [replace(port, value=now.get(port.value, port.value)) for port in found]
         found += passed_on
     return found
-
-
-def _threaded_region(
-    region: Graph,
-    inner: Sequence[tuple[Path, Occurrence]],
-    way: _Outward | _Inward,
-) -> tuple[Graph, list[Port]]:
-    copy = region.copy()
-    ports = _thread(region, copy, inner, way)
-    way.close(copy, ports)
-    return copy, ports
 
 
 def _aligned(
