@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 
@@ -488,6 +489,29 @@ def test_an_unhashable_static_keyword_is_refused_by_graph_too():
 def test_rules_that_are_no_sequence_of_functions_are_named(rules):
     with pytest.raises(TypeError, match="sequence of functions Graph -> Graph"):
         tg.trace(jnp.sin, rules=rules)
+
+
+@tg.trace
+def known_by_name(x):
+    return x + 1
+
+
+class Doubling:
+    @tg.trace
+    def doubled(self, x):
+        return 2 * x
+
+
+def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
+    assert pickle.loads(pickle.dumps(known_by_name)) is known_by_name
+    again = pickle.loads(pickle.dumps(tg.trace(scaled_sum, static_argnames="scale")))
+    assert again(jnp.arange(3.0), scale=2.0) == 6.0
+    with pytest.raises(ValueError, match="Non-hashable static"):
+        again(1.0, scale=[])
+    for copied in (copy.copy, lambda method: pickle.loads(pickle.dumps(method))):
+        assert copied(Doubling().doubled)(2.0) == 4.0
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
+        pickle.dumps(tg.trace(lambda x: x))
 
 
 def test_a_model_that_holds_a_traced_function_can_be_copied():

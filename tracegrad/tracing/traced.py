@@ -8,6 +8,7 @@ one `jax.jit` that is made for the function, as soon as that is known to be all.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -68,6 +69,7 @@ class TracedFunction:
         if is_module(fun):
             called, self._first = function_of(fun), (fun,)
             options, static = options_behind_module(fun, options, static)
+        self._made_with = tuple(rules), dict(jit_options or {})
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
         self._pipeline.joined_by(self)
@@ -146,6 +148,16 @@ class TracedFunction:
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
         return self  # as of any function: a model that holds one can be copied
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # By its name, as any function; else, as what `jax.jit` returns, by what it was made with.
+        name: str = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is self and self.__module__ != "__main__":  # which is another one elsewhere
+            return name
+        return TracedFunction, (self.__wrapped__, *self._made_with)
+
     def __repr__(self) -> str:
         return f"<traced {repr_of(self.__wrapped__)}>"
 
@@ -178,6 +190,9 @@ class BoundTracedFunction:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as of methods
+        return getattr, (self.__self__, self.__func__.__name__)
 
     def __eq__(self, other: object) -> bool:  # as of methods: each access makes one
         return (
