@@ -439,6 +439,22 @@ def test_an_edit_inside_a_custom_gradient_is_refused():
     np.testing.assert_allclose(jax.grad(f)(X), 1 + 2 * COS, rtol=1e-6)
 
 
+def test_an_edit_inside_a_solve_is_refused():
+    matrix, multiply = jnp.array([[2.0, 0.0], [0.0, 4.0]]), match.op("dot_general")
+
+    def solved(matrix):  # the diagonal's inverses
+        return jnp.sum(jax.scipy.sparse.linalg.cg(lambda x: matrix @ x, jnp.ones(2))[0])
+
+    with pytest.raises(tg.GraphError, match=r"inside of a solve of custom_linear_solve.*vanish"):
+        tg.rewrite(solved, rules.scale_gradient(multiply, 2.0))(matrix)
+    outside = multiply & ~match.where(lambda found: found.rule_around)
+    f = tg.rewrite(solved, rules.scale_gradient(outside, 2.0))
+    expected = -2 * np.outer([1 / 2, 1 / 4], [1 / 2, 1 / 4])
+    np.testing.assert_allclose(jax.grad(f)(matrix), expected, rtol=1e-5)
+    looped = tg.rewrite(solved, rules.checkpointed_loop())  # nor are its loops differentiated
+    np.testing.assert_allclose(jax.grad(looped)(matrix), expected / 2, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, match, scopes
+from tracegrad.ir import Graph, GraphError, Node, Occurrence, match, scopes
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import described
@@ -206,8 +206,7 @@ def _is_named(name: str, found: Occurrence) -> bool:
     """Whether a node is the outermost of a name, outside of custom rules: those replace the
     derivative of what is in them."""
     fits = [name in (node.op, node.name) for node in found.steps]
-    in_rule = any(isinstance(node, CustomGradient) for node, _ in found.path)
-    return fits[-1] and not any(fits[:-1]) and not in_rule
+    return fits[-1] and not any(fits[:-1]) and found.rule_around is None
 
 
 # ------------------------------------------------------------------------- operation by operation

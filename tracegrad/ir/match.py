@@ -125,7 +125,8 @@ def where(predicate: Callable[[Occurrence], object]) -> Selector:
     """Single nodes for which a function of the occurrence is true.
 
     Args:
-      predicate: is given each `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``).
+      predicate: is given each `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``,
+        ``.rule_around``).
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> big = tg.match.where(lambda o: any(v.aval.size > 5 for v in o.node.outputs))

@@ -26,7 +26,7 @@ import jaxlib
 
 from tracegrad import _jax
 from tracegrad.ir import scopes
-from tracegrad.ir.nodes import Node
+from tracegrad.ir.nodes import CustomGradient, Node
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -47,6 +47,9 @@ _PYTHONS = (
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 Path = tuple[tuple[Node, str], ...]
+
+# JAX takes the derivative of a solve by a further solve.
+_SOLVES = {("custom_linear_solve", f"jaxprs.{name}") for name in ("solve", "transpose_solve")}
 
 
 class Origin(NamedTuple):
@@ -115,6 +118,16 @@ class Occurrence:
     def steps(self) -> list[Node]:
         """The nodes that were entered on the way to it, and the node."""
         return [*(node for node, _ in self.path), self.node]
+
+    @property
+    def rule_around(self) -> Node | None:
+        """The outermost call around it that is differentiated by a rule, not by what is in it: a
+        custom gradient, or a `jax.lax.custom_linear_solve` in a solve of which it stands. None
+        where derivatives reach it."""
+        for node, region in self.path:
+            if isinstance(node, CustomGradient) or (node.op, region) in _SOLVES:
+                return node
+        return None
 
     def into(self, region: str) -> Path:
         """The path of what is in one of its regions."""

@@ -55,8 +55,8 @@ def matches_of(
 
     Raises:
       NoMatchError: there is none, and that is not allowed.
-      GraphError: one lies in a custom gradient or, about gradients, in code that JAX has
-        differentiated already.
+      GraphError: one lies in a custom gradient, in a solve or, about gradients, in code that JAX
+        has differentiated already.
     """
     matches = where.look(graph).matches
     if gradients:
@@ -65,7 +65,7 @@ def matches_of(
             refuse_differentiated(match, asked)
     for match in matches:
         if match.path:
-            _refuse_inside_custom_gradient(match, asked)
+            _refuse_inside_of_rules(match, asked)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
@@ -122,16 +122,23 @@ def _grad_call(node: Node) -> str:
     return ""
 
 
-def _refuse_inside_custom_gradient(match: Occurrence, rule: object) -> None:
-    """Raises GraphError for what lies in the primal of a custom gradient."""
-    for node, _ in match.path:
-        if isinstance(node, CustomGradient):
-            raise GraphError(
-                f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
-                "replaces the derivative of all that is in it: the edit would vanish. Match "
-                f"the call itself, match.call({node.name!r}), or leave it out: "
-                f"& ~match.call({node.name!r})"
-            )
+def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
+    """Raises GraphError for what lies in the primal of a custom gradient or in a solve."""
+    node = match.rule_around
+    if isinstance(node, CustomGradient):
+        raise GraphError(
+            f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
+            "replaces the derivative of all that is in it: the edit would vanish. Match "
+            f"the call itself, match.call({node.name!r}), or leave it out: "
+            f"& ~match.call({node.name!r})"
+        )
+    if node is not None:
+        raise GraphError(
+            f"{rule!r}: {match} lies inside of a solve of {node.name}, whose derivative JAX takes "
+            "by a further solve: the edit would vanish. Match the whole, "
+            f"match.op({node.op!r}), or leave out what is in it: "
+            "& ~match.where(lambda found: found.rule_around)"
+        )
 
 
 def edited(graph: Graph, matches: Sequence[Occurrence], edit: Edit) -> Graph:

@@ -37,11 +37,9 @@ def may_make_nan(found: Occurrence) -> bool:
     """Whether the derivative at a node may be NaN or Inf where its operands are numbers or not: of
     an operation element by element, or of a rule of kind jvp that is made of such.
 
-    What is inside of a custom gradient is no node that is differentiated.
+    What is inside of a custom gradient or of a solve is no node that is differentiated.
     """
-    if any(isinstance(node, CustomGradient) for node, _ in found.path):
-        return False
-    return _is_concerned(found.node)
+    return found.rule_around is None and _is_concerned(found.node)
 
 
 def _is_concerned(node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Occurrence, match
+from tracegrad.ir import Graph, GraphError, Node, Occurrence, match
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.selector import Selector
 from tracegrad.rewriting.edits import Edit, edited
@@ -191,9 +191,7 @@ def at_each_loop(
 
 
 def _is_loop(found: Occurrence) -> bool:
-    return found.node.primitive in _jax.WHILES and not any(
-        isinstance(node, CustomGradient) for node, _ in found.path
-    )
+    return found.node.primitive in _jax.WHILES and found.rule_around is None
 
 
 def _outermost(loops: Sequence[Occurrence]) -> list[Occurrence]:
