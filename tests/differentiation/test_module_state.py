@@ -26,6 +26,17 @@ class Noisy(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
+class Scaling(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.array([1.0, 2.0]))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+
+def sum_of_scaled(model):
+    model.calls.set_value(model.calls.get_value() + 1.0)
+    return jnp.sum(model.scale.get_value() ** 3)
+
+
 def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
@@ -76,6 +87,17 @@ def test_statistics_and_counts_are_kept_as_by_nnx_grad(differentiate):
     for a, b in zip(state_of(model), state_of(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert float(model.seen["calls"]) == 2.0
+
+
+@pytest.mark.parametrize(
+    "differentiate", [tg.hessian(sum_of_scaled), lambda m: tg.hvp(sum_of_scaled, (m,), m)]
+)
+def test_second_derivatives_keep_what_is_assigned(differentiate):
+    model = Scaling()
+    differentiate(model)
+    differentiate(model)
+    assert float(model.calls.get_value()) == 2.0
+    np.testing.assert_array_equal(model.scale.get_value(), [1.0, 2.0])
 
 
 def test_a_change_of_structure_raises():

@@ -19,15 +19,18 @@ from tracegrad.variables.statics import is_variable
 
 
 class ModuleState:
-    """The state of the modules of a selection, through one call of its function."""
+    """The state of the modules of a selection, if it has any, through one call of its function."""
 
     def __init__(self, selection: Selection):
         self._selection = selection
+        self._has_modules = _has_modules(selection)
         self._changed: list[int] = []
 
     def call(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Calls the function with these for its selected leaves; returns its result, and what it
         has assigned, for `assign`."""
+        if not self._has_modules:
+            return self._selection.call(leaves), []
         args, kwargs, filled = self._selection.filled(leaves)
         structure: Any
         changed_structure: Any
@@ -66,11 +69,10 @@ class ModuleState:
         return [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
 
 
-def module_state(selection: Selection) -> ModuleState | None:
-    """That of the modules with respect to which it is differentiated; None if there are none."""
+def _has_modules(selection: Selection) -> bool:
+    """Whether it is differentiated with respect to modules."""
     if (is_leaf := is_whole()) is None:
-        return None
+        return False
     trees = [argument.tree for argument in selection.arguments]
     nodes = jax.tree.leaves(trees, is_leaf=lambda node: is_leaf(node) or is_variable(node))
-    found = any(map(is_module, nodes))
-    return ModuleState(selection) if found else None
+    return any(map(is_module, nodes))

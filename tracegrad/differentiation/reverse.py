@@ -27,7 +27,7 @@ from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
 from tracegrad.differentiation.gradient_types import zero_block
 from tracegrad.differentiation.lookups import call_with_slices
-from tracegrad.differentiation.module_state import module_state
+from tracegrad.differentiation.module_state import ModuleState
 from tracegrad.differentiation.selection import Selection, Wrt, resolve
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
@@ -174,12 +174,9 @@ def value_and_grad(
         differentiable = differentiable_leaves(selection, unconnected, allow_int)
         chosen = selection.refined(differentiable)
 
-        state = module_state(chosen)
-        carries = has_aux or state is not None  # something beside the scalar
+        state = ModuleState(chosen)
 
         def result(leaves: list[Any]) -> Any:
-            if state is None:
-                return scalar_result(fun, chosen.call(leaves), has_aux)
             outcome, assigned = state.call(leaves)
             outcome = scalar_result(fun, outcome, has_aux)
             scalar, aux = outcome if has_aux else (outcome, None)
@@ -187,18 +184,16 @@ def value_and_grad(
 
         scalar = refusing(under_rules(result, function_name(fun)))
         run = _jax.value_and_grad(
-            scalar, has_aux=carries, holomorphic=holomorphic, allow_int=allow_int
+            scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
         with explaining():
-            value, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
+            given, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
         if unconnected != "zero":
-            main = (lambda leaves: scalar(leaves)[0]) if carries else scalar
-            (results,) = _marked(chosen, main, unconnected, [results])
-        if state is not None:
-            scalar_value, (aux, assigned) = value
-            state.assign(assigned)
-            value = (scalar_value, aux) if has_aux else scalar_value
-        return value, selection.answer(spread_out(results, differentiable))
+            (results,) = _marked(chosen, lambda leaves: scalar(leaves)[0], unconnected, [results])
+        value, (aux, assigned) = given
+        state.assign(assigned)
+        answer = selection.answer(spread_out(results, differentiable))
+        return ((value, aux) if has_aux else value), answer
 
     return value_and_gradient
 
@@ -251,10 +246,10 @@ def jacobian(
         differentiable = differentiable_leaves(selection, unconnected, allow_int)
         chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
-        state = module_state(chosen)
+        state = ModuleState(chosen)
 
         def result(leaves: list[Any]) -> Any:
-            outputs, assigned = (chosen.call(leaves), []) if state is None else state.call(leaves)
+            outputs, assigned = state.call(leaves)
             outputs, aux = flattened(fun, outputs, has_aux, shape_of_result)
             return outputs, (aux, assigned)
 
@@ -268,8 +263,7 @@ def jacobian(
             rows = [[] for _ in outputs]
         if unconnected != "zero":
             rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
-        if state is not None:
-            state.assign(assigned)
+        state.assign(assigned)
         structure, shapes = shape_of_result
         blocks = [
             selection.answer(spread_out(row, differentiable), functools.partial(zero_block, shape))

@@ -23,6 +23,7 @@ from tracegrad.differentiation.checks import (
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.gradient_types import zero_block
+from tracegrad.differentiation.module_state import ModuleState
 from tracegrad.differentiation.selection import Selection, Wrt, resolve
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
@@ -71,15 +72,20 @@ def hessian(
         differentiable = differentiable_leaves(selection)
         chosen = selection.refined(differentiable)
         shape_of_result: list[Any] = []
+        state = ModuleState(chosen)
 
         def result(leaves: list[Any]) -> tuple[list[Any], Any]:
-            return flattened(fun, chosen.call(leaves), has_aux, shape_of_result)
+            outputs, assigned = state.call(leaves)
+            outputs, aux = flattened(fun, outputs, has_aux, shape_of_result)
+            return outputs, (aux, assigned)
 
         flat = refusing(under_rules(result, function_name(fun)))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = chosen.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
-        blocks, aux = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)(leaves)
+        forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
+        blocks, (aux, assigned) = forward(leaves)
+        state.assign(assigned)
         structure, shapes = shape_of_result
         answer = jax.tree.unflatten(
             structure,
@@ -165,14 +171,17 @@ def hvp(
         for leaf, entry, path in zip(leaves, given, selection.names, strict=True)
     ]
 
-    def gradient(leaves: list[Any]) -> list[Any]:
-        def result(leaves: list[Any]) -> Any:
-            return scalar_result(fun, selection.call(leaves))
+    state = ModuleState(selection)
 
-        results: list[Any] = _jax.grad(refusing(under_rules(result, function_name(fun))))(leaves)
-        return results
+    def result(leaves: list[Any]) -> Any:
+        outcome, assigned = state.call(leaves)
+        return scalar_result(fun, outcome), assigned
 
-    _, product = jvp(gradient, (leaves,), (vector,))
+    def gradient(leaves: list[Any]) -> Any:
+        return _jax.grad(refusing(under_rules(result, function_name(fun))), has_aux=True)(leaves)
+
+    _, product, assigned = jvp(gradient, (leaves,), (vector,), has_aux=True)
+    state.assign(assigned)
     return selected.answer(spread_out(product, differentiable))
 
 
