@@ -484,6 +484,20 @@ def test_an_operation_without_reverse_derivative_is_named_with_its_line():
         plan_recompute(fun, 100)(f32(8))
 
 
+def test_what_is_closed_over_is_not_differentiated():
+    @jax.custom_jvp
+    def fixed(x: jax.Array) -> jax.Array:
+        return x
+
+    @fixed.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise RuntimeError("is differentiated")
+
+    data = jnp.ones((8, 3))
+    plan = plan_recompute(lambda w: jnp.sum(jnp.sin(fixed(data) @ w)), 1.0, measure=False)
+    assert plan(f32(3)).peak > 0
+
+
 def test_the_loops_of_equinox_are_planned_under_vmap():
     # They count steps beside the result, and call a rule that has neither operands nor results.
     def root(w: jax.Array, x: jax.Array) -> jax.Array:

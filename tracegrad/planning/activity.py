@@ -12,10 +12,11 @@ from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
 def active_values(graph: Graph) -> set[Value]:
-    """The values between the inputs and constants of a graph and its outputs; empty if no way leads
-    from the one to the other."""
+    """The values between the inputs of a graph, and what another trace has of it, and its outputs;
+    empty if no way leads from the one to the other."""
     given = [int(v.has_gradient) for v in graph.inputs]
-    reached = _reached(graph, given, [v for v in graph.constants if v.has_gradient])
+    traced = [v for v, array in graph.constants.items() if _jax.is_tracer(array)]
+    reached = _reached(graph, given, [v for v in traced if v.has_gradient])
     return _live(graph, [True] * len(graph.outputs), reached)
 
 
