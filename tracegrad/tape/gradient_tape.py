@@ -92,7 +92,8 @@ class GradientTape(Recording):
     # ----------------------------------------------------------------------------------- block
 
     def __enter__(self) -> GradientTape:
-        self._check_usable()
+        if self._used:
+            raise RuntimeError(_USED)
         self._begin()
         self._start()
         return self
