@@ -128,20 +128,18 @@ class GradientTape(Recording):
         value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
-        if is_watched and not self._is_further_inside(value):
+        assert self._recorder is not None
+        if is_watched and (self._recorder.is_top or not self._is_further_inside(value)):
             record.watch_read(variable, value)
         return value
 
     def _is_further_inside(self, value: Any) -> bool:
         """Whether a value belongs to a function that is being traced in the block, and is gone with
         that: what this tape sees is the call of that function."""
-        recorder = self._recorder
-        if recorder is None or recorder.is_top or not _jax.is_tracer(value):
-            return False
-        trace = _jax.trace_of(value)
-        while trace is not None and trace is not recorder:
+        trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
+        while trace is not None and trace is not self._recorder:
             trace = _jax.parent_trace(trace)
-        return trace is recorder
+        return trace is not None
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """The Variables that the tape watches, in the order in which it began to."""
