@@ -491,6 +491,14 @@ def test_rules_that_are_no_sequence_of_functions_are_named(rules):
         tg.trace(jnp.sin, rules=rules)
 
 
+def test_an_async_function_is_refused():
+    async def fetched(x):
+        return x
+
+    with pytest.raises(TypeError, match="which is async"):
+        tg.trace(fetched)
+
+
 @tg.trace
 def known_by_name(x):
     return x + 1

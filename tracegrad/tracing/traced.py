@@ -8,6 +8,7 @@ one `jax.jit` that is made for the function, as soon as that is known to be all.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -63,6 +64,11 @@ class TracedFunction:
     ):
         options = dict(jit_options or {})
         jax.jit(fun, **options)  # checks the function and the options, in jit's own words
+        if inspect.iscoroutinefunction(fun):  # it would be over before it ran
+            raise TypeError(
+                f"expected a function, got {fun!r}, which is async: trace what it computes, and "
+                "await around that"
+            )
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = fun, ()
