@@ -466,7 +466,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
 def test_a_plan_prints_as_a_table_and_draws_itself():
     plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
     text = str(plan)
-    assert re.search(r"peak +\S+ KiB of \S+ KiB \((39|40)\.\d%\) in the model; none below", text)
+    assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model; none below", text)
     assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
         segment.recompute for segment in plan.segments
     )

@@ -49,7 +49,6 @@ class Fusion:
         self.repeated: set[Node] = set()
         self.repeated_back: set[Node] = set()
         self._readers_back: dict[Value, list[Node]] = {}  # the nodes whose backward step reads it
-        self._in_call: set[Node] = set()  # absorbed by a reduction
         self._is_output = {v for v in graph.outputs if isinstance(v, Value)}
         for node in graph.nodes:
             self._find_residuals(node, residuals)
@@ -91,11 +90,11 @@ class Fusion:
             (reader,) = readers
             if self.category[reader] != "kernel":
                 self.absorbed.add(node)
-            if self._reads_memory(reader):
-                self._in_call.add(node)
         elif self.category[node] == "cheap":
             is_kept = any(self.reads_memory_back(u) for u in backward)
-            is_written = is_kept or any(self._reads_memory(u) for u in readers)
+            is_written = is_kept or any(
+                self.category[u] in ("kernel", "reduction") for u in readers
+            )
             if not is_written and (is_unary(node) or all(map(reads_alone, readers + backward))):
                 self.absorbed.add(node)
             elif is_unary(node):
@@ -123,10 +122,6 @@ class Fusion:
         """The nodes that read the results of a node or a view of them."""
         users = [u for v in self._with_views(node.outputs) for u in v._uses]
         return [u for u in users if self.category[u] != "view"]
-
-    def _reads_memory(self, node: Node) -> bool:
-        """Whether a node reads operands from memory that it might compute."""
-        return self.category[node] in ("kernel", "reduction") or node in self._in_call
 
     def reads_memory_back(self, node: Node) -> bool:
         """Whether its backward step does: that of a call of a library, and one that sums up the

@@ -40,9 +40,8 @@ def plan_recompute(
     the least extra FLOPs so that what XLA needs at once for the gradient, beside arguments and
     results, is within the budget. Plans are made in a model of residuals and live ranges; the
     gradient is compiled, and what XLA says that it holds corrects what is planned for. At most
-    three programs are compiled, the first of which recomputes nothing; where none of them is
-    within the budget, one of fewer bytes is, too, and at last the plan of the model's lowest peak.
-    On a mesh bytes are those of one device.
+    three programs are compiled, the first of which recomputes nothing. On a mesh bytes are those of
+    one device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
