@@ -240,6 +240,7 @@ def test_a_table_that_is_spread_over_devices(spec):
         np.testing.assert_allclose(np.asarray(found), dense_of(TABLE), rtol=1e-6)
 
 
+@pytest.mark.any_jax
 def test_embeddings_of_flax_and_equinox():
     linen = nn.Embed(10, 4)
     params = jax.jit(linen.init)(jax.random.key(0), IDS)
@@ -617,6 +618,7 @@ def test_apply_rows_is_the_dense_optimiser_where_there_are_gradients():
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
+@pytest.mark.any_jax
 def test_apply_rows_leaves_the_other_rows_alone():
     new = apply_rows(
         TABLE, 2 * grad(squares(lambda t: t[IDS]), sparse=True)(TABLE), lambda r, g: -r

@@ -143,6 +143,7 @@ def planned(budget: Any, **options: Any) -> RecomputePlan:
     return plan_recompute(fun, budget, **options)(*shapes)
 
 
+@pytest.mark.any_jax
 def test_a_budget_in_bytes_is_one_of_xlas_bytes():
     whole = held(*small())
     assert not planned(whole).is_needed
@@ -152,6 +153,7 @@ def test_a_budget_in_bytes_is_one_of_xlas_bytes():
     assert plan.held <= whole * 2 // 3
 
 
+@pytest.mark.any_jax
 def test_a_plan_says_what_it_was_measured_on():
     assert planned("70%").measured_on == f"cpu, JAX {jax.__version__}"
     assert "XLA holds" in str(planned("70%"))
@@ -160,6 +162,7 @@ def test_a_plan_says_what_it_was_measured_on():
     assert "not: measure=False" in str(plan)
 
 
+@pytest.mark.any_jax
 def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
     with pytest.raises(BudgetTooSmall, match="as XLA held it") as error:
         planned(1000)
@@ -209,6 +212,7 @@ def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     assert len(compiled) <= 3
 
 
+@pytest.mark.any_jax
 def test_what_an_enclosing_trace_has_is_measured_too():
     fun, shapes = small()
     plans = []
@@ -229,6 +233,7 @@ def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
     assert plan.measured_on != "measure=False"
 
 
+@pytest.mark.any_jax
 def test_a_plan_of_another_backend_is_measured_again(tmp_path: Path):
     fun, shapes = small()
     path = tmp_path / "plan.json"
@@ -243,6 +248,7 @@ def test_a_plan_of_another_backend_is_measured_again(tmp_path: Path):
         load_plan(path, fun)(*shapes)
 
 
+@pytest.mark.any_jax
 def test_a_traced_function_is_measured_where_it_is_differentiated():
     fun, shapes = small()
     whole = held(fun, shapes)

@@ -309,6 +309,7 @@ def test_effects_happen_once():
     assert len(seen) == 3
 
 
+@pytest.mark.any_jax
 def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
     policy = jax.checkpoint_policies.dots_saveable
     mine = jax.checkpoint(lambda w, x: block(w, block(w, x)), policy=policy)

@@ -54,6 +54,7 @@ def test_the_gradient_of_a_compiled_function_is_that_of_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.any_jax
 def test_a_gradient_of_a_gradient_of_a_compiled_function():
     w, x, shift = arguments()
     with tg.GradientTape(persistent=True) as tape:

@@ -903,6 +903,7 @@ def test_a_ref_inside_a_compiled_function():
 # -------------------------------------------------------------------------------------- libraries
 
 
+@pytest.mark.any_jax
 def test_flax_linen():
     nn = pytest.importorskip("flax.linen")
 
@@ -933,6 +934,7 @@ def test_flax_linen():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
 
 
+@pytest.mark.any_jax
 def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)
@@ -955,6 +957,7 @@ def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
 
 
+@pytest.mark.any_jax
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     model = eqx.filter_jit(eqx.nn.MLP)(2, 1, 8, 2, key=jax.random.key(0))

@@ -98,6 +98,7 @@ def test_second_derivatives_have_none_there_too():
     assert_same_tree(product, expected)
 
 
+@pytest.mark.any_jax
 def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
     build = eqx.filter_jit(eqx.nn.MLP)
     small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
