@@ -8,7 +8,7 @@ where it is not used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any
@@ -133,7 +133,7 @@ def reached_from(
     return {value for value, mask in masks.items() if mask and value.has_gradient}
 
 
-def active_inputs(node: Node, reached: AbstractSet[Value]) -> list[int]:
+def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
     """The inputs of a node that get a cotangent from it."""
     # What a custom rule closes over comes first, and gets nothing from the rule.
     first = node.closed_over if isinstance(node, CustomGradient) else 0

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Collection, Sequence
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, StopGradient, Value
+from tracegrad.ir import Graph, Node, StopGradient, Value
 from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
@@ -15,17 +15,13 @@ def active_values(graph: Graph) -> set[Value]:
     """The values between the inputs of a graph, and what another trace has of it, and its outputs;
     empty if no way leads from the one to the other."""
     given = [int(v.has_gradient) for v in graph.inputs]
-    traced = [v for v, array in graph.constants.items() if _jax.is_tracer(array)]
-    reached = _reached(graph, given, [v for v in traced if v.has_gradient])
+    reached = _reached(graph, given, [v for v in traced_constants(graph) if v.has_gradient])
     return _live(graph, [True] * len(graph.outputs), reached)
 
 
-def active_operands(node: Node, active: Collection[Value]) -> list[int]:
-    """The positions of the operands of a node that get a cotangent from it."""
-    # What a custom rule closes over comes first, and gets nothing from the rule.
-    first = node.params.get("num_consts", 0) if isinstance(node, CustomGradient) else 0
-    operands = enumerate(node.inputs)
-    return [i for i, v in operands if i >= first and isinstance(v, Value) and v in active]
+def traced_constants(graph: Graph) -> list[Value]:
+    """The constants that another trace has, by which a gradient may go on."""
+    return [value for value, array in graph.constants.items() if _jax.is_tracer(array)]
 
 
 def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Value]:

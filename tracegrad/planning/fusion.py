@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
+from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, RegionNode, Value, operations
-from tracegrad.planning.activity import active_operands
 from tracegrad.planning.flops import elements
 from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
 
@@ -62,7 +62,7 @@ class Fusion:
     def _find_residuals(self, node: Node, residuals: NodeResiduals) -> None:
         if not any(v in self.active for v in node.outputs):
             return
-        positions = active_operands(node, self.active)
+        positions = active_inputs(node, self.active)
         if positions:
             self.read[node] = residuals.of(node, positions)
             for value in self.read_back(node):

@@ -17,6 +17,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
+from tracegrad.planning.activity import traced_constants
 
 # What planning has found out before, by all that it depends on; the first part of a key says what
 # it is: bytes that XLA holds, FLOPs of a transfer, the rule that a budget is. Saves seconds of
@@ -72,7 +73,7 @@ class Gradient:
         """
         options = _jax.keep_recompute_options(jax.default_backend()) if program.recomputes else None
         try:
-            traced = [v for v, array in program.constants.items() if _jax.is_tracer(array)]
+            traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
             gradient = gradient_of(program, traced, self._active)

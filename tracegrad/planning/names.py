@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Value
 from tracegrad.ir.importer import trace_jvp
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.rewriting.overriding import with_tangents
 
 
 def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: bool) -> list[str]:
@@ -54,22 +53,15 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     def original(*args: Any) -> list[Any]:
         return [_naming(name)(result) for result, name in zip(run(*args), names, strict=True)]
 
-    original.__name__ = original.__qualname__ = node.name
-    function = jax.custom_jvp(original)
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        active = [
-            i
-            for i, (value, tangent) in enumerate(zip(node.inputs, tangents, strict=True))
-            if value.has_gradient and not isinstance(tangent, SymbolicZero)
-        ]
+    def differentiated(
+        primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         graph = trace_jvp(run, [value.aval for value in node.inputs], active)
         for value, name in zip(graph.outputs[: len(names)], names, strict=True):
             if isinstance(value, Value) and value.producer is not None:
                 name_values(graph, [value], [name], after=value.producer)
-        found = evaluate(graph, [*primals, *(tangents[i] for i in active)])
+        found = evaluate(graph, [*primals, *tangents])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)
 
-    function.defjvp(derivative, symbolic_zeros=True)
-    return function
+    return with_tangents(original, node.name, differentiated)

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
+from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.grouping import entering
-from tracegrad.planning.activity import active_operands
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.names import name_results, name_values
 from tracegrad.planning.simulation import Segment
@@ -110,7 +110,7 @@ def _barrier() -> Callable[..., list[Any]]:
 
 
 def _reads_results(model: MemoryModel, node: Node) -> bool:
-    positions = active_operands(node, model.active)
+    positions = active_inputs(node, model.active)
     return bool(positions and model.residuals.of(node, positions).results)
 
 

@@ -111,7 +111,7 @@ def _rule_has_factors(node: CustomGradient) -> bool:
     """Whether the derivative by a rule of kind jvp has factors that are no constants: by the
     operands that it is given, which come after those that the function closes over."""
     given = [(i, value) for i, value in enumerate(node.inputs) if isinstance(value, Value)]
-    first = node.params.get("num_consts", 0)
+    first = node.closed_over
     active = [k for k, (i, value) in enumerate(given) if i >= first and value.has_gradient]
     try:
         graph = _with_tangents(_of_values(node), [value.aval for _, value in given], active)

@@ -116,7 +116,7 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
                 f"rules.finite_derivative: {match} has effects, which would happen again where its "
                 "gradient is mended. Mend it in its own rule, by jnp.where(jnp.isfinite(...), ...)"
             )
-        closed_over = node.params.get("num_consts", 0)
+        closed_over = node.closed_over
         gradient = _finite_gradient(node, closed_over)
 
         def primal(*operands: Any) -> list[Any]:
@@ -257,7 +257,7 @@ def _is_closed_over(node: Node, position: int) -> bool:
     """Whether an operand is one that a function closes over: JAX puts these before its own, and
     knows no names of theirs."""
     if isinstance(node, CustomGradient):
-        return bool(position < node.params.get("num_consts", 0))
+        return position < node.closed_over
     return node.primitive is _jax.JIT and not node.regions["jaxpr"].inputs[position].hint
 
 

@@ -138,7 +138,7 @@ def _faces_key(node: CustomGradient, within: Within | None) -> Structure:
     programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
     keys = [program_key(program, within) for program in programs]
     returned = node.returned if node.kind == "vjp" else None  # which the programs do not tell
-    return Structure((node.primitive, node.params.get("num_consts", 0), returned, *keys))
+    return Structure((node.primitive, node.closed_over, returned, *keys))
 
 
 # As many rules in the faces of one, and in theirs, are looked into; a further one is told apart by
