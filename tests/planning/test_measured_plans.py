@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ import pytest
 
 import tracegrad
 from tracegrad.ir import Graph
-from tracegrad.planning import BudgetTooSmall, RecomputePlan, load_plan, plan_recompute
+from tracegrad.planning import (
+    BudgetTooSmall,
+    RecomputePlan,
+    load_plan,
+    plan_recompute,
+    recompute_to_fit,
+)
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.modelling import model
-from tracegrad.planning.search import Search
+from tracegrad.planning.search import Fit, Search
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -172,25 +179,72 @@ def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
     assert again.held <= error.value.lowest
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize(("first", "second"), [(2.0, 1.0), (1.1, 1.0), (0.5, 0.9), (2.0, 2.0)])
-def test_two_plans_are_compiled_at_most_wherever_xla_is(first: float, second: float):
+@functools.cache
+def small_search() -> Search:
     fun, shapes = small()
-    search = Search(model(flatten(tracegrad.graph(fun)(*shapes))))
+    return Search(model(flatten(tracegrad.graph(fun)(*shapes))))
+
+
+def fitted_where(*held: float) -> Fit:
+    """The plan for 70 % where XLA holds so much of each that is compiled, in budgets."""
+    search = small_search()
     budget = search.kept.peak * 7 // 10
-    held = [int(first * budget), int(second * budget)]  # and of a third nobody asks
+    left = [int(share * budget) for share in held]
 
     def held_by(_: Graph) -> int:
-        return held.pop(0)
+        return left.pop(0)  # and of a further one nobody asks
 
-    if second > 1:
-        with pytest.raises(BudgetTooSmall, match="as XLA held it"):
-            fitted(search, budget, held_by, search.kept.peak)
+    try:
+        return fitted(search, budget, held_by, search.kept.peak, len(held))
+    finally:
+        assert not left
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "held", [(1.0,), (2.0, 1.0), (1.1, 1.0), (0.5, 0.9), (1.1, 1.05, 1.0), (0.7, 0.8, 0.9)]
+)
+def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
+    fit = fitted_where(*held)
+    assert fit.held is not None
+    assert fit.held <= fit.case.planner.kept.peak * 0.7
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
+def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
+    with pytest.raises(BudgetTooSmall, match="as XLA held it"):
+        fitted_where(*held)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("third", [1.0, 1.01])
+def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(third: float):
+    first, second = fitted_where(1.0), fitted_where(1.2, 0.8)
+    found = fitted_where(1.2, 0.8, third)
+    assert second.simulation.peak < first.simulation.peak
+    assert second.flops > first.flops
+    if third > 1:
+        assert found.segments == second.segments
     else:
-        fit = fitted(search, budget, held_by, search.kept.peak)
-        assert fit.held is not None
-        assert fit.held <= budget
-    assert not held
+        assert second.simulation.peak < found.simulation.peak < first.simulation.peak
+        assert first.flops <= found.flops <= second.flops
+
+
+@pytest.mark.any_jax
+def test_how_many_plans_to_compile_is_a_number_above_zero():
+    fun, _ = small()
+    for plan in (plan_recompute, lambda _, *a, **k: recompute_to_fit(*a, **k)):
+        for bad in (0, -1):
+            with pytest.raises(ValueError, match=f"at least 1, not {bad}; False compiles nothing"):
+                plan(fun, "50%", measure=bad)
+        for other in (2.0, "2", None, [1]):
+            with pytest.raises(TypeError, match="measure= is True, False or how many plans"):
+                plan(fun, "50%", measure=other)
+    assert recompute_to_fit("50%", measure=np.int64(2)) is recompute_to_fit("50%", measure=True)
+    assert recompute_to_fit("50%", measure=3) is not recompute_to_fit("50%", measure=True)
+    # True is one in Python, and False zero.
+    assert recompute_to_fit("50%", measure=1) is not recompute_to_fit("50%", measure=True)
 
 
 @pytest.mark.any_jax

@@ -2,7 +2,6 @@
 
 from tracegrad.planning.loading import load_plan as load_plan
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan
-from tracegrad.planning.plan_recompute import plan_graph as plan_graph
 from tracegrad.planning.plan_recompute import plan_recompute as plan_recompute
 from tracegrad.planning.plan_recompute import recompute_to_fit as recompute_to_fit
 from tracegrad.planning.search import BudgetTooSmall as BudgetTooSmall

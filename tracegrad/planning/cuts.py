@@ -15,9 +15,12 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.simulation import Piece
 
 # Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
 _SCALE = 1 << 44
@@ -28,10 +31,10 @@ def _max_flow() -> Any:
     """OR-tools' module for maximum flows (64-bit capacities, which SciPy's has not)."""
     try:
         return importlib.import_module("ortools.graph.python.max_flow")
-    except ImportError as error:
+    except ModuleNotFoundError:
         raise ImportError(
             "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
-        ) from error
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -45,23 +48,12 @@ class Cut:
     value: float
 
 
-class Operations(Protocol):
-    """What a network is made of: a whole program, or a piece of one."""
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-    @property
-    def flops(self) -> Sequence[int]: ...
-    @property
-    def args(self) -> Sequence[Sequence[int]]: ...
-
-
 class Network:
     """The choice for a program, or a piece of it."""
 
     def __init__(
         self,
-        operations: Operations,
+        operations: MemoryModel | Piece,
         needed: Iterable[int],
         must_run: Iterable[int] = (),
         free: Collection[int] = (),

@@ -7,7 +7,7 @@ for. Two are enough: what they have to find is little more than one ratio.
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,28 +17,49 @@ from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.planning.tuning import TUNING
 
+Measure = bool | int
 
-def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_without: int) -> Fit:
+
+def plans_to_compile(measure: Measure) -> int:
+    """How many plans may be compiled: as many as `measure` says, two for True, none for False.
+
+    Raises TypeError, ValueError for what is no number of plans.
+    """
+    if isinstance(measure, bool):
+        return TUNING.plans if measure else 0
+    expected = "measure= is True, False or how many plans to compile at most"
+    try:
+        plans = operator.index(measure)
+    except TypeError:
+        raise TypeError(f"{expected}, not {measure!r}") from None
+    if plans < 1:
+        raise ValueError(f"{expected}, at least 1, not {measure!r}; False compiles nothing")
+    return plans
+
+
+def fitted(
+    search: Search, budget: int, held_by: Callable[[Graph], int], held_without: int, plans: int
+) -> Fit:
     """The cheapest plan found that XLA holds within a budget.
 
     Args:
       budget: bytes.
       held_by: compiles the gradient of a program and tells the bytes.
       held_without: what XLA holds with nothing recomputed, which is more.
+      plans: how many are compiled at most.
 
     Raises BudgetTooSmall if XLA held more for each plan that was compiled.
     """
     tried: list[Fit] = []
-    target = budget * search.kept.peak // held_without
-    targets = [int(TUNING.careful * target), target]
-    for _ in range(TUNING.rounds):
-        fit = _planned(search, targets)
+    target = int(TUNING.careful * budget * search.kept.peak / held_without)
+    while len(tried) < plans:
+        fit = _planned(search, target)
         if any(map(fit.is_same, tried)):
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
         if fit.flops == 0 and _held(tried[-1]) <= budget:
             break
-        targets = [_next(tried[-1], budget, search.kept.peak)]
+        target = _next(tried, budget, search.kept.peak)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         lowest = min(tried, key=_held)
@@ -47,22 +68,29 @@ def fitted(search: Search, budget: int, held_by: Callable[[Graph], int], held_wi
     return min(within, key=lambda fit: (fit.flops, _held(fit)))
 
 
-def _planned(search: Search, targets: Sequence[int]) -> Fit:
-    """The plan for the first of these targets that the model has one for; else that of its lowest
-    peak."""
-    for target in targets:
-        with contextlib.suppress(BudgetTooSmall):
-            return search.best(target)
-    return search.best(search.lowest_peak)
+def _planned(search: Search, target: int) -> Fit:
+    """The model's plan for a target, or that of its lowest peak."""
+    try:
+        return search.best(target)
+    except BudgetTooSmall:
+        return search.best(search.lowest_peak)
 
 
-def _next(last: Fit, budget: int, peak: int) -> int:
-    """What to plan for next: as many bytes more or fewer as XLA held of the last plan, and fewer
-    still where that was too much; halfway to everything, where it says that all would fit."""
-    here = last.simulation.peak
-    target = here * budget / max(1, _held(last))
-    if _held(last) > budget:
-        return int(TUNING.careful**2 * target)
+def _next(tried: Sequence[Fit], budget: int, peak: int) -> int:
+    """What to plan for next: halfway between the largest plan that was within the budget and the
+    next larger one that was not. Before there are both, as many bytes more or fewer as XLA held of
+    the last plan, and fewer still where that was too much; halfway to everything, where it says
+    that all would fit."""
+    last = tried[-1]
+    here, held = last.simulation.peak, max(1, _held(last))
+    fits = max((fit.simulation.peak for fit in tried if _held(fit) <= budget), default=0)
+    misses = [fit.simulation.peak for fit in tried if _held(fit) > budget]
+    above = min((size for size in misses if size > fits), default=0)
+    if fits and above:
+        return (fits + above) // 2
+    target = here * budget / held
+    if held > budget:
+        return int(TUNING.careful * target)
     return int(target if here < target < peak else (here + peak) / 2)
 
 

@@ -26,6 +26,12 @@ from tracegrad.planning.activity import traced_constants
 # budget share their programs.
 FOUND: Cache[Any, Any] = Cache(512)
 
+# On a CPU what LLVM does with the code of a kernel is half of compiling, and uses no memory.
+_UNOPTIMISED: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
 
 class NotMeasuredError(Exception):
     """A program could not be compiled here, by itself."""
@@ -71,13 +77,16 @@ class Gradient:
 
         Raises NotMeasuredError if it cannot be compiled by itself.
         """
-        options = _jax.keep_recompute_options(jax.default_backend()) if program.recomputes else None
+        backend = jax.default_backend()
+        options = dict(_UNOPTIMISED) if backend == "cpu" else {}
+        if program.recomputes:
+            options.update(_jax.keep_recompute_options(backend) or {})
         try:
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
             gradient = gradient_of(program, traced, self._active)
-            lowered = jax.jit(gradient, compiler_options=options).lower(shapes, given)
+            lowered = jax.jit(gradient, compiler_options=options or None).lower(shapes, given)
             key = (
                 "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),

@@ -13,9 +13,10 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
+from tracegrad.ir.wording import name_of
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes
-from tracegrad.planning.fitting import fitted
+from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import FOUND, Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
@@ -31,7 +32,7 @@ def plan_recompute(
     fun: Callable[..., Any],
     memory_budget: MemoryBudget,
     *,
-    measure: bool = True,
+    measure: Measure = True,
     offload: Offload = False,
 ) -> Callable[..., RecomputePlan]:
     """Plans what the backward pass of a function computes again, so that memory stays in a budget.
@@ -39,17 +40,19 @@ def plan_recompute(
     Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
     the least extra FLOPs so that what XLA needs at once for the gradient, beside arguments and
     results, is within the budget. Plans are made in a model of residuals and live ranges; the
-    gradient is compiled, and what XLA says that it holds corrects what is planned for. At most
-    three programs are compiled, the first of which recomputes nothing. On a mesh bytes are those of
-    one device.
+    gradient is compiled, and what XLA says that it holds corrects what is planned for. On a mesh
+    bytes are those of one device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
         arguments. What it recomputes already stays as it is.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
         recompute as a float (``0.3``) or a string (``"30%"``).
-      measure: False to plan by the model alone, without compiling. What XLA holds may be more or
-        less then, and the plan says that it was not measured.
+      measure: how many plans are compiled at most, beside the program with nothing recomputed; two
+        if True. XLA holds some per cent more or less of a plan than of those beside it, so that a
+        third and further ones, each halfway between one that was too large and one that was not,
+        may find one of fewer FLOPs. False to plan by the model alone, without compiling. What XLA
+        holds may be more or less then, and the plan says that it was not measured.
       offload: whether values may also be kept in the host's memory until the backward pass reads
         them, for the FLOPs that the device could do meanwhile: as many for a byte, there and back,
         or as are measured here, if True. A planned program that does so has no second derivative
@@ -62,9 +65,9 @@ def plan_recompute(
       the plan says why.
 
     Raises:
-      TypeError, ValueError: for a budget that is none (when called: at once), for a program
-        without a gradient, and `BudgetTooSmall`, with the least that was held and a bound
-        that no plan can be below in the model, where there is no plan within the budget. For
+      TypeError, ValueError: for a budget or a number of plans that is none (when called: at once),
+        for a program without a gradient, and `BudgetTooSmall`, with the least that was held and a
+        bound that no plan can be below in the model, where there is no plan within the budget. For
         `offload` where the device has no memory but the host's, as a CPU, unless it is a number and
         nothing is measured.
       ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
@@ -92,34 +95,33 @@ def plan_recompute(
             f"expected a function to plan for, got {fun!r} of type {type(fun).__name__}"
         )
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
-    transfer = transfer_flops(offload, measure)
+    plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
         shardings = shardings_of(graph, args, kwargs)
-        return plan_graph(
-            graph, memory_budget, measure=measure, transfer=transfer, shardings=shardings
-        )
+        return _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings)
 
+    plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"
     return plan
 
 
-def plan_graph(
+def _plan_graph(
     graph: Graph,
     memory_budget: MemoryBudget,
+    plans: int,
     *,
-    measure: bool = True,
     transfer: float = math.inf,
     shardings: Sequence[Any] | None = None,
 ) -> RecomputePlan:
-    """`plan_recompute` of a graph; `transfer`: see `transfer_flops`; `shardings`: of its inputs,
-    where they are known."""
+    """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
+    `transfer_flops`; `shardings`: of its inputs, where they are known."""
     search = Search(model(flatten(graph), transfer=transfer))
-    if not measure:
+    if not plans:
         return _by_the_model(search, memory_budget, "measure=False")
     try:
-        return _measured(search, memory_budget, shardings)
+        return _measured(search, memory_budget, plans, shardings)
     except NotMeasuredError as error:
         return _by_the_model(search, memory_budget, str(error))
 
@@ -130,7 +132,7 @@ def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> Reco
 
 
 def _measured(
-    search: Search, memory_budget: MemoryBudget, shardings: Sequence[Any] | None
+    search: Search, memory_budget: MemoryBudget, plans: int, shardings: Sequence[Any] | None
 ) -> RecomputePlan:
     """Raises NotMeasuredError where the program cannot be compiled."""
     gradient = Gradient(search.graph, search.whole.active, shardings)
@@ -139,7 +141,7 @@ def _measured(
     if without <= budget:
         fit = replace(search.best(search.kept.peak), held=without)
     else:
-        fit = fitted(search, budget, gradient.held, without)
+        fit = fitted(search, budget, gradient.held, without, plans)
     return plan_of(search, fit, budget, without, _jax.compiled_by())
 
 
@@ -170,7 +172,7 @@ def plan_of(
 
 
 def recompute_to_fit(
-    memory_budget: MemoryBudget, *, measure: bool = True, offload: Offload = False
+    memory_budget: MemoryBudget, *, measure: Measure = True, offload: Offload = False
 ) -> Rule:
     """The rule that makes a graph recompute what it must to stay within a memory budget.
 
@@ -182,25 +184,26 @@ def recompute_to_fit(
       holds a loss to which the rule was applied where `tracegrad.grad` differentiated it.
 
     Raises:
-      TypeError, ValueError: as `plan_recompute`, for a budget that is none, and for `offload`.
+      TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none,
+        and for `offload`.
       GraphError: when it is applied to a program in which JAX has differentiated something, where
         recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)
-    transfer = transfer_flops(offload, measure)
+    plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
     # Of one budget there is one rule, so that functions traced with it again share their programs.
     # Of budgets 1 is a byte, and 1.0 is all.
-    key = "rule", type(memory_budget), memory_budget, measure, transfer
+    key = "rule", type(memory_budget), memory_budget, plans, transfer
     known: Rule | None = FOUND.get(key)
     if known is None:
-        known = FOUND.put(key, _FitToBudget(memory_budget, measure, transfer))
+        known = FOUND.put(key, _FitToBudget(memory_budget, plans, transfer))
     return known
 
 
 @dataclass(frozen=True, eq=False)
 class _FitToBudget:
     memory_budget: MemoryBudget
-    measure: bool
+    plans: int
     transfer: float
 
     def __call__(self, graph: Graph) -> Graph:
@@ -209,7 +212,7 @@ class _FitToBudget:
             return graph
         for place in places:
             refuse_differentiated(place, self)
-        plan = plan_graph(graph, self.memory_budget, measure=self.measure, transfer=self.transfer)
+        plan = _plan_graph(graph, self.memory_budget, self.plans, transfer=self.transfer)
         return plan.rewritten() if plan.is_needed else graph
 
     def __repr__(self) -> str:

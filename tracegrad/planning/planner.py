@@ -115,7 +115,7 @@ class Planner:
         if key not in self._alike:
             piece = Piece(self.model, start, stop)
             is_fixed = any(self.model.fixed[start:stop])
-            ways = [Segment(0, stop - start), *(() if is_fixed else _recomputing(piece))]
+            ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece))]
             runs = [(way, piece.run(way)) for way in ways]
             few = TUNING.cheap * sum(piece.flops)
             cheap = [way for way, local in runs[1:] if not way.offload and local.flops <= few]
@@ -139,7 +139,7 @@ def _costs(local: Local) -> list[int]:
     return [local.flops, local.forward_peak, backward, staying]
 
 
-def _recomputing(piece: Piece) -> Iterator[Segment]:
+def recomputing(piece: Piece) -> Iterator[Segment]:
     """The ways to recompute a piece: with save sets, and with the best of them on the host."""
     whole = Segment(0, len(piece.sizes), recompute=True)
     must_run = [i for i, size in enumerate(piece.extra) if size]

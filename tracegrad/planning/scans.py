@@ -9,7 +9,6 @@ set go there. All of that for each way to run the scans that are inside the body
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +21,12 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.planning.activity import active_in_body
-from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import handed_bytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.paths import frontier
+from tracegrad.planning.planner import recomputing
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
@@ -120,34 +119,27 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
                 f"scan bodies kept{inside}",
             )
         piece = Piece(body, 0, len(body))
-        must_run = [i for i, size in enumerate(piece.extra) if size]
-        network = Network(piece, piece.needed, must_run)
-        for cut in network.hull(TUNING.save_sets):
+        for way in recomputing(piece):
+            local = piece.run(way)
+            sent = carry + sum(piece.sizes[v] for v in way.saved) if way.offload else 0
+            flops = local.flops + (int(body.transfer * carry) if way.offload else 0)
+            host = " on the host" if way.offload else ""
             yield _Option(
-                partial(_recomputed, node, body, cut.saved),
-                length * (variant.flops + cut.flops),
-                length * (cut.bytes + carry),
-                working,
-                f"scan bodies recomputed but for {len(cut.saved)} values{inside}",
+                partial(_recomputed, node, body, way),
+                length * (variant.flops + flops),
+                0 if way.offload else length * (local.staying + carry),
+                sent + working,
+                f"scan bodies recomputed but for {len(way.saved)} values{host}{inside}",
             )
         size = group_size(length)
         if size > 1:
+            way = Segment(0, len(body), recompute=True)
             yield _Option(
-                partial(_recomputed, node, body, size=size),
-                length * (variant.flops + body.total_flops + cut.flops),
+                partial(_recomputed, node, body, way, size),
+                length * (variant.flops + body.total_flops + piece.run(way).flops),
                 length // size * carry,
                 size * (carry + handed) + working,
                 f"scan bodies recomputed, in groups of {size}{inside}",
-            )
-        if body.transfer < math.inf:
-            cut = network.cut(body.transfer)
-            sent = cut.bytes + carry
-            yield _Option(
-                partial(_recomputed, node, body, cut.saved, offload=True),
-                length * (variant.flops + cut.flops + int(body.transfer * sent)),
-                0,
-                sent + working,
-                f"scan bodies recomputed but for {len(cut.saved)} values on the host{inside}",
             )
 
 
@@ -161,16 +153,11 @@ def _best(options: Iterable[_Option], count: int) -> list[_Option]:
 
 
 def _recomputed(
-    node: Node,
-    body: MemoryModel,
-    saved: frozenset[int] = frozenset(),
-    offload: bool = False,
-    size: int = 1,
+    node: Node, body: MemoryModel, way: Segment, size: int = 1
 ) -> Callable[..., list[Any]]:
     constants, carried = _jax.scan_split(node.params)
-    whole = Segment(0, len(body), True, saved, offload=offload)
     carry = range(constants, constants + carried)
-    return _scan(node, with_regions(body, [whole], carry if offload else ()), size)
+    return _scan(node, with_regions(body, [way], carry if way.offload else ()), size)
 
 
 def group_size(length: int) -> int:
