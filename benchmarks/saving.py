@@ -25,7 +25,7 @@ import numpy as np
 from report import print_table
 
 import tracegrad as tg
-from tracegrad.saving import load, save
+from tracegrad import load, save
 
 ARRAYS = 8
 

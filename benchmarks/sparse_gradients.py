@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from report import print_table
 
 import tracegrad as tg
-from tracegrad.differentiation import apply_rows
+from tracegrad import apply_rows
 
 RATE = 0.1
 LONGER = 4

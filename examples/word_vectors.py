@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import tracegrad as tg
-from tracegrad.differentiation import apply_rows
+from tracegrad import apply_rows
 
 RAREST = 10  # words that come less often are left out
 WINDOW = 4  # how far away a neighbour may stand, in words

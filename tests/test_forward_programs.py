@@ -8,7 +8,7 @@ import numpy as np
 import programs
 import pytest
 
-from tracegrad.differentiation import jvp
+from tracegrad import jvp
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 
 PROGRAMS = (

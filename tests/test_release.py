@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -45,6 +46,8 @@ def test_the_command_line_says_which_versions_there_are(capsys):
 
 
 LATER = """
+import importlib
+import pkgutil
 import sys
 import jax
 
@@ -75,8 +78,14 @@ def asking_inside(x):
     assert tg.planning.load_plan and tg.explain and tg.save
     return [getattr(tg, name) for name in dir(tg)] and x
 
+@jax.jit
+def importing_inside(x):
+    files = pkgutil.walk_packages(tg.__path__, "tracegrad.")
+    return [importlib.import_module(file.name) for file in files] and x
+
 with jax.checking_leaks():
     asking_inside(1.0)
+    importing_inside(1.0)
 assert late <= rooms()
 compiled_before(1.0)
 assert len(traced) == 1, traced
@@ -90,6 +99,15 @@ except AttributeError as error:
 def test_what_tracing_does_not_need_is_imported_when_it_is_asked_for_and_compiles_nothing_anew():
     done = run("-c", LATER)
     assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_are_told_of_what_is_imported_when_it_is_asked_for():
+    source = (ROOT / "tracegrad" / "__init__.py").read_text(encoding="utf-8")
+    told = dict(map(reversed, re.findall(r"^    from (\S+) import (\w+) as \2$", source, re.M)))
+    files = {name: place.split(":")[0] for name, place in tracegrad._PLACES.items()}
+    assert told.keys() == files.keys() - set(files.values())  # these are the rooms
+    for name, file in told.items():
+        assert getattr(importlib.import_module(file), name) is getattr(tracegrad, name), name
 
 
 WITHOUT = """

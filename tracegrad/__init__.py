@@ -1,7 +1,7 @@
 """tracegrad: see, edit and compile the gradient of any JAX function."""
 
-import importlib as _importlib
 import os as _os
+from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -67,34 +67,54 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.tape.leaves import UnconnectedGradients as UnconnectedGradients
 
 # What tracing a function needs is imported at once: it makes contexts of JAX, and each new one has
-# JAX compile anew all that it has compiled. The other rooms make none, and are imported when one
-# of their names is first asked for, since together they take several times as long.
+# JAX compile anew all that it has compiled. The other rooms make none, and each file of them is
+# imported when one of its names is first asked for: together they take several times as long.
 _LATER = {
-    "annotations": "custom_gradient grad_pass_through gradient_override_map numpy_function "
-    "recompute_grad register_gradient stop_gradient",
-    "differentiation": "IndexedSlices UnconnectedError apply_rows grad hessian hvp jacobian jvp "
-    "select value_and_grad",
-    "insight": "check_grads check_processes explain memory show",
-    "planning": "plan_recompute",
-    "rewriting": "intermediate_gradients intermediates rewrite rules",
-    "saving": "ArtefactError LoadedFunction LoadedFunctions load load_variables save "
-    "save_variables variables_of",
-    "tape": "AggregationMethod ForwardAccumulator GradientTape UnconnectedGradients gradients "
-    "hessian_vector_product hessians",
+    "annotations.custom_gradient": "custom_gradient",
+    "annotations.host_function": "numpy_function",
+    "annotations.pass_through": "grad_pass_through",
+    "annotations.recompute": "recompute_grad",
+    "annotations.registry": "gradient_override_map register_gradient",
+    "annotations.stop_gradient": "stop_gradient",
+    "differentiation.connectivity": "UnconnectedError",
+    "differentiation.forward": "jvp",
+    "differentiation.indexed_slices": "IndexedSlices",
+    "differentiation.reverse": "grad jacobian value_and_grad",
+    "differentiation.row_updates": "apply_rows",
+    "differentiation.second_order": "hessian hvp",
+    "differentiation.selection": "select",
+    "insight.check_grads": "check_grads",
+    "insight.check_processes": "check_processes",
+    "insight.explain": "explain",
+    "insight.memory": "memory",
+    "insight.show": "show",
+    "planning.plan_recompute": "plan_recompute",
+    "rewriting.intermediates": "intermediate_gradients intermediates",
+    "rewriting.rewrite": "rewrite",
+    "saving.errors": "ArtefactError",
+    "saving.load": "load",
+    "saving.loaded": "LoadedFunction LoadedFunctions",
+    "saving.save": "save",
+    "saving.variables": "load_variables save_variables variables_of",
+    "tape.forward_accumulator": "ForwardAccumulator",
+    "tape.gradient_tape": "GradientTape",
+    "tape.gradients": "AggregationMethod gradients hessian_vector_product hessians",
+    "tape.leaves": "UnconnectedGradients",
 }
-_ROOMS = {name: room for room, names in _LATER.items() for name in (room, *names.split())}
+_MODULES = [*{file.partition(".")[0] for file in _LATER}, "rewriting.rules"]  # under their names
+_PLACES = {name: f"{file}:{name}" for file, names in _LATER.items() for name in names.split()}
+_PLACES |= {module.rpartition(".")[2]: f"{module}:" for module in _MODULES}
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _ROOMS:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = _importlib.import_module(f"tracegrad.{_ROOMS[name]}")
-    found = globals()[name] = room if name == _ROOMS[name] else getattr(room, name)
+    found = globals()[name] = _resolve_name(f"tracegrad.{_PLACES[name]}")
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*globals(), *_PLACES})
 
 
 _jax.hide_frames(_os.path.dirname(__file__))

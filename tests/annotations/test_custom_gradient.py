@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient, stop_gradient
-from tracegrad.differentiation import hessian
+from tracegrad import custom_gradient, hessian, stop_gradient
 
 
 def derivative(f, x, order=1, h=1e-2):

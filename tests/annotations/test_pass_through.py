@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tracegrad.annotations import grad_pass_through, stop_gradient
+from tracegrad import grad_pass_through, stop_gradient
 
 
 def test_the_upstream_gradient_passes_unchanged():

@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxprs_in_params
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient, recompute_grad
+from tracegrad import custom_gradient, recompute_grad
 
 
 def operations(f, *args):

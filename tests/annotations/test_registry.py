@@ -132,6 +132,61 @@ def test_only_what_is_created_in_the_block_and_the_innermost_wins():
     np.testing.assert_allclose(watched(jnp.asarray(0.5), g), 1000 * outside, rtol=1e-6)
 
 
+@pytest.mark.parametrize("computed", [f, jax.jit(f), tg.trace(f)])
+@pytest.mark.parametrize("around", [lambda fun: fun, tg.trace])
+def test_what_a_tape_recorded_before_a_block_keeps_its_gradient(around, computed):
+    @around
+    def both(x):
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            before = computed(x)
+            with tg.gradient_override_map(HUNDREDFOLD):
+                inside = computed(x)
+                return tape.gradient(before + 10 * inside, x)
+
+    plain = jnp.cos(X) * X + jnp.sin(X)
+    np.testing.assert_allclose(both(X), plain + 10 * EXPECTED, rtol=1e-5)
+
+
+def test_symbolic_gradients_are_asked_for_in_a_block():
+    @tg.trace
+    def both(x):
+        before = f(x)
+        with tg.gradient_override_map(HUNDREDFOLD):
+            inside = f(x)
+            return *tg.gradients(before, x), *tg.gradients(inside, x), *tg.hessians(inside, x)
+
+    before, inside, hessian = both(X)
+    np.testing.assert_allclose(before, jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+    np.testing.assert_allclose(inside, EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(hessian, 200 * jnp.eye(3), rtol=1e-5)  # of 100 x + sin(x)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"a": "b"})])
+def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(other):
+    block, inner = tg.gradient_override_map(HUNDREDFOLD), other()
+    block.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match=r"map\('sin'\) is left before another"):
+        block.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+    np.testing.assert_allclose(tg.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+
+
+@pytest.mark.any_jax
+def test_a_wrong_gradient_is_found_by_the_line_of_its_function():
+    name = f"test_registry: {uuid.uuid4()}"
+
+    @tg.register_gradient(name)
+    def too_many(op, dy):
+        return dy, dy
+
+    with pytest.raises(ValueError, match=rf"'{name}' \(.*test_registry.py:\d+\) of sin"):
+        jax.grad(within_of(name, jnp.sin))(1.0)
+
+
 def test_kept_programs_are_those_of_the_block():
     traced = tg.trace(lambda x: tg.grad(f)(x))
     plain = traced(X)

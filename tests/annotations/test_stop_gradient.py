@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.annotations import stop_gradient
+from tracegrad import stop_gradient
 
 
 def test_a_tree_keeps_its_values_and_loses_its_derivatives():

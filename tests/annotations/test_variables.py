@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.tape import GradientTape
+from tracegrad import GradientTape
 from tracegrad.variables.variable import Variable
 
 

@@ -18,7 +18,7 @@ import pytest
 from statements import STATEMENTS, plain
 
 import tracegrad as tg
-from tracegrad.annotations import numpy_function
+from tracegrad import numpy_function
 
 RECORDED = json.loads(Path(__file__).with_name("tensorflow.json").read_text())["results"]
 

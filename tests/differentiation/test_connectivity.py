@@ -16,8 +16,14 @@ from jax import lax
 from jax._src.interpreters import partial_eval as pe
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient, recompute_grad, stop_gradient
-from tracegrad.differentiation import UnconnectedError, grad, jacobian
+from tracegrad import (
+    UnconnectedError,
+    custom_gradient,
+    grad,
+    jacobian,
+    recompute_grad,
+    stop_gradient,
+)
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient
 from tracegrad.ir.dependence import dependence, leading_to

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient
-from tracegrad.differentiation import grad, jvp
+from tracegrad import custom_gradient, grad, jvp
 
 X = np.array([0.3, -1.2, 2.0])
 T = np.array([1.0, 0.5, -2.0])

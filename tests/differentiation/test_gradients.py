@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import tracegrad as tg
-from tracegrad.differentiation import grad, jacobian, select, value_and_grad
+from tracegrad import grad, jacobian, select, value_and_grad
 
 
 def loss(params, x, scale=1.0, *rest, offset=0.0, **more):

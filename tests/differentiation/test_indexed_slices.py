@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
-from tracegrad.differentiation import grad, value_and_grad
+from tracegrad import grad, value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient
-from tracegrad.differentiation import grad, hessian, hvp, jacobian
+from tracegrad import custom_gradient, grad, hessian, hvp, jacobian
 
 X = np.array([0.3, -1.2, 2.0])
 

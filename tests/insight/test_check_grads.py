@@ -83,6 +83,30 @@ def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
     assert "product, input 0" in str(caught.value)
 
 
+@pytest.mark.any_jax
+def test_the_gradient_of_a_numpy_function_is_checked_against_that_function():
+    def sine(op, dy):
+        return dy * jnp.cos(op.inputs[0]), None
+
+    def f(x):  # np.sin gives float64 where it gets that
+        y = tg.numpy_function(lambda x, n: np.sin(x), [x, 3], jax.typeof(x), grad=sine)
+        return jnp.sum(tg.numpy_function(np.square, [y], "float32", grad=square))
+
+    def square(op, dy):
+        return (2 if is_right else 3) * dy * op.inputs[0]
+
+    is_right = True
+    report = check_grads(f, (X,), order=1)
+    assert [check.status for check in report.rules] == ["right"] * 2
+    assert not tg.explain(f, X).findings  # nobody knows the derivative that a rule changes
+    is_right = False
+    with pytest.raises(GradientError, match="square, input 0") as caught:
+        check_grads(lambda x: f(x), (X,), order=1, modes=["rev"])
+    expected = [check.expected * 3 / 2 for check in caught.value.report.wrong]
+    got = [check.got for check in caught.value.report.wrong]
+    np.testing.assert_allclose(got, expected, rtol=1e-3)
+
+
 def test_a_rule_that_forgets_an_input_is_wrong_and_one_of_zeros_too():
     for forgotten in (None, jnp.zeros(3)):
         product = rule(keep, lambda r, ct, f=forgotten: (2 * ct * r[0] * r[1], f))
@@ -239,6 +263,16 @@ def test_single_precision_inside_widens_the_limits():
         return jnp.sin(x.astype(jnp.float32)) * 2
 
     assert check_grads(f, (X,), order=1).wrong == ()
+
+
+@pytest.mark.any_jax
+def test_a_cast_that_does_not_fit_double_precision_is_explained():
+    def loss(w, x):
+        return jax.lax.scan(lambda c, _: (c * w, None), x.astype("float32"), length=2)[0].sum()
+
+    with pytest.raises(TypeError, match="carry") as caught:
+        check_grads(loss, (X, X), order=1)
+    assert any("in double precision" in note for note in caught.value.__notes__)
 
 
 def test_complex_numbers_and_integers_beside_them():

@@ -153,6 +153,36 @@ def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():
     assert finding.origin.line == loss.__code__.co_firstlineno + 3
 
 
+@pytest.mark.any_jax
+def test_a_branch_of_a_branch_is_gone_through_as_often_as_the_outer_one():
+    """Each further level adds as much: it would double if a branch were traced twice."""
+
+    def times_traced(depth):
+        times = 0
+
+        @jax.custom_vjp
+        def square(x):
+            return x * x
+
+        def backward(x, ct):
+            nonlocal times
+            times += 1
+            return (2 * x * ct,)
+
+        square.defvjp(lambda x: (x * x, x), backward)
+
+        def nested(x, depth):
+            if depth == 0:
+                return square(x)
+            return jax.lax.cond(x > 0, lambda x: nested(x, depth - 1), lambda x: x, x)
+
+        assert explain(lambda x: nested(x, depth), jnp.float32(1.0))["x"].norm == 2.0
+        return times
+
+    two, three, four = map(times_traced, (2, 3, 4))
+    assert four - three == three - two
+
+
 def test_a_nan_that_is_masked_does_not_hide_what_makes_the_gradient_infinite():
     def f(a, b):
         return jnp.sum(jnp.where(jnp.isnan(a), 0.0, a)) + jnp.sqrt(b)
@@ -369,6 +399,27 @@ def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
     )
 
 
+@pytest.mark.any_jax
+def test_what_is_written_says_why_it_gets_no_gradient():
+    buffer = jnp.zeros(3)
+    found = {
+        "overwritten": lambda x: jnp.sum((buffer + x).at[:].set(1.0)),
+        "not read": lambda x: buffer.at[0].set(x[0])[1],
+    }
+    for cause, fun in found.items():
+        (finding,) = explain(fun, jnp.ones(3)).problems
+        assert (finding.cause, finding.operation) == (cause, "scatter")
+
+
+@pytest.mark.any_jax
+def test_what_has_no_derivative_is_not_said_to_have_one_of_zero():
+    def loss(x):
+        loop = jax.lax.while_loop(lambda c: c < 3.0, lambda c: c * 2, x)
+        return jax.lax.scan(lambda c, _: (c + loop, None), 0.0, None, length=2)[0]
+
+    assert [finding.cause for finding in explain(loss, 1.0).findings] == ["not differentiable"]
+
+
 def test_a_clip_rule_says_by_how_much():
     @jax.custom_vjp
     def clip(x):
@@ -423,7 +474,7 @@ def broken() -> Explanation:
 
 def test_text_has_the_worst_first(broken):
     text = broken.text()
-    assert text.splitlines()[0] == "gradients of loss = 2.414: 2 problems"
+    assert text.splitlines()[0] == "gradients of loss (value 2.414): 2 problems"
     assert text.index("Inf in the reverse pass") < text.index("rounding")
     assert re.search(r"rounding at test_explain.py:\d+", text)
     rows = text.splitlines()[-2:]
@@ -492,7 +543,7 @@ def test_a_donated_argument_is_named():
     w = {"kernel": jnp.ones(3)}
     jax.jit(lambda w: jax.tree.map(lambda a: a + 1, w), donate_argnums=0)(w)
     assert w["kernel"].is_deleted()
-    with pytest.raises(ValueError, match=r"0\.kernel has been donated"):
+    with pytest.raises(ValueError, match=r"argument w\.kernel has been donated"):
         explain(lambda w: jnp.sum(w["kernel"]), w)
 
 

@@ -154,6 +154,23 @@ def temporary(fun: Any, shapes: Any) -> int:
     return int(fun.lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
+def test_lines_are_those_inside_of_functions_that_are_compiled_by_themselves(compiled):
+    @compiled
+    def layer(x):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x) * x
+
+    def loss(x):
+        return jnp.sum(layer(x) @ x)
+
+    report = tg.memory(jax.grad(loss))(f32(64, 64))
+    at = layer.__wrapped__.__code__.co_firstlineno + 3
+    assert any(line.line.startswith(f"test_memory.py:{at} ") for line in report.lines)
+    assert any(line.scope == "layer" for line in report.lines)
+
+
 def test_what_is_advised_frees_about_what_it_says():
     shapes = ([WIDE] * 4, f32(512, 8))
     report = tg.memory(tg.grad(blocks))(*shapes)

@@ -1,5 +1,8 @@
 """Where a node stands: the user's line and function, the full scope, at any depth of calls."""
 
+import sys
+from types import SimpleNamespace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -157,3 +160,17 @@ def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
         (0, "sin"): ["<lambda>", "inner"],
         (0, "add"): ["<lambda>"],
     }
+
+
+@pytest.mark.any_jax
+def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
+    compile = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]"))
+    ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compile))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+
+    @tg.custom_gradient
+    def wrong(x):
+        return x
+
+    with pytest.raises(TypeError, match=r"'wrong' \(In\[3\]:\d+\) has a custom gradient"):
+        wrong(1.0)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient
+from tracegrad import custom_gradient
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 

@@ -154,6 +154,27 @@ def test_where_no_gradient_arrives_there_are_zeros():
     assert_close(tg.intermediate_gradients(step, TANH)(W)["tanh"], jnp.zeros((4, 2)))
 
 
+def test_calls_of_one_function_have_their_own_gradients_in_order():
+    @jax.jit
+    def layer(x):
+        return jnp.tanh(x)
+
+    def loss(x, shifts):
+        unused = layer(x) + shifts[0]
+        first = layer(2 * x) + shifts[1]
+        second = layer(first) + shifts[2]
+        return jnp.sum(second**2) + 0 * jnp.sum(jax.lax.stop_gradient(unused))
+
+    shifts = [jnp.zeros((4, 3))] * 3
+    expected = jax.grad(loss, 1)(X, shifts)
+    step = jax.jit(lambda x: jax.grad(loss)(x, shifts))
+    for differentiate in (lambda x: jax.grad(loss)(x, shifts), jax.checkpoint(step)):
+        found = tg.intermediate_gradients(differentiate, TANH)(X)
+        assert list(found) == ["tanh", "tanh_1", "tanh_2"]
+        for got, wanted in zip(found.values(), expected, strict=True):
+            assert_close(got, wanted)
+
+
 def test_what_the_step_does_not_differentiate_raises():
     def step(w):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(X) @ w))(w)

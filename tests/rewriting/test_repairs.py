@@ -249,6 +249,20 @@ def test_a_selector_says_where_zeros_are_kept():
 
 
 @pytest.mark.any_jax
+@pytest.mark.any_jax
+@pytest.mark.parametrize("rule", [tg.rules.strong_zero, tg.rules.finite_derivative])
+def test_of_a_scope_each_operation_is_mended_also_where_all_of_them_have_to_be(rule):
+    def loss(x):
+        with jax.named_scope("both"):
+            y = jnp.log(jnp.sqrt(x))
+        return jnp.sum(jnp.where(x > 0, y, 0.0))
+
+    x = jnp.array([0.0, 2.0])
+    assert jnp.isnan(jax.grad(loss)(x)[0])
+    for where in (tg.match.scope("both"), tg.match.scope("both") & tg.match.source("loss")):
+        np.testing.assert_allclose(jax.grad(tg.rewrite(loss, rule(where)))(x), [0, 0.25])
+
+
 def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
     @jax.custom_vjp
     def length(x):

@@ -193,8 +193,10 @@ def test_stopping_all_or_some_inputs():
     assert not any(g.any() for g in all_)
     square = tg.rewrite(lambda x: jnp.sum(x * x), rules.stop_gradient(match.op("mul"), inputs=0))
     np.testing.assert_allclose(jax.grad(square)(X), X)  # one of the two uses of x
-    with pytest.raises(IndexError, match="has 2 inputs, no 2"):
+    with pytest.raises(IndexError, match=r"has 2 inputs \(x: f32.*, w: f32.*\), no 2"):
         tg.rewrite(f, rules.stop_gradient(match.op("dot_general"), 2))(w, X)
+    with pytest.raises(TypeError, match=r"inputs is the position of an input .* given 'w'"):
+        rules.stop_gradient(match.op("dot_general"), "w")
 
 
 def test_an_inlined_function_is_stopped_by_its_inputs():
@@ -308,6 +310,32 @@ def test_a_tap_with_a_callback_is_called_where_a_gradient_arrives():
 
 
 # --------------------------------------------------------------------- what stays, and where
+
+
+def test_calls_of_one_function_have_names_of_their_own():
+    @jax.jit
+    def layer(x):
+        with jax.named_scope("sine"):
+            return jnp.sin(x)
+
+    def f(x):
+        with jax.named_scope("first"):
+            x = layer(x)
+        with jax.named_scope("second"):
+            return layer(2 * x)
+
+    sine, names, shown = match.scope("*/sine"), [], {}
+
+    def named(op, dy):
+        names.append(op.name)
+        return dy
+
+    jax.grad(tg.rewrite(f, rules.override_gradient(sine, named)))(0.5)
+    assert sorted(names) == ["first/sine", "second/sine"]
+    jax.grad(tg.rewrite(f, rules.tap_gradient(sine, "tap", shown.__setitem__)))(0.5)
+    jax.effects_barrier()
+    assert shown["second/sine"] == 1
+    np.testing.assert_allclose(shown["first/sine"], 2 * np.cos(2 * np.sin(0.5)), rtol=1e-6)
 
 
 def test_what_is_not_matched_stays_and_calls_stay_shared():
@@ -453,6 +481,40 @@ def test_an_edit_inside_a_solve_is_refused():
     np.testing.assert_allclose(jax.grad(f)(matrix), expected, rtol=1e-5)
     looped = tg.rewrite(solved, rules.checkpointed_loop())  # nor are its loops differentiated
     np.testing.assert_allclose(jax.grad(looped)(matrix), expected / 2, rtol=1e-5)
+
+
+def test_an_edit_of_what_is_written_to_a_ref_is_refused():
+    def f(x):  # sin(x) ** 2
+        with jax.named_scope("all"):
+            ref = jax.new_ref(jnp.zeros_like(x))
+            with jax.named_scope("write"):
+                ref[...] = jnp.sin(x)
+            return jnp.sum(ref[...] ** 2)
+
+    def sloped(where, make=lambda where: rules.scale_gradient(where, 2.0)):
+        return jax.grad(tg.rewrite(f, make(where)))(X)
+
+    everything = match.op("*")
+    for make in (
+        rules.stop_gradient,
+        rules.recompute,
+        lambda where: rules.clip_gradient(where, max_norm=1.0),
+        lambda where: rules.scale_gradient(where, 1.0),
+        lambda where: rules.tap_gradient(where, "tap"),
+        lambda where: rules.override_gradient(where, lambda op, *dys: [None for _ in op.inputs]),
+    ):
+        for where in (everything, match.scope("*/write")):
+            with pytest.raises(tg.GraphError, match=r"jax\.Ref or writes to one"):
+                sloped(where, make)
+    with pytest.raises(tg.GraphError, match=r"jax\.Ref or writes to one"):
+        tg.intermediate_gradients(f, everything)(X)
+    plain = 2 * np.sin(X) * COS
+    arrays = everything & ~match.where(lambda found: any(n.has_references for n in found.nodes))
+    np.testing.assert_allclose(sloped(arrays & SIN), 2 * plain, rtol=1e-6)
+    np.testing.assert_allclose(sloped(match.op("get")), 2 * plain, rtol=1e-6)  # which only reads
+    np.testing.assert_allclose(sloped(match.scope("all")), 2 * plain, rtol=1e-6)
+    values = tg.intermediates(jax.jit(f), everything)(X)[1]
+    np.testing.assert_allclose(values["all/write/sin"], np.sin(X), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -717,3 +779,16 @@ def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
     assert len(taps["t"]) == 3
     for found, right in zip(taps["t"].values(), (*of_layer, jnp.cos(X)), strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-5)
+
+
+@pytest.mark.any_jax
+def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other():
+    def loss(x):
+        with jax.named_scope("block"):
+            return jnp.cos(jnp.sin(x))
+
+    scope, sine = tg.match.scope("block"), tg.match.op("sin")
+    with pytest.raises(tg.GraphError, match=r"Apply sin.* in common with <block: 2 nodes"):
+        tg.rewrite(loss, tg.rules.recompute(scope | sine))(1.0)
+    both = tg.rewrite(loss, tg.rules.recompute(sine), tg.rules.recompute(scope))
+    np.testing.assert_allclose(jax.grad(both)(1.0), jax.grad(loss)(1.0), rtol=1e-6)

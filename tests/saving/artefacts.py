@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import tracegrad as tg
-from tracegrad.saving import save
+from tracegrad import save
 
 
 def write_example(path: Path) -> Any:

@@ -487,7 +487,8 @@ def flat(value: Any, where: str = "") -> list[tuple[str, str]]:
 
 def fuzz(original: Path, count: int, seed: int) -> dict[str, Any]:
     """Reads `count` damaged copies; what is said of them, ready for JSON."""
-    from tracegrad.saving import ArtefactError, documents, load
+    from tracegrad import ArtefactError, load
+    from tracegrad.saving import documents
     from tracegrad.saving.placement import Placement
 
     load(original)  # warm, and proof that undamaged it can be read

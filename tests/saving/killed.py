@@ -24,12 +24,10 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 
-# The packages without what they import, which is JAX: of them only the container is wanted.
+# The package without what it imports, which is JAX: of it only the container is wanted.
 if __name__ == "__main__":  # pytest imports the file too, to look for examples in it
-    for name in ("tracegrad", "tracegrad.saving"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
-        sys.modules[name] = package
+    sys.modules["tracegrad"] = package = types.ModuleType("tracegrad")
+    package.__path__ = [str(ROOT / "tracegrad")]
 sys.path.insert(0, str(ROOT))
 
 from tracegrad.saving.atomic import PREFIX, SUFFIX  # noqa: E402

@@ -54,7 +54,7 @@ def arguments_of(name, arrays):
 
 
 if __name__ == "__main__":
-    from tracegrad.saving import load
+    from tracegrad import load
 
     arguments, results, *paths = sys.argv[1:]
     with np.load(arguments) as arrays:

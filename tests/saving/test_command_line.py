@@ -21,8 +21,8 @@ import pytest
 from artefacts import write_example
 from damage import changed, damaged, forge, number_of, take_apart
 
+from tracegrad import ArtefactError, load, save
 from tracegrad.__main__ import main
-from tracegrad.saving import ArtefactError, load, save
 from tracegrad.saving.inspection import inspect
 from tracegrad.saving.outside_calls import ALLOWED
 

@@ -16,7 +16,7 @@ from artefacts import write_example
 from damage import FORGED, ON_DISKS, Member, changed, forge, number_of, take_apart
 from hypothesis import settings
 
-from tracegrad.saving import ArtefactError, load
+from tracegrad import ArtefactError, load
 
 pytestmark = pytest.mark.any_jax
 

@@ -14,7 +14,7 @@ import pytest
 from measure import measure, measure_on_tape
 
 import tracegrad as tg
-from tracegrad.saving import load, save
+from tracegrad import load, save
 
 ROOT = Path(__file__).parents[2]
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)

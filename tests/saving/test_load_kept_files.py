@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.saving import ArtefactError, load
+from tracegrad import ArtefactError, load
 from tracegrad.saving.container import open_container
 
 sys.path.append(str(Path(__file__).parent / "files"))

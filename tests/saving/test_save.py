@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.saving import LoadedFunction, load, save
+from tracegrad import LoadedFunction, load, save
 from tracegrad.saving.container import open_container
 
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
@@ -88,6 +88,9 @@ def test_several_functions_share_their_variables(model, path):
     np.testing.assert_allclose(result["w"], expected, rtol=1e-6)
     np.testing.assert_array_equal(w.numpy(), result["w"])
     np.testing.assert_allclose(loaded.predict(X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
+    with tg.GradientTape() as tape:
+        score = jnp.sum(loaded.predict(X))
+    assert tape.gradient(score, loaded.predict.variables)["w"].shape == w.shape
     with pytest.raises(AttributeError, match="no function 'nothing' was saved; there are predict"):
         loaded.nothing
     # Saved again, they are the same programs with the present values.
@@ -102,6 +105,22 @@ def test_several_functions_share_their_variables(model, path):
     assert set(alone.variables) == {"w"}
     with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* gradient_order=3"):
         save(loaded.predict, path, gradient_order=3)
+
+
+@pytest.mark.any_jax
+def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
+    v = tg.Variable(2.0, name="v")
+    key = tg.Variable(jax.random.key(0), name="key", trainable=False)
+    save(lambda x: x**2 * v.value + 0 * jax.random.normal(key.value), path, [jnp.float32(1)])
+    assert jax.grad(lambda x: load(path)(x))(3.0) == 12
+    x = jnp.float32(3)
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        loaded = load(path)
+        y = loaded(x)
+        save(loaded, path)
+    assert tape.gradient(y, [x, loaded.variables["v"]]) == [12, 9]
+    assert load(path)(x) == 18
 
 
 def test_what_a_loaded_function_says_of_itself(model):
@@ -241,6 +260,23 @@ def test_random_keys_are_saved_by_the_name_of_their_generator(path):
 
 
 # ------------------------------------------------------------------------------ trees and sizes
+
+
+@pytest.mark.any_jax
+def test_a_function_that_draws_from_a_key_of_its_own_is_differentiated(path):
+    key = tg.Variable(jax.random.key(3), name="key", trainable=False)
+
+    def noisy(x):
+        now, following = jax.random.split(key.value)
+        key.assign(following)
+        return x * jax.random.normal(now)
+
+    save(noisy, path, [jnp.float32(1)])
+    loaded = load(path)
+    expected = [jax.grad(noisy)(1.0), tg.trace(jax.grad(noisy))(1.0)]
+    assert expected[0] != expected[1]
+    found = [jax.grad(loaded)(1.0), tg.trace(lambda x: jax.grad(loaded)(x))(1.0)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_trees_of_containers_come_back(path):
@@ -596,7 +632,7 @@ def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_clas
     loaded = saved(path, functions, None)
     np.testing.assert_allclose(loaded.given(leaves, X[0]), model(X[0]), rtol=1e-6)
     script = (
-        "import sys, numpy as np, tracegrad.saving as s\n"
+        "import sys, numpy as np, tracegrad as s\n"
         "f = s.load(sys.argv[1])\n"
         "leaves = [np.full(l.shape, 0.5, 'float32') for l in f.given.signature.args[0]]\n"
         "x = np.ones(3, 'float32')\n"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
-from tracegrad.saving import load, save
+from tracegrad import load, save
 from tracegrad.saving.container import open_container
 
 X = np.float32(2)

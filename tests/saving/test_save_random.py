@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
-from tracegrad.saving import load, save
+from tracegrad import load, save
 
 sys.path.append(str(Path(__file__).parents[1]))
 from test_random_programs import OPERATIONS, inputs_of, programs_with, run

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.saving import ArtefactError, load, save
+from tracegrad import ArtefactError, load, save
 
 X = np.ones((2, 3), np.float32)
 

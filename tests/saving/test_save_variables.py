@@ -11,13 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tracegrad as tg
-from tracegrad.saving import (
-    ArtefactError,
-    load,
-    load_variables,
-    save,
-    save_variables,
-)
+from tracegrad import ArtefactError, load, load_variables, save, save_variables
 from tracegrad.saving.variables import variables_of
 
 

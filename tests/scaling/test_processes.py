@@ -17,7 +17,7 @@ from rows import ROWS, W, X, mesh_of, put_together
 from states import here, variables
 
 import tracegrad as tg
-from tracegrad.saving import ArtefactError
+from tracegrad import ArtefactError
 
 HERE = Path(__file__).parent
 KILLS = 100

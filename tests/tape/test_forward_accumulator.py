@@ -14,8 +14,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import tracegrad as tg
-from tracegrad.annotations import custom_gradient
-from tracegrad.tape import GradientTape, UnconnectedGradients
+from tracegrad import GradientTape, UnconnectedGradients, custom_gradient
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.variables.variable import Variable
 
@@ -555,6 +554,51 @@ def test_a_derivative_that_cannot_be_computed_is_refused_where_it_is_asked_for()
     for array in (host, overwritten):
         with pytest.raises(ValueError, match="JVP"):
             accumulator.jvp(array)
+
+
+def test_a_rule_that_asks_what_varies_is_told_of_what_has_no_derivative():
+    """As the loops of equinox do, whose rules hand on no tangent of what did not start to vary."""
+
+    @jax.custom_jvp
+    def handed_on(start, end):
+        return end, end
+
+    def rule(primals, tangents):
+        zero = jax.custom_derivatives.SymbolicZero
+        nothing, tangent = zero(jax.typeof(primals[1])), tangents[1]
+        starts = not isinstance(tangents[0], zero)
+        return handed_on(*primals), (tangent, nothing) if starts else (nothing, tangent)
+
+    handed_on.defjvp(rule, symbolic_zeros=True)
+    x, still = jnp.asarray(X), jnp.ones_like(X)
+    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
+        refused = clipped(x)
+        lost, kept = handed_on(x, refused)
+        not_lost, is_lost = handed_on(still, refused)
+        by_start, _ = handed_on(refused, x)
+    for array in (lost, is_lost):
+        with pytest.raises(ValueError, match="clipped"):
+            accumulator.jvp(array)
+    assert accumulator.jvp(kept) is None
+    assert accumulator.jvp(not_lost) is None
+    np.testing.assert_allclose(accumulator.jvp(by_start), V)  # of `x`; the other only varies
+
+
+def test_a_backward_that_jax_cannot_transpose_is_refused_in_words_about_forward_mode():
+    @jax.custom_vjp
+    def halved(x):
+        return x
+
+    def backward(times, dy):
+        return (lax.fori_loop(0, times, lambda _, dy: dy / 2, dy),)
+
+    halved.defvjp(lambda x: (x, jnp.argmax(x)), backward)
+    x = jnp.asarray(X)
+    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
+        y = halved(x)
+    for jvp in (lambda: accumulator.jvp(y), lambda: tg.jvp(halved, (x,), (x,))):
+        with pytest.raises(ValueError, match=r"halved .*no forward-mode derivative.*JAX cannot"):
+            jvp()
 
 
 def test_complex_numbers_follow_jax():

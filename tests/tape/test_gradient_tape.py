@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.tape import GradientTape, UnconnectedGradients
+from tracegrad import GradientTape, UnconnectedGradients
 
 F32 = jnp.float32
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import tracegrad as tg
-from tracegrad.tape import GradientTape
+from tracegrad import GradientTape
 
 F32 = jnp.float32
 
@@ -898,6 +898,22 @@ def test_a_ref_inside_a_compiled_function():
         return ref[...]
 
     agrees_with_jax(f, F32(3.0))
+
+
+def test_what_is_added_to_a_ref_inside_a_compiled_function_is_kept():
+    """Adding gives no result, as printing does; and a `Ref`'s own derivative adds to one."""
+
+    @jax.jit
+    def f(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        jax.ref.addupdate(ref, ..., jnp.sin(x))
+        return ref[...] ** 2
+
+    x = F32(0.5)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    np.testing.assert_allclose(tape.gradient(y, x), np.sin(1.0), rtol=1e-6)
 
 
 # -------------------------------------------------------------------------------------- libraries

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad import GradientTape, gradients, hessians
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
-from tracegrad.tape import GradientTape, gradients, hessians
 from tracegrad.variables.variable import Variable
 
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.tape import (
-    AggregationMethod,
-    GradientTape,
-    gradients,
-    hessian_vector_product,
-    hessians,
-)
+from tracegrad import AggregationMethod, GradientTape, gradients, hessian_vector_product, hessians
 
 
 def floats(values):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad import _jax
-from tracegrad.tape import GradientTape
+from tracegrad import GradientTape, _jax
 from tracegrad.tape.recorder import Recorder
 
 F32 = jnp.float32
@@ -498,3 +497,16 @@ def test_a_tape_opened_while_another_is_suspended_sees_what_follows_its_end():
         z = y * x
     assert second.gradient(y, x) == 6.0
     assert first.gradient(z, x) == 27.0
+
+
+def test_what_was_recorded_with_64_bits_has_a_gradient_of_64_bits_afterwards():
+    with jax.enable_x64(True):
+        x, unused = jnp.asarray(np.array([0.3, 0.5])), jnp.asarray(np.float64(1.0))
+        with GradientTape(persistent=True) as tape:
+            tape.watch([x, unused])
+            y = jnp.sum(jax.jit(lambda x: jnp.sin(x) * x @ jnp.ones((2, 2)))(x))
+    assert not jax.config.jax_enable_x64
+    found, none = tape.gradient(y, [x, unused], unconnected_gradients="zero")
+    assert found.dtype == none.dtype == tape.jacobian(y, x).dtype == np.float64
+    expected = 2 * (np.sin([0.3, 0.5]) + np.cos([0.3, 0.5]) * [0.3, 0.5])
+    np.testing.assert_allclose(found, expected, rtol=1e-14)

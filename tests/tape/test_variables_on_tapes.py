@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tracegrad.annotations import custom_gradient, recompute_grad
-from tracegrad.tape import GradientTape
+from tracegrad import GradientTape, custom_gradient, recompute_grad
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.tracing import trace
 from tracegrad.variables.variable import Variable
@@ -192,6 +191,39 @@ def test_what_is_read_of_a_variable_while_a_tape_does_not_record_is_a_constant_t
         return tape.gradient(y, v), anew.gradient(z, v)
 
     assert list(map(float, way(derivatives)())) == [36.0, 3.0]
+
+
+@pytest.mark.parametrize("way", [lambda fun: fun, trace], ids=["eager", "traced"])
+def test_what_a_gradient_function_reads_before_a_tape_of_its_own_is_a_constant_to_it(way):
+    """Of a Variable that its function has read, too; tapes around follow both reads."""
+    v, one = Variable(3.0), jnp.array(1.0)
+
+    @custom_gradient
+    def times_v(x):
+        y = x * v.value
+
+        def grad_fn(dy, variables=None):
+            before = v.value
+            with GradientTape() as own:
+                read = v.value
+                with own.stop_recording():
+                    meanwhile = v.value
+                product = before * read * meanwhile
+            return dy * own.gradient(product, v), [dy * 0]
+
+        return y, grad_fn
+
+    @way
+    def derivatives():
+        with GradientTape() as outer:
+            with GradientTape(persistent=True) as tape:
+                tape.watch(one)
+                y = times_v(one)
+            first, again = tape.gradient(y, one), tape.gradient(y, one)
+        return first, again, outer.gradient((first, again), v)
+
+    # v² each, in whose place all three reads have a part; and so twice 2 v.
+    assert list(map(float, derivatives())) == [9.0, 9.0, 12.0]
 
 
 def test_assigning_after_the_block_changes_nothing():

@@ -55,6 +55,16 @@ def test_leaves_are_told_by_their_path():
     assert signature.arguments == "x['w'][0]: float32[]"
 
 
+@pytest.mark.any_jax
+def test_the_leaves_of_a_large_argument_are_counted():
+    step = tg.trace(lambda params, x: x)
+    step({"layers": [np.float32(1)] * 40}, np.ones(3, "float32"))
+    (signature,) = step.cache_info().signatures
+    assert signature.arguments == "params: 40 leaves, x: float32[3]"
+    inputs = 40 * [np.float32(1)]
+    assert "and 32 more" in repr(tg.graph(lambda params: params)(inputs))
+
+
 def test_the_time_is_that_of_the_trace():
     step = fresh_function()
     before = datetime.now()

@@ -543,6 +543,22 @@ def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours()
     assert [frame for frame in frames if frame[0] != here] == [("pipeline.py", "__call__")]
 
 
+@pytest.mark.any_jax
+def test_an_error_about_a_graph_comes_without_our_frames():
+    stop = tg.rules.stop_gradient(tg.match.op("sine"))
+    calls = [tg.trace(jnp.sin, rules=[stop]), tg.rewrite(jnp.sin, stop)]
+    for call in calls:
+        with pytest.raises(tg.NoMatchError) as caught:
+            call(1.0)
+        assert len(caught.traceback) <= 3  # this line, and the way in
+
+
+@pytest.mark.any_jax
+def test_what_waits_for_arguments_is_named_for_what_it_returns():
+    assert "graph(sin)" in repr(tg.graph(jnp.sin))
+    assert "plan_recompute(sin)" in repr(tg.plan_recompute(jnp.sin, "50%"))
+
+
 def test_a_failed_trace_leaves_nothing_behind():
     traced = tg.trace(branches)
     with pytest.raises(jax.errors.TracerBoolConversionError):

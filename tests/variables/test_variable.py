@@ -134,6 +134,13 @@ def test_it_prints_its_type_and_value():
     assert repr(v) == str(v) == f"{v}" == "<Variable w: f32[2], not trainable = [1. 2.]>"
 
 
+@pytest.mark.any_jax
+def test_an_assignment_to_a_part_says_how_it_is_written():
+    v = Variable([1.0, 2.0], name="w")
+    with pytest.raises(TypeError, match=r"'w' is assigned as a whole: `v\.assign\(v\.value\.at\["):
+        v[0] = 5.0
+
+
 def test_a_method_that_arrays_lack_is_missed_here_too():
     with pytest.raises(AttributeError, match="no attribute 'no_such'"):
         Variable(1.0).no_such

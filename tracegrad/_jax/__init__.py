@@ -7,6 +7,7 @@
 from tracegrad._jax import loop_reverse as loop_reverse
 from tracegrad._jax.arrays import ARRAY as ARRAY
 from tracegrad._jax.arrays import align as align
+from tracegrad._jax.arrays import as_computed as as_computed
 from tracegrad._jax.arrays import fresh_alias as fresh_alias
 from tracegrad._jax.arrays import has_gradient as has_gradient
 from tracegrad._jax.arrays import is_inexact as is_inexact
@@ -21,6 +22,7 @@ from tracegrad._jax.arrays import struct as struct
 from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key
 from tracegrad._jax.arrays import type_text as type_text
+from tracegrad._jax.arrays import undifferentiated as undifferentiated
 from tracegrad._jax.arrays import wait_for as wait_for
 from tracegrad._jax.arrays import without_devices as without_devices
 from tracegrad._jax.calls import Handle as Handle
@@ -92,6 +94,7 @@ from tracegrad._jax.provenance import frame_positions as frame_positions
 from tracegrad._jax.provenance import frames as frames
 from tracegrad._jax.provenance import function_of as function_of
 from tracegrad._jax.provenance import hide_frames as hide_frames
+from tracegrad._jax.provenance import inside as inside
 from tracegrad._jax.provenance import name_stack as name_stack
 from tracegrad._jax.provenance import user_context as user_context
 from tracegrad._jax.replacement import Replacement as Replacement
@@ -111,9 +114,10 @@ from tracegrad._jax.traces import StagingTrace as StagingTrace
 from tracegrad._jax.traces import TopLevelTrace as TopLevelTrace
 from tracegrad._jax.traces import at_top_level as at_top_level
 from tracegrad._jax.traces import current_trace as current_trace
+from tracegrad._jax.traces import current_trace_outside_of as current_trace_outside_of
 from tracegrad._jax.traces import is_part_of_a_program as is_part_of_a_program
 from tracegrad._jax.traces import is_top_level as is_top_level
-from tracegrad._jax.traces import parent_trace as parent_trace
+from tracegrad._jax.traces import outward as outward
 from tracegrad._jax.traces import set_current_trace as set_current_trace
 from tracegrad._jax.traces import staging_trace as staging_trace
 from tracegrad._jax.traces import trace_of as trace_of

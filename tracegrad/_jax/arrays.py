@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -27,6 +28,18 @@ def has_gradient(aval: Any) -> bool:
 def is_inexact(dtype: Any) -> bool:
     """The same of a dtype; None, that of what has none, is not."""
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+_OF_64_BITS = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+
+
+def as_computed(arrays: Iterable[Any]) -> AbstractContextManager[None]:
+    """A block that differentiates with as many bits as arrays were computed with: those of 64 may
+    come out of a block of `jax.enable_x64`, after which JAX would mix them with some of 32."""
+    if jax.config.jax_enable_x64 or not any(array.dtype in _OF_64_BITS for array in arrays):
+        return nullcontext()
+    wide: AbstractContextManager[None] = jax.enable_x64(True)
+    return wide
 
 
 def is_reference(aval: object) -> bool:
@@ -138,6 +151,16 @@ wait_for: Callable[[Any], Any] = jax.block_until_ready
 def is_tracer(value: object) -> bool:
     """Whether a value exists only inside a transformation."""
     return isinstance(value, jax.core.Tracer)
+
+
+def undifferentiated(value: Any) -> Any:
+    """The value without what is being differentiated of it: of what only a derivative's tracer
+    stands around, the plain value."""
+    if is_tracer(value) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # JAX stops nothing there, since keys have no gradient; a rule's results have a tracer.
+        bits = jax.lax.stop_gradient(jax.random.key_data(value))
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+    return jax.lax.stop_gradient(value)
 
 
 def fresh_alias(array: Any) -> Any:

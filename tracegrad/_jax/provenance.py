@@ -21,6 +21,15 @@ def frames(source_info: Any) -> Sequence[Any]:
     return () if traceback is None else tuple(traceback.frames)
 
 
+def inside(call: Any, source_info: Any, *, has_line: bool) -> Any:
+    """Where an equation of a function came from, as one of what calls that: inside the scopes of
+    the call; `has_line`: at its own line, else at that of the call."""
+    return source_info.replace(
+        traceback=(source_info if has_line else call).traceback,
+        name_stack=call.name_stack + source_info.name_stack,
+    )
+
+
 def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
     """A context whose value is part of the key under which JAX keeps traces and programs."""
     make: Callable[[Any], Callable[[Any], AbstractContextManager[Any]]] = jax.make_user_context

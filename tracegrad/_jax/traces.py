@@ -68,24 +68,29 @@ def under_jit() -> bool:
 
 def staging_trace() -> Any:
     """The innermost program that what is bound now becomes a part of; None where there is none."""
-    trace = current_trace(None)
-    while trace is not None and not isinstance(trace, StagingTrace):
-        trace = parent_trace(trace)
-    return trace
+    for trace in outward(current_trace(None)):
+        if isinstance(trace, StagingTrace):
+            return trace
+    return None
 
 
 def is_part_of_a_program() -> bool:
     """Whether the program that is being traced now becomes a part of another one."""
-    trace, count = current_trace(None), 0
-    while trace is not None:
-        count += isinstance(trace, StagingTrace)
-        trace = parent_trace(trace)
-    return count > 1
+    return sum(isinstance(trace, StagingTrace) for trace in outward(current_trace(None))) > 1
 
 
-def parent_trace(trace: Any) -> Any:
-    """The transformation around a transformation; None outside of all."""
-    return getattr(trace, "parent_trace", None)
+def outward(trace: Any, until: Any = None) -> list[Any]:
+    """A transformation and those around it, from the inside out, up to one of them."""
+    found = []
+    while trace is not None and trace is not until:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def current_trace_outside_of(kind: type) -> Any:
+    """The innermost transformation that is none of a kind."""
+    return next((t for t in outward(current_trace(None)) if not isinstance(t, kind)), None)
 
 
 def trace_of(tracer: Any) -> Any:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tracegrad.differentiation.selection import positional_names
 from tracegrad.ir.wording import brief, code_of, name_of
+from tracegrad.tracing.signatures import argument_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,7 +115,7 @@ def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ..
     """How the user knows each leaf of the positional arguments: ``params['w']``."""
     return tuple(
         name + jax.tree_util.keystr(path)
-        for name, arg in zip(positional_names(fun, len(args)), args, strict=True)
+        for name, arg in zip(argument_names(fun, len(args)), args, strict=True)
         for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
     )
 

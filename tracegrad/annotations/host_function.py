@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import BuiltinMethodType, MethodType
@@ -28,6 +28,7 @@ from tracegrad.annotations.calls import (
     require_callable,
 )
 from tracegrad.annotations.pullback import Program
+from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
@@ -55,7 +56,8 @@ def numpy_function(
     Arguments:
         func: called with one NumPy array per input, read-only and without an axis that is being
             mapped; returns what `Tout` says, in exactly that shape and dtype (Python numbers take
-            the dtype). It must not call JAX, which may wait for it.
+            the dtype, and so do floats of the dtype of an input, such as the float64 ones that
+            `check_grads` gives). It must not call JAX, which may wait for it.
         inp: the inputs, a list or tuple of arrays, numbers or Variables of any shapes; or just one.
         Tout: what `func` returns: a dtype, for an array of the shape to which the inputs broadcast;
             a `jax.ShapeDtypeStruct` for one of another shape; or a list or tuple of these, for a
@@ -244,12 +246,16 @@ class _Host:
                     f"{who} is to return {len(self.types)} results by Tout; it returned {got}"
                 )
             results = list(returned)
-        return [self._checked(who, i, result) for i, result in enumerate(results)]
+        given = {array.dtype for array in arrays}
+        return [self._checked(who, i, result, given) for i, result in enumerate(results)]
 
-    def _checked(self, who: str, i: int, result: Any) -> Any:
+    def _checked(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
         expected = self.types[i]
         kind = f"result {i}" if self.several else "the result"
         array = np.asarray(result)
+        # Inputs of another precision than usual: double, where derivatives are checked.
+        if array.dtype in given and array.dtype.kind == expected.dtype.kind == "f":
+            array = array.astype(expected.dtype)
         # A Python number has no dtype of its own.
         if type(result) in (bool, int, float, complex) and np.can_cast(
             {"b": "?", "i": "i1", "f": "f2", "c": "c8"}[array.dtype.kind],
@@ -376,6 +382,7 @@ def _rule(
         # Whoever differentiates this pass meets the rule again.
         return rule(inputs, results, captured), (inputs, results, captured)
 
+    @OF_HOST_CALL
     def backward(residuals: Any, dys: Any) -> Any:
         inputs, results, captured = residuals
         assert not isinstance(pullback, Exception)

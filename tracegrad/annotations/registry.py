@@ -12,7 +12,7 @@ import difflib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,9 @@ from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.rewriting.rules import MatchRule, at_each, override, with_gradient
+from tracegrad.rewriting.edits import of_arrays
+from tracegrad.rewriting.match_rule import MatchRule, at_each
+from tracegrad.rewriting.overriding import override, with_gradient
 from tracegrad.tape.keys import params_key
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tracing.in_force import Force, in_force
@@ -120,12 +122,14 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     on the traced functions, tapes and `tracegrad.gradients` that are entered in it; and on what
     `tracegrad.grad`, `jax.grad` and their like differentiate in it. It also reaches into jitted
     functions, loops and branches, but not into custom rules. Of several blocks the innermost wins.
+    A block is that of its thread: what other coroutines compute meanwhile is in it as well.
 
     Raises:
       TypeError: `overrides` is no mapping from names to names.
       GraphError: such an operation is differentiated inside the block by a `jax.grad` (or another
         of JAX's own) that was imported by name or made before, and does not see the override.
       LookupError: a gradient is taken, and none of that name is registered.
+      RuntimeError: the block is left before another one that was entered inside of it.
 
     As TensorFlow 1's ``Graph.gradient_override_map``; see `register_gradient` for an example.
 
@@ -151,9 +155,12 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
     rules = [_override(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
-    trace = _Overrides(_jax.current_trace(None), named, rules)
-    with in_force(force), trace.in_place():
+    trace = _Overrides(_jax.current_trace(None), named, force)
+    trace.begin()
+    try:
         yield
+    finally:
+        trace.end()
 
 
 # ------------------------------------------------------------------------------ as rules on graphs
@@ -184,6 +191,14 @@ class _Registered:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Where messages find its line."""
+        function = self.function or _registered.get(self.name)
+        if function is None:
+            raise AttributeError("__wrapped__")
+        return function
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Registered):
             return False
@@ -199,7 +214,8 @@ def _override(name: str, grad: _Registered) -> MatchRule:
 
     where = match.where(functools.partial(_is_named, name))
     text = f"gradient_override_map({name!r})"
-    return MatchRule("override_gradient", where, at_each(edit), missing_ok=True, text=text)
+    edited = at_each(of_arrays(edit))
+    return MatchRule("override_gradient", where, edited, missing_ok=True, text=text)
 
 
 def _is_named(name: str, found: Occurrence) -> bool:
@@ -215,11 +231,33 @@ def _is_named(name: str, found: Occurrence) -> bool:
 class _Overrides(OverridingTrace):
     """Gives the operations of some names their gradients, and lets all go to its parent."""
 
-    def __init__(self, parent: Any, overrides: dict[str, _Registered], rules: Sequence[MatchRule]):
+    def __init__(self, parent: Any, overrides: dict[str, _Registered], force: Force):
         super().__init__(parent)
         self._overrides = overrides
-        self._rules = rules
+        self.force = force
         self._differentiated = _times_differentiated()
+        self._block = ExitStack()
+        self._is_over = False
+
+    def begin(self) -> None:
+        self._block.enter_context(self.in_place())
+        self._block.enter_context(in_force(self.force))
+
+    def end(self) -> None:
+        """Ends the block, or raises RuntimeError and leaves that to what stands on it."""
+        self._is_over = True
+        self.leave()
+        if self.is_installed:
+            raise RuntimeError(
+                f"the block of gradient_override_map({', '.join(map(repr, self._overrides))}) is "
+                "left before another one, or a tape, that was entered inside of it: it goes on "
+                "until that has ended. A block is that of a thread, so that a coroutine or a "
+                "generator has to leave it before another one takes its turn"
+            )
+
+    def leave(self) -> None:
+        if self._is_over and self.is_installed and _jax.current_trace(None) is self:
+            self._block.close()
 
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
@@ -266,7 +304,7 @@ class _Overrides(OverridingTrace):
             jax.make_jaxpr(lambda *operands: _jax.bind(primitive, operands, params))(*args)
         )
         original = program
-        for rule in self._rules:
+        for rule in self.force.rules:
             program = rule(program)
         if program is original:
             return None

@@ -54,7 +54,7 @@ def listed_with(
     if operands:
         require_variables_parameter(fun, grad_fn, reads.listed)
         grad_fn = flat_with_variables(fun, grad_fn, reads.listed, count)
-    return _heard(InGradient(reads), grad_fn), operands
+    return _heard(lambda: InGradient(reads), grad_fn), operands
 
 
 def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Callable[..., Any]:
@@ -97,15 +97,16 @@ def given_variables(
 ) -> Callable[..., Any]:
     """A function with a custom gradient, or the gradient function of that, for which the values of
     some Variables are these."""
-    return _heard(Substitute(dict(zip(variables, values, strict=True)), fun), part)
+    given = dict(zip(variables, values, strict=True))
+    return _heard(lambda: Substitute(given, fun), part)
 
 
-def _heard(listener: InOwnTrace, part: Callable[..., Any]) -> Callable[..., Any]:
-    """A function to whose Variables somebody listens."""
+def _heard(listener: Callable[[], InOwnTrace], part: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to whose Variables somebody listens: in each call another."""
 
     @functools.wraps(part, updated=())
     def heard(*args: Any, **kwargs: Any) -> Any:
-        with listener.around():
+        with listener().around():
             return part(*args, **kwargs)
 
     return heard

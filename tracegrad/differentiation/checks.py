@@ -95,8 +95,8 @@ def _no_gradient(path: str, leaf: Any, *, is_setting: bool) -> str:
     )
 
 
-def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> Any:
-    """The function's result, checked: a scalar, or a pair of one and something else."""
+def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> tuple[Any, Any]:
+    """The function's result, checked: a scalar, and what it returns beside it."""
     value, aux = pair(fun, result) if has_aux else (result, None)
     value = without_variables(value)
     leaves = jax.tree.leaves(value)
@@ -112,7 +112,7 @@ def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -
             f"a gradient is that of one scalar; {function_name(fun)} returns an array of shape "
             f"{jnp.shape(value)}. Return its sum or mean, or take `jacobian`"
         )
-    return (value, aux) if has_aux else value
+    return value, aux
 
 
 def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
@@ -134,9 +134,3 @@ def flattened(
     leaves, structure = jax.tree.flatten(outputs)
     shape_of_result[:] = structure, list(map(jnp.shape, leaves))
     return leaves, aux
-
-
-def spread_out(results: Sequence[Any], present: Sequence[bool]) -> list[Any]:
-    """One entry per selected leaf: None for those that were not differentiated."""
-    rest = iter(results)
-    return [next(rest) if is_present else None for is_present in present]

@@ -28,6 +28,7 @@ from tracegrad.ir.dependence import (
     enter,
     joined,
     node_dependence,
+    of_each,
     spread,
 )
 from tracegrad.ir.importer import import_program
@@ -57,7 +58,7 @@ class UnconnectedError(ValueError):
 def connections(graph: Graph) -> list[frozenset[int]]:
     """For every output of a graph, the inputs (by position) that are connected to it."""
     inputs = graph.inputs
-    sources = [1 << i if is_connectable(v) else 0 for i, v in enumerate(inputs)]
+    sources = of_each(map(is_connectable, inputs))
     return [
         frozenset(i for i in range(len(inputs)) if mask >> i & 1)
         for mask in spread(graph, sources, Walk().rule)
@@ -73,7 +74,8 @@ def is_connectable(value: Value | Literal) -> bool:
 
 
 class Walk:
-    """One walk over a graph: shared regions and custom rules are looked at once."""
+    """One walk over a graph: shared regions and custom rules are looked at once, and so is what a
+    node connects, which `reached_from` asks first and `node_vjp` after it."""
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         """Masks of the inputs connected to each result, given those connected to each operand.
@@ -101,10 +103,15 @@ class Walk:
     def region(self, graph: Graph, ins: Masks) -> Masks:
         return spread(graph, ins, self.rule)
 
+    @once_for_each
+    def links(self, node: Node, active: Sequence[int]) -> Masks:
+        """For every result of a node, which of its active operands are connected to it."""
+        return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
+
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
         """For every result of a node, the operands whose cotangents depend on its cotangent."""
         if node.op in CONNECTING:
-            return tuple(_all_to_all(node, _each(reached)))
+            return tuple(_all_to_all(node, of_each(reached)))
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:
@@ -116,7 +123,7 @@ class Walk:
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # its rule may use what its primal does not
-            return tuple(_all_to_all(node, _each(reached)))
+            return tuple(_all_to_all(node, of_each(reached)))
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
 
@@ -132,11 +139,6 @@ def _all_to_all(node: Node, ins: Masks) -> Masks:
     masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if v.has_gradient]
     everything = functools.reduce(operator.or_, masks, 0)
     return [everything if v.has_gradient else 0 for v in node.outputs]
-
-
-def _each(reached: Sequence[bool]) -> Masks:
-    """For each operand that is reached a mask of itself."""
-    return [1 << i if is_reached else 0 for i, is_reached in enumerate(reached)]
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:
@@ -185,7 +187,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     except Exception:
         return rows
     of_all = _call_rows(node, tuple(given)) or rows
-    everything = _all_to_all(node, _each([a and b for a, b in zip(reached, given, strict=True)]))
+    everything = _all_to_all(node, of_each([a and b for a, b in zip(reached, given, strict=True)]))
     return tuple(
         everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
     )

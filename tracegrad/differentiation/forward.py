@@ -49,7 +49,7 @@ def jvp(
     The idea is that of TensorFlow's ``tf.autodiff.ForwardAccumulator``.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
-    >>> from tracegrad.differentiation import jvp
+    >>> from tracegrad import jvp
     >>> @tg.custom_gradient
     ... def straight_through(x):
     ...     return jnp.round(x), lambda dy: dy

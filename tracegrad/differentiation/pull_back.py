@@ -8,6 +8,7 @@ where it is not used.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
@@ -48,12 +49,12 @@ def pull_back(
     values: Mapping[Value, Any],
     cotangents: Mapping[Value, Sequence[Any]],
     wanted: Sequence[Value],
+    reached: AbstractSet[Value],
+    through: NodeVJP,
     *,
     stopped: AbstractSet[Value] = frozenset(),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
-    through: NodeVJP | None = None,
-    deciding: Mapping[Node, int] = MappingProxyType({}),
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
@@ -64,23 +65,22 @@ def pull_back(
       cotangents: of any values of the graph, each of its value's shape and dtype; those of one
         value are added up.
       wanted: the values whose cotangents are asked for.
+      reached: the values on the ways to these, from `reached_from`.
+      through: how cotangents are pulled back through one node: `node_vjp`, or by way of it.
       stopped: values that count as constants: what they were computed from gets nothing by them.
       aggregate: how the cotangents of one value are added up.
       gated: release the cotangents of a node's inputs together, when all of them are there.
-      through: how cotangents are pulled back through one node; default: `node_vjp`.
-      deciding: as of `reached_from`.
 
     Returns:
       For each wanted value its cotangent, or None if nothing connects it to a value that has one.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
-    reached = reached_from(graph, wanted, stopped, deciding)
     for node in reversed(graph.nodes):
         given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
         active = active_inputs(node, reached)
         if not active or all(ct is None for ct in given):
             continue
-        results = (through or node_vjp)(node, values, given, active)
+        results = through(node, values, given, active)
         if gated:
             results = _released_together(results)
         for i, ct in zip(active, results, strict=True):
@@ -105,7 +105,8 @@ def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) 
 def reached_from(
     graph: Graph,
     wanted: Sequence[Value],
-    stopped: AbstractSet[Value],
+    walk: Walk,
+    stopped: AbstractSet[Value] = frozenset(),
     deciding: Mapping[Node, int] = MappingProxyType({}),
 ) -> AbstractSet[Value]:
     """The values through which a gradient may come back to a wanted one.
@@ -117,19 +118,18 @@ def reached_from(
     cotangents are pulled back through it.
     """
     start = {value for value in wanted if value.has_gradient}
-    walk = Walk()
 
     def rule(node: Node, ins: Masks) -> Masks:
         # One that is recomputed counts as a whole: see `linked_inputs`.
         whole = len(node.outputs) if isinstance(node, Recompute) else deciding.get(node, 0)
         found = [joined(ins)] * whole if whole else []
         if whole < len(node.outputs):
-            found += walk.rule(node, ins)[whole:]
+            found += walk.links(node, [i for i, mask in enumerate(ins) if mask])[whole:]
         pairs = zip(node.outputs, found, strict=True)
-        return [1 if v in start else 0 if v in stopped else mask for v, mask in pairs]
+        return [v in start or (v not in stopped and mask != 0) for v, mask in pairs]
 
     masks: dict[Value, int] = {}
-    spread(graph, [1 if value in start else 0 for value in graph.inputs], rule, masks)
+    spread(graph, [value in start for value in graph.inputs], rule, masks)
     return {value for value, mask in masks.items() if mask and value.has_gradient}
 
 
@@ -142,19 +142,22 @@ def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
 
 
 def node_vjp(
-    node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
+    walk: Walk,
+    node: Node,
+    values: Mapping[Value, Any],
+    cotangents: Sequence[Any],
+    active: Sequence[int],
 ) -> list[Any]:
     """The cotangents of the active inputs of a node, as JAX's VJP of it has them.
 
     None for one that is zero whatever the cotangents are (``floor``): carried on as an array of
     zeros it would become NaN at the first infinite derivative on its way, where there is nothing.
     """
-    linked = linked_inputs(node, cotangents, active)
+    linked = linked_inputs(walk, node, cotangents, active)
     if not any(linked):
         return [None] * len(active)
     # A rule may look at what varies beside the operands that get something from it.
-    is_whole = _asks_what_varies(node)
-    chosen = [i for i, is_linked in zip(active, linked, strict=True) if is_linked or is_whole]
+    chosen = active if _asks_what_varies(node) else list(itertools.compress(active, linked))
     found = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
     return [found[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
 
@@ -166,17 +169,16 @@ def _asks_what_varies(node: Node) -> bool:
     return bool(asks)
 
 
-def linked_inputs(node: Node, cotangents: Sequence[Any], active: Sequence[int]) -> list[bool]:
+def linked_inputs(
+    walk: Walk, node: Node, cotangents: Sequence[Any], active: Sequence[int]
+) -> list[bool]:
     """Whether the cotangents of the active inputs of a node depend on one that is given."""
     if isinstance(node, Recompute):
         # TensorFlow differentiates a recomputed function as a whole: an argument that it does not
         # use has a gradient of zero, not none.
         return [True] * len(active)
-    ins = [1 << i if i in active else 0 for i in range(len(node.inputs))]
-    linked = 0
-    for row, ct in zip(Walk().rule(node, ins), cotangents, strict=True):
-        if ct is not None:
-            linked |= row
+    rows = zip(walk.links(node, active), cotangents, strict=True)
+    linked = joined(row for row, ct in rows if ct is not None)
     return [bool(linked >> i & 1) for i in active]
 
 

@@ -22,13 +22,14 @@ from tracegrad.rewriting.forward_mode import with_forward_mode
 
 
 class PushForward(NamedTuple):
-    """How tangents go through a graph: a compiled program, and which outputs have one."""
+    """How tangents go through a graph: a compiled program, and what each depends on."""
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     """From all inputs' values and a tangent for each active one: the tangents of those outputs
-    that are connected."""
-    connected: tuple[bool, ...]
-    """For every output of the graph, whether its tangent depends on one of an active input."""
+    that depend on one."""
+    linked: tuple[int, ...]
+    """For every output of the graph the mask of the active inputs on whose tangents its own one
+    depends, bit i for the i-th of them."""
 
 
 def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
@@ -54,7 +55,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     program = jax.make_jaxpr(pushed)(types, [types[i] for i in active])
     imported = import_program(program)
     # An output is connected if its tangent depends on one: by the program, never by values.
-    linked = [bool(mask >> len(types)) for mask in dependence(imported)]
+    linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
         quiet = _without_past_effects(imported, len(types))
@@ -64,11 +65,11 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
     def connected_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         found = run(*args, *tangents)
-        return [tangent for tangent, is_linked in zip(found, linked, strict=True) if is_linked]
+        return [tangent for tangent, mask in zip(found, linked, strict=True) if mask]
 
     each = iter(linked)
-    connected = tuple(_jax.has_gradient(out) and next(each) for out in graph.out_avals)
-    return PushForward(jax.jit(connected_only), connected)
+    of_all = tuple(next(each) if _jax.has_gradient(out) else 0 for out in graph.out_avals)
+    return PushForward(jax.jit(connected_only), of_all)
 
 
 # ---------------------------------------------------------------------------------------- effects

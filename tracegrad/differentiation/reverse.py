@@ -14,25 +14,21 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad.differentiation.calls import DifferentiatedCall
 from tracegrad.differentiation.checks import (
     check,
-    differentiable_leaves,
     flattened,
     named_after,
     scalar_result,
-    spread_out,
     wrt_or_argnums,
 )
-from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
 from tracegrad.differentiation.gradient_types import zero_block
 from tracegrad.differentiation.lookups import call_with_slices
-from tracegrad.differentiation.module_state import ModuleState
-from tracegrad.differentiation.selection import Selection, Wrt, resolve
+from tracegrad.differentiation.selection import Selection, Wrt
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import under_rules
 from tracegrad.tracing.user_errors import explaining
 
 
@@ -92,7 +88,7 @@ def grad(
       UnconnectedError: see `unconnected`.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.differentiation import grad
+    >>> from tracegrad import grad
     >>> def loss(params, x):
     ...     return jnp.sum(params["kernel"] * x) + params["bias"]
     >>> params = {"kernel": jnp.array([1.0, 2.0]), "bias": jnp.array(0.5)}
@@ -160,7 +156,7 @@ def value_and_grad(
       as `grad`.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.differentiation import value_and_grad
+    >>> from tracegrad import value_and_grad
     >>> value, (dx, dy) = value_and_grad(lambda x, y: jnp.sin(x) * y, wrt=("x", "y"))(0.0, 3.0)
     >>> print(value, dx, dy)
     0.0 3.0 0.0
@@ -170,30 +166,19 @@ def value_and_grad(
 
     @named_after(fun, "Value and gradient")
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        selection = resolve(fun, wrt, args, kwargs)
-        differentiable = differentiable_leaves(selection, unconnected, allow_int)
-        chosen = selection.refined(differentiable)
-
-        state = ModuleState(chosen)
-
-        def result(leaves: list[Any]) -> Any:
-            outcome, assigned = state.call(leaves)
-            outcome = scalar_result(fun, outcome, has_aux)
-            scalar, aux = outcome if has_aux else (outcome, None)
-            return scalar, (aux, assigned)
-
-        scalar = refusing(under_rules(result, function_name(fun)))
+        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int)
+        scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome, has_aux))
         run = _jax.value_and_grad(
             scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
+        leaves = call.chosen.leaves
         with explaining():
-            given, results = call_with_slices(run, chosen.leaves) if sparse else run(chosen.leaves)
+            given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
-            (results,) = _marked(chosen, lambda leaves: scalar(leaves)[0], unconnected, [results])
-        value, (aux, assigned) = given
-        state.assign(assigned)
-        answer = selection.answer(spread_out(results, differentiable))
-        return ((value, aux) if has_aux else value), answer
+            (results,) = _marked(call.chosen, scalar, unconnected, [results])
+        value, beside = given
+        aux = call.settle(beside)
+        return ((value, aux) if has_aux else value), call.answer(results)
 
     return value_and_gradient
 
@@ -226,7 +211,7 @@ def jacobian(
       as `grad`, save that the result need be no scalar.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.differentiation import jacobian
+    >>> from tracegrad import jacobian
     >>> def rotated(angle, point):
     ...     c, s = jnp.cos(angle), jnp.sin(angle)
     ...     return jnp.array([[c, -s], [s, c]]) @ point
@@ -242,31 +227,23 @@ def jacobian(
 
     @named_after(fun, "Jacobian")
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
-        selection = resolve(fun, wrt, args, kwargs)
-        differentiable = differentiable_leaves(selection, unconnected, allow_int)
-        chosen = selection.refined(differentiable)
+        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
-        state = ModuleState(chosen)
-
-        def result(leaves: list[Any]) -> Any:
-            outputs, assigned = state.call(leaves)
-            outputs, aux = flattened(fun, outputs, has_aux, shape_of_result)
-            return outputs, (aux, assigned)
-
-        flat = refusing(under_rules(result, function_name(fun)))
-        if chosen.leaves:
+        flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
+        leaves = call.chosen.leaves
+        if leaves:
             run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
             with explaining():
-                rows, (aux, assigned) = run(chosen.leaves)
+                rows, beside = run(leaves)
         else:  # which `jax.jacrev` does not take
-            outputs, (aux, assigned) = flat([])
+            outputs, beside = flat([])
             rows = [[] for _ in outputs]
         if unconnected != "zero":
-            rows = _marked(chosen, lambda leaves: flat(leaves)[0], unconnected, rows)
-        state.assign(assigned)
+            rows = _marked(call.chosen, flat, unconnected, rows)
+        aux = call.settle(beside)
         structure, shapes = shape_of_result
         blocks = [
-            selection.answer(spread_out(row, differentiable), functools.partial(zero_block, shape))
+            call.answer(row, functools.partial(zero_block, shape))
             for row, shape in zip(rows, shapes, strict=True)
         ]
         answer = jax.tree.unflatten(structure, blocks)
@@ -279,13 +256,13 @@ def jacobian(
 
 
 def _marked(
-    chosen: Selection, outputs: Callable[[list[Any]], Any], unconnected: str, rows: list[list[Any]]
+    chosen: Selection, fun: Callable[[list[Any]], Any], unconnected: str, rows: list[list[Any]]
 ) -> list[list[Any]]:
     """Derivatives (one row per output leaf), with None for those that nothing connects.
 
     Raises UnconnectedError instead if the caller wants that.
     """
-    program = _traced(chosen, outputs)
+    program = _traced(chosen, fun)
     linked = connections(program)
     if unconnected == "raise":
         _require_connected(chosen, program, linked)
@@ -295,9 +272,9 @@ def _marked(
     ]
 
 
-def _traced(chosen: Selection, outputs: Callable[[list[Any]], Any]) -> Graph:
+def _traced(chosen: Selection, fun: Callable[[list[Any]], Any]) -> Graph:
     def traced(leaves: list[Any]) -> Any:
-        return outputs(leaves)
+        return fun(leaves)[0]
 
     traced.__name__ = function_name(chosen.fun)
     return graph(traced)(chosen.leaves)

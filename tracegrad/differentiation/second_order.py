@@ -11,24 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.calls import DifferentiatedCall
 from tracegrad.differentiation.checks import (
     check,
-    differentiable_leaves,
     flattened,
     named_after,
     scalar_result,
-    spread_out,
     wrt_or_argnums,
 )
-from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.gradient_types import zero_block
-from tracegrad.differentiation.module_state import ModuleState
-from tracegrad.differentiation.selection import Selection, Wrt, resolve
+from tracegrad.differentiation.selection import Wrt
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
-from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import under_rules
+from tracegrad.tracing.graphs import graph
 
 
 def hessian(
@@ -58,7 +54,7 @@ def hessian(
       TypeError, ValueError: as `grad`.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.differentiation import hessian
+    >>> from tracegrad import hessian
     >>> print(hessian(lambda x: x[0] ** 2 * x[1])(jnp.array([3.0, 5.0])))
     [[10.  6.]
      [ 6.  0.]]
@@ -68,29 +64,20 @@ def hessian(
 
     @named_after(fun, "Hessian")
     def hessian_of(*args: Any, **kwargs: Any) -> Any:
-        selection = resolve(fun, wrt, args, kwargs)
-        differentiable = differentiable_leaves(selection)
-        chosen = selection.refined(differentiable)
+        call = DifferentiatedCall(fun, wrt, args, kwargs)
         shape_of_result: list[Any] = []
-        state = ModuleState(chosen)
-
-        def result(leaves: list[Any]) -> tuple[list[Any], Any]:
-            outputs, assigned = state.call(leaves)
-            outputs, aux = flattened(fun, outputs, has_aux, shape_of_result)
-            return outputs, (aux, assigned)
-
-        flat = refusing(under_rules(result, function_name(fun)))
+        flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
-        leaves = chosen.leaves
+        leaves = call.chosen.leaves
         program = to_callable(with_forward_mode(graph(first)(leaves)))
         forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
-        blocks, (aux, assigned) = forward(leaves)
-        state.assign(assigned)
+        blocks, beside = forward(leaves)
+        aux = call.settle(beside)
         structure, shapes = shape_of_result
         answer = jax.tree.unflatten(
             structure,
             [
-                _rows_and_columns(selection, differentiable, of_output, shape)
+                _rows_and_columns(call, of_output, shape)
                 for of_output, shape in zip(blocks, shapes, strict=True)
             ],
         )
@@ -100,30 +87,23 @@ def hessian(
 
 
 def _rows_and_columns(
-    selection: Selection,
-    differentiable: Sequence[bool],
-    blocks: Sequence[Sequence[Any]],
-    shape: tuple[int, ...],
+    call: DifferentiatedCall, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
 ) -> Any:
     """The Hessian of one output leaf, from one block per pair of differentiable leaves."""
-    rows: list[Any] = []
-    given = iter(blocks)
-    for leaf, is_differentiable in zip(selection.leaves, differentiable, strict=True):
-        if not is_differentiable:
-            rows.append(None)
-            continue
-        beside = functools.partial(zero_block, (*shape, *jnp.shape(leaf)))
-        rows.append(selection.answer(spread_out(next(given), differentiable), beside))
+    leaves = call.chosen.leaves
+    rows = [
+        call.answer(row, functools.partial(zero_block, (*shape, *jnp.shape(leaf))))
+        for leaf, row in zip(leaves, blocks, strict=True)
+    ]
 
     def row_of_zeros(leaf: Any) -> Any:
         above = zero_block(shape, leaf)
         if above is None:
             return None
         row = functools.partial(zero_block, (*shape, *jnp.shape(leaf)))
-        zeros = map(row, itertools.compress(selection.leaves, differentiable))
-        return selection.answer(spread_out(list(zeros), differentiable), row)
+        return call.answer(list(map(row, leaves)), row)
 
-    return selection.answer(rows, row_of_zeros)
+    return call.answer(rows, row_of_zeros)
 
 
 def hvp(
@@ -149,7 +129,7 @@ def hvp(
       TypeError, ValueError: as `grad`; ValueError if `v` does not fit what is selected.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.differentiation import hvp
+    >>> from tracegrad import hvp
     >>> def energy(x, k):
     ...     return k * jnp.sum(x**3)
     >>> print(hvp(energy, (jnp.array([1.0, 2.0]), 2.0), jnp.array([1.0, 10.0])))
@@ -160,29 +140,21 @@ def hvp(
         raise TypeError(
             f"primals is a tuple, with one entry per argument; got {type(primals).__name__}"
         )
-    selection = resolve(fun, wrt, tuple(primals), {})
-    differentiable = differentiable_leaves(selection)
-    given = list(itertools.compress(selection.flatten(v), differentiable))
-    selected = selection
-    selection = selected.refined(differentiable)
-    leaves = selection.leaves
+    call = DifferentiatedCall(fun, wrt, tuple(primals), {})
+    given = itertools.compress(call.selection.flatten(v), call.differentiable)
+    leaves = call.chosen.leaves
     vector = [
         _direction(leaf, entry, path)
-        for leaf, entry, path in zip(leaves, given, selection.names, strict=True)
+        for leaf, entry, path in zip(leaves, given, call.chosen.names, strict=True)
     ]
 
-    state = ModuleState(selection)
-
-    def result(leaves: list[Any]) -> Any:
-        outcome, assigned = state.call(leaves)
-        return scalar_result(fun, outcome), assigned
-
     def gradient(leaves: list[Any]) -> Any:
-        return _jax.grad(refusing(under_rules(result, function_name(fun))), has_aux=True)(leaves)
+        scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome))
+        return _jax.grad(scalar, has_aux=True)(leaves)
 
-    _, product, assigned = jvp(gradient, (leaves,), (vector,), has_aux=True)
-    state.assign(assigned)
-    return selected.answer(spread_out(product, differentiable))
+    _, product, beside = jvp(gradient, (leaves,), (vector,), has_aux=True)
+    call.settle(beside)
+    return call.answer(product)
 
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:

@@ -21,6 +21,7 @@ import jax
 from tracegrad.differentiation.gradient_types import is_differentiable, zeros_for
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.signatures import argument_names, parameters_of, positional
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import settings
 
@@ -54,7 +55,7 @@ def select(tree: Any, predicate: Predicate) -> Any:
 
     Zeros alone do not freeze the kernel, since the decay shrinks it all the same; the mask does:
 
-    >>> from tracegrad.differentiation import grad, select
+    >>> from tracegrad import grad, select
     >>> gradient = grad(lambda p: jnp.sum(p["kernel"] * p["bias"]), wrt=is_bias)(params)
     >>> print(gradient["kernel"], gradient["bias"])
     [0. 0.] [1. 1.]
@@ -186,9 +187,13 @@ class Selection:
         ]
         return [leaf.name for argument in arguments for leaf in self._named(argument)]
 
+    @functools.cached_property
+    def _argument_names(self) -> list[str]:
+        return argument_names(self.fun, len(self.args))
+
     def _named(self, argument: Argument) -> list[Leaf]:
         key = argument.key
-        name = key if isinstance(key, str) else positional_names(self.fun, key + 1)[key]
+        name = key if isinstance(key, str) else self._argument_names[key]
         return [leaf.within(name) for leaf in argument.named_leaves]
 
     @property
@@ -318,7 +323,7 @@ def _first_argument(
 ) -> int | str:
     if args:
         return 0
-    first = next((p.name for p in _parameters(fun) if p.name in kwargs), None)
+    first = next((p.name for p in parameters_of(fun) if p.name in kwargs), None)
     if first is None and len(kwargs) == 1:
         (first,) = kwargs
     if first is None:
@@ -337,19 +342,19 @@ def _locate(
         position = operator.index(which)
         if -len(args) <= position < len(args):
             return position % len(args)
-        positional = _positional(fun)
-        if 0 <= position < len(positional) and positional[position].name in kwargs:
-            return positional[position].name
+        ordered = positional(parameters_of(fun))
+        if 0 <= position < len(ordered) and ordered[position].name in kwargs:
+            return ordered[position].name
         raise ValueError(
             f"wrt={position}: {_described(fun)} was called with {len(args)} positional "
             f"argument{'s' * (len(args) != 1)}"
         )
     if which in kwargs:
         return which
-    names = [p.name for p in _positional(fun)]
+    names = [p.name for p in positional(parameters_of(fun))]
     if which in names and names.index(which) < len(args):
         return names.index(which)
-    if any(p.name == which for p in _parameters(fun)):
+    if any(p.name == which for p in parameters_of(fun)):
         raise ValueError(
             f"wrt={which!r}: {_described(fun)} was called without it; its default is not "
             "differentiated, so pass it"
@@ -359,32 +364,13 @@ def _locate(
     raise ValueError(f"wrt={which!r} is no parameter of {_described(fun)}{hint}")
 
 
-def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(fun).parameters.values())
-    except (ValueError, TypeError):  # of builtins
-        return []
-
-
-def _positional(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in _parameters(fun) if p.kind in kinds]
-
-
-def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its first positional arguments: ``x``, ``args[0]``."""
-    names = [p.name for p in _positional(fun)][:count]
-    rest = next((p.name for p in _parameters(fun) if p.kind is p.VAR_POSITIONAL), "args")
-    return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
-
-
 def _described(fun: Callable[..., Any]) -> str:
     """A function with its parameters: ``loss(params, x, y)``."""
     marks: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
-    names = [marks.get(p.kind, "") + p.name for p in _parameters(fun)]
+    names = [marks.get(p.kind, "") + p.name for p in parameters_of(fun)]
     return f"{function_name(fun)}({', '.join(names) or '...'})"
 
 

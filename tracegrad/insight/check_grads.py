@@ -43,6 +43,13 @@ class GradientError(AssertionError):
         super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}")
 
 
+_DOUBLE = (
+    "check_grads computes in double precision, and this function casts some of it to a dtype of "
+    "its own, as layers do that were made with one (flax.nnx.Embed keeps that of its table). Cast "
+    "to the dtype of the other operand, `x.astype(y.dtype)`, or check the parts."
+)
+
+
 def check_grads(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -87,7 +94,7 @@ def check_grads(
     unless it is NaN where differences are finite.
 
     >>> import jax, jax.numpy as jnp
-    >>> from tracegrad.insight import check_grads
+    >>> from tracegrad import check_grads
     >>> @jax.custom_vjp
     ... def square(x):
     ...     return x**2
@@ -112,7 +119,12 @@ def check_grads(
     with jax.enable_x64(True):
         random = np.random.default_rng(seed)
         flat, leaves, paths = _flat(fun, args)
-        program = graph(flat)(leaves)
+        try:
+            program = graph(flat)(leaves)
+        except TypeError as error:
+            if "float64" in str(error):
+                error.add_note(_DOUBLE)
+            raise
         limits = limits_of(program, rtol, atol)
         rules = tuple(check_rules(program, leaves, declared, limits, random))
         whole = _without(program, {c.what.split(",")[0] for c in rules if c.status == "deliberate"})

@@ -23,8 +23,8 @@ from tracegrad.insight.finite_differences import (
     weighed,
 )
 from tracegrad.insight.grad_check import Checked
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
-from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, operations
+from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node
 
@@ -100,15 +100,12 @@ def _check_rule(
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
     active = [i for i, v in enumerate(node.inputs) if i >= node.closed_over and v.has_gradient]
-
-    def primal(given: Sequence[Any]) -> list[Any]:
-        return evaluate(node.primal, given)
-
-    compiled = jax.jit(primal)
+    of, function = _function_of(node, active)
+    compiled = jax.jit(function)
     for step in dict.fromkeys((first, last)):
         args = [arg[step] for arg in stacked]
         weights = random_like(random, [value.aval for value in node.outputs])
-        for i in active:
+        for i in of:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
             number, note = _rule_along(node, args, active, i, want.direction, weights)
@@ -126,6 +123,24 @@ def _check_rule(
                 _definition(node),
                 note,
             )
+
+
+def _function_of(
+    node: CustomGradient, active: list[int]
+) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
+    """What a rule is the derivative of, as a function of all of its operands, and by which of those
+    that have a gradient."""
+    if code_of_rule(node) not in OF_HOST_CALL:
+        return active, lambda given: evaluate(node.primal, given)
+    # Its operands are those of the call, the results, and what the gradient closes over.
+    for count in range(1, len(node.inputs)):
+        results = node.inputs[count : count + len(node.outputs)]
+        call = results[0].producer if isinstance(results[0], Value) else None
+        if call and call.op in operations.CALLBACKS and list(results) == list(call.outputs):
+            break
+    else:  # a mapped call is in a loop of its own; then there is the check of the whole function
+        return [], lambda given: []
+    return [i for i in active if i < count], lambda given: evaluate_node(call, given[:count])
 
 
 def _rule_along(

@@ -21,9 +21,11 @@ from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
+from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.variables.leaves import path_name
 from tracegrad.variables.statics import Static, is_none
+
+_TYPES = 4  # that a message lists
 
 
 def explain(
@@ -65,7 +67,7 @@ def explain(
     program that was seen before is not compiled again.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.insight import explain
+    >>> from tracegrad import explain
     >>> def loss(params, x):
     ...     return jnp.sum(jnp.sqrt(params["w"] * x)) + jnp.round(params["b"])
     >>> found = explain(loss, {"w": jnp.ones(3), "b": jnp.float32(0.2)}, jnp.arange(3.0))
@@ -80,7 +82,7 @@ def explain(
         raise TypeError(f"expected a function to explain the gradients of, got {fun!r}")
     _check_sources(fun, wrt)
     selection = resolve(fun, wrt, args, kwargs)
-    _require_alive(args, kwargs)
+    _require_alive(selection)
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
     leaves = {
@@ -144,17 +146,17 @@ def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
     check_wrt(wrt)
 
 
-def _require_alive(args: Any, kwargs: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+def _require_alive(selection: Selection) -> None:
+    leaves = jax.tree.leaves((selection.args, selection.kwargs))
+    for name, leaf in zip(selection.names_of_all, leaves, strict=True):
         if _jax.is_tracer(leaf):
             raise TypeError(
                 "explain looks at numbers, which a traced function does not have: call it outside "
                 "of jit, grad and vmap, with the arrays themselves"
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            where = path_name(path[1:])
             raise ValueError(
-                f"the argument {where} has been donated to a compiled function, and its buffer is "
+                f"the argument {name} has been donated to a compiled function, and its buffer is "
                 "gone: explain before that call, pass what it returned, or leave out donate_argnums"
             )
 
@@ -242,10 +244,10 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
         if not fits:
             types = [_jax.type_text(out.aval) for out in outs]
             raise TypeError(
-                f"{function_name(fun)} returns {', '.join(types) or 'nothing'}; a gradient is that "
-                "of one float scalar. Return its sum or mean, or say by `cotangent=` with what to "
-                "weigh the results: a tree like the result (`has_aux=True` leaves out all but the "
-                "first of a pair)"
+                f"{function_name(fun)} returns {some(types, _TYPES) or 'nothing'}; a gradient is "
+                "that of one float scalar. Explain the loss, not the train step. Return the sum or "
+                "mean, or say by `cotangent=` with what to weigh the results: a tree like the "
+                "result (`has_aux=True` leaves out all but the first of a pair)"
             )
         return [jnp.ones((), outs[0].aval.dtype), *assigned]
     leaves = jax.tree.leaves(cotangent, is_leaf=is_none)

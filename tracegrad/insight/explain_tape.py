@@ -15,9 +15,9 @@ from tracegrad.insight.explaining.cut_off import state_of_model
 from tracegrad.insight.explaining.explain_graph import explain_graph, merged
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir.engine import engine
-from tracegrad.tape import GradientTape
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import Operation, graph_of
+from tracegrad.tape.gradient_tape import GradientTape
 from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import as_traced

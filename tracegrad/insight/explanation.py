@@ -218,21 +218,21 @@ class Explanation:
         return "\n".join([*lines, "", *self._table(colour)])
 
     def _headline(self) -> str:
-        value = f" = {self.value}" if self.value else ""
+        value = f" (value {self.value})" if self.value else ""
         count = len(self.problems)
         state = "nothing found" if not count else f"{count} problem{'s' * (count != 1)}"
         return f"gradients of {self.function}{value}: {state}"
 
     def _table(self, colour: bool) -> list[str]:
         ordered = sorted(self.sources, key=lambda r: r.rank)
-        shown = ordered[:_ROWS]
+        shown = ordered if len(ordered) == _ROWS + 1 else ordered[:_ROWS]
         head, *rows = table([_COLUMNS, *map(_cells, shown)])
         lines = [head]
         for report, line in zip(shown, rows, strict=True):
             is_good = report.is_finite and report.connected
             lines.append(line if is_good else _paint(line, "red", colour))
-        if len(ordered) > _ROWS:
-            lines.append(f"... and {len(ordered) - _ROWS} more")
+        if len(ordered) > len(shown):
+            lines.append(f"... and {len(ordered) - len(shown)} more")
         return lines
 
     # -------------------------------------------------------------------------------- notebook

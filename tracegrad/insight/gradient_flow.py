@@ -22,6 +22,7 @@ from tracegrad.ir.dependence import (
     leading_to,
     mask_of,
     node_dependence,
+    of_each,
     region_outputs_leading_to,
     spread,
 )
@@ -165,7 +166,7 @@ class _Flows:
 
     def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
         """The operands to which a gradient goes on from the results at which one arrives."""
-        carrying = [1 << i if mask else 0 for i, mask in enumerate(ins)]
+        carrying = of_each(map(bool, ins))
         references = [v for v in node.inputs if isinstance(v, Value) and v.is_reference]
         if references:  # what is written there is read elsewhere
             return joined(carrying) if any(got) or arrived.intersection(references) else 0

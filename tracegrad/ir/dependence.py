@@ -35,7 +35,7 @@ def dependence(graph: Graph) -> Masks:
     branches (and the predicate). Where JAX alone knows what a region means, every result depends
     on every operand.
     """
-    return spread(graph, _each(graph.inputs), _data_flow())
+    return spread(graph, of_each([True] * len(graph.inputs)), _data_flow())
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
@@ -66,12 +66,12 @@ def _data_flow() -> Rule:
 
 def node_dependence(node: Node) -> Masks:
     """For every result of a node, the operands (by position) that it depends on."""
-    return data_flow(node, _each(node.inputs))
+    return data_flow(node, of_each([True] * len(node.inputs)))
 
 
-def _each(operands: Sequence[object]) -> Masks:
-    """For each of several inputs or operands a mask of itself."""
-    return [1 << i for i in range(len(operands))]
+def of_each(chosen: Iterable[bool]) -> Masks:
+    """For each of several inputs or operands a mask of itself; of those not chosen none."""
+    return [1 << i if is_chosen else 0 for i, is_chosen in enumerate(chosen)]
 
 
 def spread(
@@ -134,15 +134,16 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     Returns the masks of its results, and for each region the masks of its inputs; None for a node
     without regions, or with regions of which only JAX knows how they are called.
     """
-    names = list(node.regions)
-    if not names or any(v.is_reference for v in node.inputs):
+    regions = node.regions
+    if not regions or any(v.is_reference for v in node.inputs):
         return None
     if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
-        return run(node.regions[names[0]], ins), {names[0]: ins}
+        name, region = next(iter(regions.items()))
+        return run(region, ins), {name: ins}
     if node.primitive is _jax.COND:
-        branches = [run(node.regions[name], ins[1:]) for name in names]
+        branches = [run(region, ins[1:]) for region in regions.values()]
         outs = [ins[0] | joined(masks) for masks in zip(*branches, strict=True)]
-        return outs, dict.fromkeys(names, ins[1:])
+        return outs, dict.fromkeys(regions, ins[1:])
     if node.primitive is _jax.SCAN:
         return _enter_scan(node, ins, run)
     if node.primitive in _jax.WHILES:
@@ -199,7 +200,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
         if any(v.is_reference and v in live for v in node.inputs):  # it may be written to
             live |= {v for v in node.inputs if isinstance(v, Value)}
         elif any(wanted):
-            masks = rule(node, _each(node.inputs))
+            masks = rule(node, of_each([True] * len(node.inputs)))
             for mask, is_wanted in zip(masks, wanted, strict=True):
                 if is_wanted:
                     live |= {

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
 
-def _later(room: str, what: str) -> Callable[..., Any]:
-    """What a room gives that nobody has imported yet: it is imported at the first call."""
+def _later(file: str, what: str) -> Callable[..., Any]:
+    """What a file gives that nobody has imported yet: it is imported at the first call."""
 
     def first(*args: Any) -> Any:
-        importlib.import_module(f"tracegrad.{room}")  # and puts its own in the place of this
+        importlib.import_module(f"tracegrad.{file}")  # and puts its own in the place of this
         return getattr(engine, what)(*args)
 
     return first
@@ -41,9 +41,9 @@ class Engine:
 
 
 engine = Engine(
-    to_callable=_later("tracing", "to_callable"),
-    trace_at=_later("tracing", "trace_at"),
-    fit_to_budget=_later("planning", "fit_to_budget"),
-    derivatives_by_rules=_later("differentiation", "derivatives_by_rules"),
-    explain_tape=_later("insight", "explain_tape"),
+    to_callable=_later("tracing.callable", "to_callable"),
+    trace_at=_later("tracing.graphs", "trace_at"),
+    fit_to_budget=_later("planning.plan_recompute", "fit_to_budget"),
+    derivatives_by_rules=_later("differentiation.jax_derivatives", "derivatives_by_rules"),
+    explain_tape=_later("insight.explain_tape", "explain_tape"),
 )

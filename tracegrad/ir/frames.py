@@ -46,6 +46,9 @@ CALLS_TRACED = Mark()
 # What puts a custom gradient in, or is the backward of one, that is meant to be another gradient
 # than that of its function.
 CHANGES_GRADIENT = Mark()
+# The backward of a rule that puts a gradient on what the host has computed: it is the derivative of
+# that call, and not of its own function, which hands on the results.
+OF_HOST_CALL = Mark()
 
 
 class Frame(NamedTuple):

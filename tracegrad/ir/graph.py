@@ -28,15 +28,17 @@ from tracegrad.ir.nodes import (
     Node,
     Recompute,
     RegionNode,
-    Source,
     Tap,
     Value,
     copied,
     same_type,
     set_field,
 )
-from tracegrad.ir.occurrence import Matches, Occurrence
+from tracegrad.ir.occurrence import Matches, Occurrence, written_out
 from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import some
+
+_TYPES = 8  # that a graph's `repr` lists
 
 
 class Graph(Body):
@@ -160,8 +162,8 @@ class Graph(Body):
 
     def __repr__(self) -> str:
         total = walking.count(self, {})
-        types = ", ".join(map(_jax.type_text, self.in_avals))
-        results = ", ".join(map(_jax.type_text, self.out_avals))
+        types = some([*map(_jax.type_text, self.in_avals)], _TYPES)
+        results = some([*map(_jax.type_text, self.out_avals)], _TYPES)
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
 
     def verify(self) -> None:
@@ -213,20 +215,21 @@ class Graph(Body):
         return self.copy()
 
     def _splice(
-        self, graph: Graph, values: dict[Value, Value | Literal], source: Source | None = None
+        self, graph: Graph, values: dict[Value, Value | Literal], beside: Node | None = None
     ) -> list[Node]:
         """Copies the nodes of another graph for this one, without putting them anywhere.
 
         `values` holds what stands for its inputs, and grows by what every other value has become.
-        `source`: where they came from; None: each as it is.
+        `beside`: the node whose line they have, unless they are what it calls; None: each its own.
         """
+        is_call = isinstance(beside, RegionNode) and graph in beside.regions.values()
         for value, array in graph.constants.items():
             values[value] = self.add_constant(array, value.aval, value.hint)
         nodes = []
         for node in graph.nodes:
             new = copied(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
-            if source is not None:
-                set_field(new, "source", source)
+            if beside is not None and beside.source is not None:
+                set_field(new, "source", written_out(beside, node) if is_call else beside.source)
             self.adopt(new, [value.aval for value in node.outputs])
             for old_value, new_value in zip(node.outputs, new.outputs, strict=True):
                 new_value.hint = old_value.hint
@@ -317,8 +320,7 @@ class Graph(Body):
             index = self._nodes.index(beside) + (after is not None)
         values: dict[Value, Value | Literal] = dict(zip(program.inputs, inputs, strict=True))
         self._edited()
-        # They stand for the place where they are put.
-        new = self._splice(program, values, beside.source if beside is not None else None)
+        new = self._splice(program, values, beside)
         self._set_nodes([*self._nodes[:index], *new, *self._nodes[index:]])
         self._tell_owners(frozenset().union(*(node.effects for node in new)))
         return [values[v] if isinstance(v, Value) else v for v in program.outputs]

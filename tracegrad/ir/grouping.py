@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 def entering(nodes: Sequence[Node]) -> list[Value]:
     """The values that nodes of one graph take from outside, in the order of their first use."""
+    return list(dict.fromkeys(value for _, value in taken(nodes)))
+
+
+def taken(nodes: Sequence[Node]) -> list[tuple[Node, Value]]:
+    """Which of the nodes takes which value from outside."""
     made = {value for node in nodes for value in node.outputs}
-    return list(
-        dict.fromkeys(
-            value
-            for node in nodes
-            for value in node.inputs
-            if isinstance(value, Value) and value not in made
-        )
-    )
+    return [
+        (node, value)
+        for node in nodes
+        for value in node.inputs
+        if isinstance(value, Value) and value not in made
+    ]
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -26,7 +25,8 @@ import jaxlib
 
 from tracegrad import _jax
 from tracegrad.ir import scopes
-from tracegrad.ir.nodes import CustomGradient, Node
+from tracegrad.ir.nodes import CustomGradient, Node, Source
+from tracegrad.ir.wording import notebook_cell
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -239,6 +239,15 @@ def users_line(node: Node) -> Origin | None:
     return found if is_users else None
 
 
+def written_out(call: Node, node: Node) -> Source | None:
+    """The source of a node of a call's region, where that stands in the place of the call."""
+    if call.source is None or node.source is None:
+        return call.source
+    has_line = users_line(node) is not None
+    info = _jax.inside(call.source.info, node.source.info, has_line=has_line)
+    return node.source._replace(info=info)
+
+
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     """The frames from the innermost one up to the function of a region."""
     function = origin_of_function(function_source)
@@ -258,13 +267,7 @@ def origin_of_function(function_source: str) -> Origin | None:
 
 
 def _short_name(file: str) -> str:
-    ipython = sys.modules.get("IPython")  # a notebook's: nothing is imported for it
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is not None and hasattr(shell.compile, "format_code_name"):
-        named = shell.compile.format_code_name(file)
-        if named is not None:
-            return str(named[1])  # ("Cell", "In[3]")
-    return os.path.basename(file)
+    return notebook_cell(file) or os.path.basename(file)
 
 
 def calling_line() -> Origin | None:

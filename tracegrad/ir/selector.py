@@ -88,8 +88,8 @@ class _Two(Selector):
 class _And(_Two):
     def look(self, graph: Graph) -> Found:
         left, right = self.left.look(graph), self.right.look(graph)
-        both = [m for m in left.matches if _lies_in(m, right.covers)]
-        both += [m for m in right.matches if _lies_in(m, left.covers) and m not in both]
+        both = dict.fromkeys(m for m in left.matches if _lies_in(m, right.covers))
+        both |= dict.fromkeys(m for m in right.matches if _lies_in(m, left.covers))
         # Of a call and its own operations, both of them in a scope, the call is meant.
         fragments = {(m.path, node): m for m in both if isinstance(m, Fragment) for node in m.nodes}
         kept = [m for m in both if isinstance(m, Fragment) or (m.path, m.node) not in fragments]
@@ -113,7 +113,7 @@ class _And(_Two):
 class _Or(_Two):
     def look(self, graph: Graph) -> Found:
         left, right = self.left.look(graph), self.right.look(graph)
-        both = [*left.matches, *(m for m in right.matches if m not in left.matches)]
+        both = list(dict.fromkeys((*left.matches, *right.matches)))
 
         def covers(path: Path, node: Node) -> bool:
             return left.covers(path, node) or right.covers(path, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any
@@ -22,8 +23,21 @@ def name_of(fun: object) -> str:
 def described(fun: object) -> str:
     """A function by name and by the place where it was written: ``'relu' (layers.py:12)``."""
     code = code_of(fun)
-    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    return f"'{name_of(fun)}'{place}"
+    if code is None:
+        return f"'{name_of(fun)}'"
+    file = notebook_cell(code.co_filename) or code.co_filename
+    return f"'{name_of(fun)}' ({file}:{code.co_firstlineno})"
+
+
+def notebook_cell(file: str) -> str | None:
+    """Of the file in which IPython keeps a cell the name that it has for people: ``In[3]``."""
+    ipython = sys.modules.get("IPython")  # nothing is imported for it
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell.compile, "format_code_name"):
+        named = shell.compile.format_code_name(file)
+        if named is not None:
+            return str(named[1])  # ("Cell", "In[3]")
+    return None
 
 
 def code_of(fun: Any) -> CodeType | None:

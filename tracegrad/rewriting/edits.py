@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from tracegrad import _jax
@@ -141,10 +141,20 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
         )
 
 
-def edited(graph: Graph, matches: Sequence[Occurrence], edit: Edit) -> Graph:
-    """A copy of a graph, edited at some occurrences in it."""
+def edited(
+    graph: Graph,
+    matches: Sequence[Occurrence],
+    edit: Edit,
+    depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
+) -> Graph:
+    """A copy of a graph, edited at some occurrences in it.
+
+    `depends_on`: what of a match its edit depends on, beside the nodes. Calls of one region for
+    which that differs get copies of their own.
+    """
     new = graph.copy()
-    _edit_region(graph, new, [(match.path, match) for match in matches], edit, {})
+    places = [(match.path, match) for match in matches]
+    _edit_region(graph, new, places, edit, depends_on, {})
     return new
 
 
@@ -153,6 +163,7 @@ def _edit_region(
     new: Graph,
     places: Sequence[tuple[Path, Occurrence]],
     edit: Edit,
+    depends_on: Callable[[Occurrence], Hashable],
     built: dict[Any, Graph],
 ) -> None:
     """Edits `new`, a copy of `old`, at the places (given by their paths from here)."""
@@ -162,25 +173,74 @@ def _edit_region(
             below.setdefault(path[0], []).append((path[1:], match))
     for (node, name), inner in below.items():
         region = node.region(name)
-        key = (region, tuple((path, match.nodes) for path, match in inner))
+        key = (region, tuple((path, match.nodes, depends_on(match)) for path, match in inner))
         holder = new.node_here(node)
         if key in built:
             new.set_region(holder, name, built[key])
             continue
         built[key] = copy = region.copy()
         new.set_region(holder, name, copy)
-        _edit_region(region, copy, inner, edit, built)
+        _edit_region(region, copy, inner, edit, depends_on, built)
+    taken: dict[Node, Occurrence] = {}
     for path, match in places:
         if not path:
-            edit(new, [new.node_here(node) for node in match.nodes], match)
+            edit(new, [_still_here(new, node, match, taken) for node in match.nodes], match)
+            taken.update(dict.fromkeys(match.nodes, match))
+
+
+def _still_here(
+    graph: Graph, node: Node, match: Occurrence, taken: Mapping[Node, Occurrence]
+) -> Node:
+    try:
+        return graph.node_here(node)
+    except GraphError:
+        if node not in taken:
+            raise
+        raise GraphError(
+            f"{match} has operations in common with {taken[node]}, which matches too and stands in "
+            "their place now. Narrow the selector so that no two matches overlap, or give two "
+            "rules, that for the smaller matches first"
+        ) from None
 
 
 # ------------------------------------------------------------------- what crosses a match's border
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
-    """The values by which others, or the graph's outputs, use nodes of it; of a single node all."""
-    return list(nodes[0].outputs) if len(nodes) == 1 else grouping.leaving(graph, nodes)
+    """The arrays by which others, or the graph's outputs, use nodes of it; of a single node all."""
+    values = nodes[0].outputs if len(nodes) == 1 else grouping.leaving(graph, nodes)
+    return [value for value in values if not value.is_reference]
+
+
+def of_arrays(edit: Edit) -> Edit:
+    """An edit of what crosses the border of a match.
+
+    It raises GraphError if a match makes a Ref for others, or writes to one: what flows back by
+    that would pass the edit by.
+    """
+
+    def of_nodes(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+        refuse_references(graph, nodes, match)
+        edit(graph, nodes, match)
+
+    return of_nodes
+
+
+def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+    """Raises GraphError for a match that makes a Ref for others, or writes to one of them."""
+    if not any(node.has_references for node in nodes):
+        return
+    if any(value.is_reference for value in grouping.leaving(graph, nodes)) or any(
+        value.is_reference and node.op != _READ for node, value in grouping.taken(nodes)
+    ):
+        raise GraphError(
+            f"{match} makes a jax.Ref or writes to one, by which gradients flow past any rule for "
+            "it. Match all that uses the Ref together (a call, a scope), or leave this out: "
+            "& ~match.where(lambda found: any(node.has_references for node in found.nodes))"
+        )
+
+
+_READ = "get"  # of an array out of a Ref
 
 
 def place_name(match: Occurrence) -> str:

@@ -114,7 +114,11 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
         _require_linear(passes, found)
         outs, residuals = passes.forward(primals)
         marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
-        return marked, _jax.align(out_avals, passes.transposed(residuals, outs, tangents))
+        try:
+            flowing = passes.transposed(residuals, outs, tangents)
+        except Exception as error:  # JAX's words are about reverse mode, which nobody asked for
+            raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
+        return marked, _jax.align(out_avals, flowing)
 
     return with_tangents(primal, node.name, differentiated)
 
@@ -217,14 +221,14 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
     half = len(masks) // 2
     for value, tangent in zip(masks[:half], masks[half:], strict=True):
         if tangent & here:
-            raise ValueError(_refusal(found, "its derivative depends on the cotangent"))
+            raise ValueError(_not_linear(found, "its derivative depends on the cotangent"))
         if (value & here) << count & ~tangent & along:
-            raise ValueError(_refusal(found, "its derivative by the cotangent is zero"))
+            raise ValueError(_not_linear(found, "its derivative by the cotangent is zero"))
     zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
     residuals = [Part.ZERO if zero else Part.CONSTANT for zero in zeros]
     added = constant_part(passes.backward_graph, residuals + [Part.LINEAR] * count)
     if added is not None:
-        raise ValueError(_refusal(found, added))
+        raise ValueError(_not_linear(found, added))
 
 
 def _require_unchecked_axes(found: Occurrence) -> None:
@@ -242,11 +246,15 @@ def _require_unchecked_axes(found: Occurrence) -> None:
             )
 
 
+def _not_linear(found: Occurrence, reason: str) -> str:
+    return _refusal(found, f"is not linear in the cotangent ({reason})")
+
+
 def _refusal(found: Occurrence, reason: str) -> str:
     assert isinstance(found.node, CustomGradient)
     return (
         f"the custom gradient {found.node.name}{place_of(found)} has no forward-mode derivative: "
-        f"that is the transpose of its backward, which is not linear in the cotangent ({reason})"
+        f"that is the transpose of its backward, which {reason}"
     )
 
 

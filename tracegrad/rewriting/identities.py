@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,15 @@ from tracegrad.rewriting.norms import at_least_32_bits
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
     """Sends what leaves a match, or what enters it at some positions, through a function that
     returns it as it is."""
-    if isinstance(inputs, int):
-        inputs = (inputs,)
-    positions = None if inputs is None else tuple(inputs)
+    positions: tuple[int, ...] | None = None
+    if inputs is not None:
+        several = inputs if isinstance(inputs, Iterable) else (inputs,)
+        if not all(isinstance(i, SupportsIndex) for i in several):
+            raise TypeError(
+                "inputs is the position of an input or a sequence of positions, as in inputs=0; it "
+                f"was given {inputs!r}"
+            )
+        positions = tuple(map(operator.index, several))
 
     def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         if positions is None:
@@ -53,12 +60,13 @@ def replace_inputs(
     )
     for position in positions:
         if not -len(operands) <= position < len(operands):
-            raise IndexError(f"{match} has {len(operands)} inputs, no {position}")
+            have = ", ".join(map(str, operands)) or "none"
+            raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
     first = next(node for node in graph.nodes if node in nodes)
     replaced: dict[int, Value | Literal] = {}
     for i in {position % len(operands) for position in positions}:
         value = operands[i]
-        if isinstance(value, Value) and value.has_gradient:
+        if isinstance(value, Value) and value.has_gradient and not value.is_reference:
             (replaced[i],) = graph.insert(identity, [value], before=first)
     if not isinstance(match, Fragment):  # which may take one value twice
         (node,) = nodes

@@ -149,9 +149,11 @@ def intermediate_gradients(
             output, arriving = _led_out(program, inside, [], args, kwargs)
             return (arriving, output[1]) if has_aux else arriving
         if not _is_float_scalar(value):
+            matches_of(where, program, True, marks)  # raises for what is out of reach
             raise TypeError(
                 f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-                f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice"
+                f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice; with "
+                "has_aux=True it may return a pair of a scalar and anything"
             )
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)

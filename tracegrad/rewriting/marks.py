@@ -18,7 +18,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, scopes
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.edits import edited, leaving, matches_of, place_name
+from tracegrad.rewriting.edits import edited, leaving, matches_of, place_name, refuse_references
 from tracegrad.tracing.in_force import Force, in_force
 
 # Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
@@ -52,7 +52,9 @@ class Marks:
         self._places: list[tuple[str, str, int]] = []  # name, text and number of values
 
     def __call__(self, graph: Graph) -> Graph:
-        return edited(graph, matches_of(self._where, graph, True, self), self._mark)
+        matches = matches_of(self._where, graph, True, self)
+        # A mark for each call: a backward pass has calls in another order, and some of them.
+        return edited(graph, matches, self._mark, depends_on=lambda match: match)
 
     def __repr__(self) -> str:
         name = "intermediate_gradients" if self._gradients else "intermediates"
@@ -61,6 +63,7 @@ class Marks:
     def _mark(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         values = leaving(graph, nodes)
         if self._gradients:
+            refuse_references(graph, nodes, match)
             values = [value for value in values if _jax.has_gradient(value.aval)]
         identity = _with_cotangent if self._gradients else _with_value
         for index, value in enumerate(values):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from tracegrad.ir import Graph, Occurrence
@@ -42,6 +42,9 @@ class MatchRule:
         return f"rules.{self.name}{text}" if text.startswith("(") else f"rules.{self.name}({text})"
 
 
-def at_each(edit: Edit) -> Callable[[Graph, Sequence[Occurrence]], Graph]:
-    """What edits the nodes of one match, for each match in the order of execution."""
-    return functools.partial(edited, edit=edit)
+def at_each(
+    edit: Edit, depends_on: Callable[[Occurrence], Hashable] = lambda match: None
+) -> Callable[[Graph, Sequence[Occurrence]], Graph]:
+    """What edits the nodes of one match, for each match in the order of execution; `depends_on` as
+    of `edited`."""
+    return functools.partial(edited, edit=edit, depends_on=depends_on)

@@ -18,7 +18,12 @@ from tracegrad.ir import Graph, GraphError, Node, Occurrence, Recompute, RegionN
 from tracegrad.ir.nodes import Tap
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering import evaluate_node, has_jit_settings
-from tracegrad.rewriting.edits import leaving, made_different, place_names
+from tracegrad.rewriting.edits import (
+    leaving,
+    made_different,
+    place_names,
+    refuse_references,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
     """A copy of a graph with a tap for every float value that leaves a match."""
 
     def open_(here: Graph, nodes: Sequence[Node], match: Occurrence) -> list[Port]:
+        refuse_references(here, nodes, match)
         ports = []
         for value in leaving(here, nodes):
             if value.has_gradient:

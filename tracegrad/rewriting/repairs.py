@@ -6,7 +6,7 @@ and `own_derivative` change finite gradients too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from tracegrad.ir import (
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.nodes import same_type
-from tracegrad.ir.selector import Selector
+from tracegrad.ir.selector import Found, Selector, within
 from tracegrad.lowering import evaluate_node
 from tracegrad.lowering.closed_over import not_differentiated
 from tracegrad.rewriting.edits import check_selector, edited, leaving
@@ -75,7 +75,7 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     if where is None:
         return MatchRule("strong_zero", concerned, edit, True, text="")
     check_selector(where)
-    return MatchRule("strong_zero", where & concerned, edit, missing_ok, text=repr(where))
+    return MatchRule("strong_zero", _Within(where, may_make_nan), edit, missing_ok)
 
 
 def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
@@ -131,8 +131,28 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
         graph.replace(node, guarded)
 
-    concerned = where & match.where(lambda found: may_make_nan(found) or _is_vjp_rule(found))
-    return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok, text=repr(where))
+    concerned = _Within(where, lambda found: may_make_nan(found) or _is_vjp_rule(found))
+    return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok)
+
+
+class _Within(Selector):
+    """The single nodes in the matches of a selector that are concerned, one by one: of a scope in
+    which every node is, ``&`` would give the scope."""
+
+    def __init__(self, where: Selector, is_concerned: Callable[[Occurrence], bool]):
+        super().__init__(*where.patterns)
+        self.where, self.is_concerned = where, is_concerned
+
+    def look(self, graph: Graph) -> Found:
+        covers = self.where.look(graph).covers
+        matches = [o for o in graph.walk() if covers(o.path, o.node) and self.is_concerned(o)]
+        return Found(matches, within(matches))
+
+    def names(self, graph: Graph) -> list[str]:
+        return [] if self.where.look(graph).matches else self.where.names(graph)
+
+    def __repr__(self) -> str:
+        return repr(self.where)
 
 
 def _is_vjp_rule(found: Occurrence) -> bool:

@@ -17,6 +17,7 @@ matched keeps its program. A rule of your own is any function from graph to grap
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,16 +26,14 @@ import jax.numpy as jnp
 
 from tracegrad.ir import Fragment, Graph, Node, Occurrence
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.edits import place_name
+from tracegrad.rewriting.edits import of_arrays, place_name
 from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.loops import fixed_point as fixed_point
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
-from tracegrad.rewriting.match_rule import at_each as at_each
+from tracegrad.rewriting.match_rule import at_each
 from tracegrad.rewriting.norms import within_norm, within_value
-from tracegrad.rewriting.overriding import GradientFunction as GradientFunction
-from tracegrad.rewriting.overriding import override as override
-from tracegrad.rewriting.overriding import with_gradient as with_gradient
+from tracegrad.rewriting.overriding import GradientFunction, override
 from tracegrad.rewriting.ports import with_taps
 from tracegrad.rewriting.repairs import finite_derivative as finite_derivative
 from tracegrad.rewriting.repairs import own_derivative as own_derivative
@@ -84,7 +83,10 @@ def override_gradient(
         node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
         override(graph, node, grad, match)
 
-    return MatchRule("override_gradient", where, at_each(edit), missing_ok)
+    return MatchRule("override_gradient", where, at_each(of_arrays(edit), _name), missing_ok)
+
+
+_name = operator.attrgetter("name")
 
 
 # ------------------------------------------------------------------------------- stop, recompute
@@ -111,7 +113,7 @@ def stop_gradient(
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
     edit = through(jax.lax.stop_gradient, inputs)
-    return MatchRule("stop_gradient", where, at_each(edit), missing_ok)
+    return MatchRule("stop_gradient", where, at_each(of_arrays(edit)), missing_ok)
 
 
 def recompute(
@@ -145,7 +147,7 @@ def recompute(
     def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         graph.group(nodes, recompute=True, policy=policy, name=match.name)
 
-    return MatchRule("recompute", where, at_each(edit), missing_ok)
+    return MatchRule("recompute", where, at_each(of_arrays(edit), _name), missing_ok)
 
 
 # --------------------------------------------------------------- the cotangents of what comes out
@@ -163,9 +165,10 @@ def clip_gradient(
     Args:
       where: a selector.
       max_norm: the largest Euclidean norm that the cotangent of an output may have; a larger one
-        is scaled down to it. Under `jax.vmap` that is the norm of each example's. Where entries are
-        infinite the finite ones become zero: the direction is that of the infinite ones alone. A
-        cotangent with a NaN has no norm, and is left as it is.
+        is scaled down to it. Where what has the rule is mapped by `jax.vmap`, that is the norm of
+        each example's; what the program itself maps is one array in it. Where entries are infinite
+        the finite ones become zero: the direction is that of the infinite ones alone. A cotangent
+        with a NaN has no norm, and is left as it is.
       max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
         infinite one becomes the limit, and NaN stays NaN. Complex ones keep their phase.
       missing_ok: whether it may match nothing.
@@ -196,7 +199,7 @@ def clip_gradient(
         return cotangent
 
     edit = through(with_cotangent(clip, "clip_gradient"))
-    return MatchRule("clip_gradient", where, at_each(edit), missing_ok)
+    return MatchRule("clip_gradient", where, at_each(of_arrays(edit)), missing_ok)
 
 
 def scale_gradient(
@@ -228,7 +231,7 @@ def scale_gradient(
     if jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not the shape {jnp.shape(factor)}")
     edit = through(lambda value: scaled(value, factor), inputs)
-    return MatchRule("scale_gradient", where, at_each(edit), missing_ok)
+    return MatchRule("scale_gradient", where, at_each(of_arrays(edit)), missing_ok)
 
 
 def tap_gradient(
@@ -286,4 +289,4 @@ def tap_gradient(
 
         replace_outputs(graph, nodes, with_cotangent(show, "tap_gradient"))
 
-    return MatchRule("tap_gradient", where, at_each(edit), missing_ok)
+    return MatchRule("tap_gradient", where, at_each(of_arrays(edit), place_name), missing_ok)

@@ -55,7 +55,7 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
     As ``tf.saved_model.load``.
     """
     program.check_installed()
-    with open_container(path) as container:
+    with open_container(path) as container, _jax.at_top_level():  # wherever it is called
         return load_container(container, sharding)
 
 

@@ -95,7 +95,7 @@ class LoadedFunction:
         self.reads = tuple(shared[i][1] for i in record.reads)
         self.assigns = tuple(shared[i][1] for i in record.assigns)
         used = sorted({*record.reads, *record.assigns})
-        self.variables = MappingProxyType(dict(shared[i] for i in used))
+        self.variables = dict(shared[i] for i in used)
         self.graph_text = text
         self.gradient_order = record.gradient_order
         self.platforms = record.platforms
@@ -266,7 +266,7 @@ class LoadedFunctions(Mapping[str, LoadedFunction]):
 
     def __init__(self, functions: Mapping[str, LoadedFunction], variables: Mapping[str, Variable]):
         self._functions = dict(functions)
-        self.variables: Mapping[str, Variable] = MappingProxyType(dict(variables))
+        self.variables: Mapping[str, Variable] = dict(variables)
 
     def __getitem__(self, name: str) -> LoadedFunction:
         return self._functions[name]

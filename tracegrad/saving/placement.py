@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from tracegrad import _jax
 from tracegrad.saving.documents import Natural
 
 
@@ -53,7 +54,7 @@ def where_it_was(placement: Placement | None, what: str) -> Sharding | None:
 
     Raises ValueError where the mesh has not those axes.
     """
-    mesh = jax.sharding.get_mesh()
+    mesh = _mesh_set()
     if placement is None or mesh.empty:
         return None
     return _on_mesh(placement.partition_spec, mesh, f"{what}, saved as {placement}")
@@ -73,7 +74,7 @@ def asked_for(sharding: Any, name: str, what: str) -> Sharding | None:
             "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary from the "
             f"names of Variables to these, and is {sharding!r}"
         )
-    return _on_mesh(sharding, jax.sharding.get_mesh(), f"{what}, to be split as {sharding}")
+    return _on_mesh(sharding, _mesh_set(), f"{what}, to be split as {sharding}")
 
 
 def of_words(sharding: Sharding) -> Sharding:
@@ -82,6 +83,11 @@ def of_words(sharding: Sharding) -> Sharding:
         spec = PartitionSpec(*sharding.spec, None)  # type: ignore[no-untyped-call]
         return NamedSharding(sharding.mesh, spec)
     return sharding
+
+
+def _mesh_set() -> Any:
+    with _jax.at_top_level():  # JAX asks for that; a tape, say, is not
+        return jax.sharding.get_mesh()
 
 
 def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:

@@ -88,7 +88,7 @@ def save(
 
     >>> import os, tempfile
     >>> import jax, jax.numpy as jnp, tracegrad as tg
-    >>> from tracegrad.saving import load, save
+    >>> from tracegrad import load, save
     >>> w = tg.Variable([1.0, 2.0], name="w")
     >>> @tg.custom_gradient
     ... def clip(x):

@@ -12,7 +12,6 @@ from contextlib import suppress
 from types import (
     BuiltinFunctionType,
     FunctionType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -25,6 +24,7 @@ import numpy as np
 from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.container import map_file, naming
+from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.parts import names_parts, parts_named_by, read_parts, remove, write_parts
 from tracegrad.saving.placement import Placement, asked_for, of_words, placement_of, where_it_was
 from tracegrad.saving.stored import StoredArray
@@ -99,8 +99,8 @@ def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
     elif not isinstance(item, _CLOSED):
         # What the object holds, not what its class computes: a property may well ask for this.
         held = getattr(item, "__dict__", {})
-        if isinstance(held.get("variables"), MappingProxyType):  # a loaded function
-            yield from held["variables"].items()
+        if isinstance(item, (LoadedFunction, LoadedFunctions)):
+            yield from item.variables.items()
         elif kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
             slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
             yield from {**held, **dict(slots)}.items()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import (
     Aggregation,
@@ -26,7 +27,7 @@ from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tape.block import Block, graph_of, refuse_saved
 from tracegrad.tape.effects import silence
 from tracegrad.tape.replay import NOTHING, PullBack, Replay, run_again, with_stand_in
-from tracegrad.tracing.in_force import apply_in_force, rules_in_force
+from tracegrad.tracing.in_force import Force, apply_in_force, rules_for_recorded
 
 
 class Traced(NamedTuple):
@@ -60,12 +61,12 @@ def trace_backward(
       replay: what runs again, if the cotangents may be differentiated. In the place of the arrays
         of its slots stand-ins are given (see `with_stand_in`).
     """
-    rules = rules_in_force()
+    rules = rules_for_recorded()
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
     places = {value: slot for slot, value in values.items()}
     if rules:
         refuse_saved(block.operations)
-        graph, values = _under_rules(graph, values, block, stopped)
+        graph, values = _under_rules(rules, graph, values, block, stopped)
         places = {value: slot for slot, value in values.items() if value.producer is None}
         again = graph.nodes
     else:
@@ -76,7 +77,8 @@ def trace_backward(
     stops = {values[slot] for slot in stopped}
     stand_ins = {values[slot]: slot for slot in replay.slots}
     deciding = {node: saved.deciding for node, saved in saving.items()}
-    reached = reached_from(graph, wanted, stops, deciding) if again else frozenset[Value]()
+    walk = Walk()
+    reached = reached_from(graph, wanted, walk, stops, deciding)
     count = len(block.types)
     # Which results of a node have cotangents: what runs again is differentiated with respect to
     # those alone, and before anything is pulled back. So it is traced twice.
@@ -93,13 +95,13 @@ def trace_backward(
             if node in pull:
                 called, pulled = pull[node]
                 found = pulled([ct for ct in cts if ct is not None])
-                linked = linked_inputs(called, cts[: len(called.outputs)], active)
+                linked = linked_inputs(walk, called, cts[: len(called.outputs)], active)
                 return [ct if is_linked else None for ct, is_linked in zip(found, linked)]
             given_to[node] = [i for i, ct in enumerate(cts) if ct is not None]
             saved = saving.get(node)
             if saved is None:
-                return node_vjp(node, known, cts, active)
-            return saved.pull_back(node, known, cts, active, as_called=node in as_called)
+                return node_vjp(walk, node, known, cts, active)
+            return saved.pull_back(walk, node, known, cts, active, as_called=node in as_called)
 
         for node in again:
             called, at = saving[node].as_called(node, known) if node in as_called else (node, known)
@@ -121,11 +123,11 @@ def trace_backward(
             known,
             cotangents,
             wanted,
+            reached,
+            through,
             stopped=stops,
             aggregate=aggregate,
             gated=gated,
-            through=through,
-            deciding=deciding,
         )
 
     run = jax.named_call(backward, name=UNDER_RULES) if rules else backward
@@ -162,9 +164,13 @@ def _needed(program: Any) -> tuple[bool, ...]:
 
 
 def _under_rules(
-    graph: Graph, values: Mapping[int, Value], block: Block, stopped: Collection[int]
+    rules: Sequence[Force],
+    graph: Graph,
+    values: Mapping[int, Value],
+    block: Block,
+    stopped: Collection[int],
 ) -> tuple[Graph, dict[int, Value]]:
-    """The graph with the rules in force applied to it, and its values for slots that are asked for.
+    """The graph with rules in force applied to it, and its values for slots that are asked for.
 
     What rules put into it has no recorded values: the block is computed once more from its inputs,
     which XLA makes one with the first.
@@ -175,7 +181,7 @@ def _under_rules(
         graph.add_output(values[slot])
     given = [slot for slot, value in values.items() if value.producer is None]
     assert [values[slot] for slot in given] == list(graph.inputs)
-    edited = apply_in_force(graph)
+    edited = apply_in_force(graph, rules)
     now: dict[int, Any] = dict(zip(given, edited.inputs, strict=True))
     now.update(zip(made, edited.outputs, strict=True))
     return edited, now

@@ -23,10 +23,10 @@ from tracegrad.tape.pieces import Piece, pieces_between, pull_back_pieces
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.recorders import with_stand_ins
+from tracegrad.tape.recorders import not_overridden, with_stand_ins
 from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
 from tracegrad.tape.rules_on_values import as_traced, refusing_values
-from tracegrad.tracing.in_force import Force, rules_in_force
+from tracegrad.tracing.in_force import Force, rules_for_recorded, rules_in_force
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
 Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -133,7 +133,7 @@ def cotangents(
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
     """
-    how = _How(stopped, aggregate, gated, _jax.is_top_level(), rules_in_force())
+    how = _How(stopped, aggregate, gated, _jax.is_top_level(), rules_for_recorded())
     given = tuple([seed is not None for seed in seeds])
     sparse = (kind.sparse,) * len(sources)
     pieces = pieces_between(record, sources, targets, stopped) if record.rules else ()
@@ -165,11 +165,15 @@ def _run(
 ) -> list[Any]:
     if not any(compiled.connected):
         return [None] * len(compiled.connected)
-    arrays = [by_slot[slot] for slot in slots.taken]
+    arrays = list(map(by_slot.__getitem__, slots.taken))
     if any(slots.stood_in):
         arrays = with_stand_ins(arrays, slots.stood_in)
-    found = iter(compiled.run(*arrays, *[seed for seed in seeds if seed is not None]))
-    return [next(found) if linked else None for linked in compiled.connected]
+    run = not_overridden()(compiled.run) if rules_in_force() else compiled.run
+    found = run(*arrays, *[seed for seed in seeds if seed is not None])
+    if all(compiled.connected):
+        return found
+    each = iter(found)
+    return [next(each) if linked else None for linked in compiled.connected]
 
 
 def _compiled(
@@ -228,16 +232,9 @@ def _made(
         known = _compile(block, traced, kind, given, sparse, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)
-        if rule_free or not _is_transforming():
+        if rule_free or isinstance(_jax.current_trace_outside_of(Recorder), _jax.TopLevelTrace):
             PROGRAMS.put(key, known)
     return known
-
-
-def _is_transforming() -> bool:
-    trace = _jax.current_trace(None)
-    while isinstance(trace, Recorder):
-        trace = trace.parent_trace
-    return not isinstance(trace, _jax.TopLevelTrace)
 
 
 def _compile(

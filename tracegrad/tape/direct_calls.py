@@ -71,7 +71,7 @@ def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., Told]:
     """
 
     def form(*args: Any, **kwargs: Any) -> Told:
-        outside = _jax.parent_trace(_jax.current_trace(None))
+        outside = _jax.current_trace(None).parent_trace
         types = jax.tree.map(jax.typeof, (args, kwargs))
         with _jax.set_current_trace(outside):
             # Traced as if it were called, and not as a part of this one; then it is known.

@@ -54,10 +54,12 @@ def silence(node: Node, depth: int = 3) -> None:
 def silence_in(graph: Graph, depth: int = 3) -> None:
     """The same for all nodes of a graph."""
     for node in graph.nodes:
+        if node.has_references and not node.regions:
+            continue  # writing to a Ref is computing: later reads depend on it
         if node.effects and not node.outputs and not node.regions:
             graph.erase(node, with_effects=True, everywhere=True)
             continue
-        if node.effects and not node.regions and not node.has_references:
+        if node.effects and not node.regions:
             raise NotImplementedError(
                 f"{Occurrence((), node)} gives results and stands in a loop or a branch: to "
                 "differentiate that, it would have to run once more. Call it outside, and pass "

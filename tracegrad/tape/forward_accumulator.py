@@ -12,7 +12,6 @@ from tracegrad import _jax
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
-from tracegrad.variables.listening import start_listening, stop_listening
 from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
@@ -50,8 +49,7 @@ class ForwardAccumulator(Recording):
     `tracegrad.jvp`.
 
     >>> import jax.numpy as jnp
-    >>> from tracegrad.tape import GradientTape
-    >>> from tracegrad.tape.forward_accumulator import ForwardAccumulator
+    >>> from tracegrad import ForwardAccumulator, GradientTape
     >>> x = jnp.array([1.0, 2.0])
     >>> with ForwardAccumulator(x, jnp.array([1.0, 0.0])) as accumulator:
     ...     with GradientTape() as tape:
@@ -62,8 +60,10 @@ class ForwardAccumulator(Recording):
     3.0 [ 3. 12.] [6. 0.]
     """
 
+    _name = "accumulator"
+
     def __init__(self, primals: Any, tangents: Any):
-        super().__init__("accumulator")
+        super().__init__()
         self._tangents = Tangents()
         self._variables: dict[int, tuple[Variable, Any]] = {}
         for primal, tangent in _paired(primals, tangents):
@@ -74,9 +74,8 @@ class ForwardAccumulator(Recording):
 
     def __enter__(self) -> ForwardAccumulator:
         self._tangents.enter(self._begin())
-        self._has_read.clear()
         if self._variables:
-            start_listening(self)
+            self._start_listening()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -85,7 +84,7 @@ class ForwardAccumulator(Recording):
         self._check_thread()
         self._recorder = None
         if self._variables:
-            stop_listening(self)
+            self._stop_listening()
         self._tangents.leave()
 
     def jvp(

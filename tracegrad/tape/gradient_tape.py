@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,11 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import graph_of
-from tracegrad.tape.cotangents import (
-    BATCH_JACOBIAN,
-    GRADIENT,
-    JACOBIAN,
-    SPARSE_GRADIENT,
-    Kind,
-)
+from tracegrad.tape.cotangents import BATCH_JACOBIAN, GRADIENT, JACOBIAN, SPARSE_GRADIENT, Kind
 from tracegrad.tape.leaves import (
     UnconnectedGradients,
     are_arrays,
+    are_known_arrays,
     arrays_of,
     one_array,
     real,
@@ -38,8 +33,7 @@ from tracegrad.tape.sources import cotangents_of
 from tracegrad.tape.unwatched import warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
-from tracegrad.variables.listening import start_listening, stop_listening
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -81,8 +75,10 @@ class GradientTape(Recording):
     6.0
     """
 
+    _name = "tape"
+
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
-        super().__init__("tape")
+        super().__init__()
         self._persistent = persistent
         self._watch_accessed = watch_accessed_variables
         self._record = Record(orders=2 if persistent else 1)
@@ -108,15 +104,19 @@ class GradientTape(Recording):
     def _start(self) -> None:
         assert self._recorder is not None
         self._recording = True
-        self._has_read.clear()
         self._recorder.add(self._record)
-        start_listening(self)
+        self._start_listening()
 
-    def _stop(self) -> None:
+    def _stop(self, constants: Iterable[Variable] = ()) -> None:
+        """Records no more; of these Variables what is read meanwhile is not followed."""
         if self._recording and self._recorder is not None:
             self._recording = False
-            stop_listening(self)
             self._recorder.remove(self._record)
+            try:
+                for variable in constants:
+                    self._renew(variable)
+            finally:  # a traced function may be traced again for it
+                self._stop_listening()
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
@@ -128,8 +128,7 @@ class GradientTape(Recording):
         value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
-        assert self._recorder is not None
-        if is_watched and (self._recorder.is_top or not self._is_further_inside(value)):
+        if is_watched and (self._is_top or not self._is_further_inside(value)):
             record.watch_read(variable, value)
         return value
 
@@ -137,9 +136,7 @@ class GradientTape(Recording):
         """Whether a value belongs to a function that is being traced in the block, and is gone with
         that: what this tape sees is the call of that function."""
         trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
-        while trace is not None and trace is not self._recorder:
-            trace = _jax.parent_trace(trace)
-        return trace is not None
+        return any(around is self._recorder for around in _jax.outward(trace))
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """The Variables that the tape watches, in the order in which it began to."""
@@ -185,9 +182,7 @@ class GradientTape(Recording):
         self._check_thread()
         if not self._recording:
             raise RuntimeError("stop_recording is for inside the tape's block: it is not recording")
-        for variable in self._has_read:  # what is read meanwhile is a constant
-            self._renew(variable)
-        self._stop()
+        self._stop(constants=self._has_read)
         try:
             yield
         finally:
@@ -290,7 +285,7 @@ class GradientTape(Recording):
         As ``tf.GradientTape.jacobian``; one vectorised backward pass for all of the target.
 
         >>> import jax.numpy as jnp
-        >>> from tracegrad.tape import GradientTape
+        >>> from tracegrad import GradientTape
         >>> x = jnp.array([1.0, 2.0])
         >>> with GradientTape() as tape:
         ...     tape.watch(x)
@@ -332,7 +327,7 @@ class GradientTape(Recording):
         As ``tf.GradientTape.batch_jacobian``.
 
         >>> import jax.numpy as jnp
-        >>> from tracegrad.tape import GradientTape
+        >>> from tracegrad import GradientTape
         >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
         >>> with GradientTape() as tape:
         ...     tape.watch(x)
@@ -363,7 +358,7 @@ class GradientTape(Recording):
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
         wanted = None
-        if not leaves or not all(isinstance(leaf, (Variable, jax.Array)) for leaf in leaves):
+        if not are_known_arrays(leaves):
             require_arrays("source", sources, leaves, settings=True)
             wanted = are_arrays(sources)
             leaves = list(itertools.compress(leaves, wanted))
@@ -376,17 +371,19 @@ class GradientTape(Recording):
             leaves = [before.get(id(leaf), leaf) for leaf in leaves]
         if not _jax.is_top_level():
             record.hand_out()
-        found = cotangents_of(record, leaves, targets, variables, kind, seeds)
-        if any(ct is None for ct in found):
+        with _jax.as_computed(targets):
+            found = cotangents_of(record, leaves, targets, variables, kind, seeds)
+        if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
             warn_of_unwatched(record, leaves, list(each_leaf), found)
         if not self._persistent:
             record.forget_arrays()
         if unconnected is UnconnectedGradients.ZERO:
-            found = [
-                kind.zeros(targets, leaf) if ct is None else ct
-                for ct, leaf in zip(found, leaves, strict=True)
-            ]
+            with _jax.as_computed(leaves):
+                found = [
+                    kind.zeros(targets, leaf) if ct is None else ct
+                    for ct, leaf in zip(found, leaves, strict=True)
+                ]
         if wanted is not None:
             each = iter(found)
             found = [next(each) if is_array else None for is_array in wanted]

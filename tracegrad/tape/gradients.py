@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,12 @@ from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
 from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.block import Block, block_between
-from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, cotangents
+from tracegrad.tape.block import block_between
+from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Kind, cotangents
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.recorders import recorder_here, with_stand_ins
-from tracegrad.tape.replay import Replay, replay_of
+from tracegrad.tape.recorders import not_overridden, recorder_around, recorder_here, with_stand_ins
+from tracegrad.tape.replay import replay_of
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
@@ -165,7 +164,8 @@ def gradients(
     stops = [array for x in _list(stop_gradients) for array in _reads(record, x)]
     each = [array for of in reads for array in of]
     with jax.named_scope(name):
-        terms = iter(_pull_back(record, targets, each, seeds, stops, sums, gate_gradients, sparse))
+        kind = SPARSE_GRADIENT if sparse else GRADIENT
+        terms = iter(_pull_back(record, targets, each, kind, seeds, stops, sums, gate_gradients))
         found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
@@ -201,23 +201,8 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
-    reads = _reads(record, x)
-    shape = (*x.shape, *x.shape)
-    if _runs_at_once():
-        ends = tuple(map(record.slot, reads)), (record.slot(first),)
-        found = cotangents(record, *ends, JACOBIAN)
-    else:
-        block, replay, arrays = _block(record, reads, [first])
-        program, connected, _ = trace_backward(block, replay=replay)
-
-        def row(seed: Any) -> list[Any]:
-            rows = _jax.eval_program(program, [*arrays, seed])
-            return [ct for ct, linked in zip(rows, connected, strict=True) if linked]
-
-        basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-        found = jax.vmap(row)(basis) if any(connected) else []
-    total = sum_of_known(found)
-    return jnp.zeros(shape, x.dtype) if total is None else total.reshape(shape)
+    total = sum_of_known(_pull_back(record, [first], _reads(record, x), JACOBIAN))
+    return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 
 def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
@@ -271,8 +256,8 @@ def _reads(record: Record, x: Any) -> list[Any]:
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
-    recorder = _jax.current_trace(None)
-    if isinstance(recorder, Recorder) and recorder.records:
+    recorder = recorder_around()
+    if recorder is not None and recorder.records:
         following = [r for r in recorder.records if r.tracks(sources)]
         record = (following or recorder.records)[-1]
         record.hand_out()
@@ -296,59 +281,42 @@ def _pull_back(
     record: Record,
     targets: Sequence[Any],
     sources: Sequence[Any],
-    seeds: Sequence[Any],
-    stops: Sequence[Any],
-    aggregate: Aggregation,
-    gated: bool,
-    sparse: bool,
+    kind: Kind,
+    seeds: Sequence[Any] = (),
+    stops: Sequence[Any] = (),
+    aggregate: Aggregation = running_sum,
+    gated: bool = False,
 ) -> list[Any]:
-    stopped = {record.slots[id(array)] for array in stops if id(array) in record.slots}
-    record.refuse_to_stop(stopped, list(map(record.slot, targets)))
-    if _runs_at_once():
-        return cotangents(
-            record,
-            tuple(map(record.slot, sources)),
-            tuple(map(record.slot, targets)),
-            SPARSE_GRADIENT if sparse else GRADIENT,
-            seeds,
-            frozenset(stopped),
-            aggregate,
-            gated,
-        )
-    block, replay, arrays = _block(record, sources, targets, stopped)
-    program, connected, _ = trace_backward(
-        block,
-        stopped=[i for i, slot in enumerate(block.slots) if slot in stopped],
-        aggregate=aggregate,
-        gated=gated,
-        replay=replay,
-    )
-    # Bound one by one, so that gradients of gradients find every operation.
-    if sparse:
-        found = with_slices(program, [True] * len(sources))(*arrays, *seeds)
-    else:
-        found = _jax.eval_program(program, [*arrays, *seeds])
-    return [ct if linked else None for ct, linked in zip(found, connected, strict=True)]
-
-
-def _runs_at_once() -> bool:
-    """Whether nothing is being traced: then one compiled program is faster than its operations."""
-    recorder = _jax.current_trace(None)
-    return isinstance(recorder, Recorder) and recorder.is_top
-
-
-def _block(
-    record: Record,
-    sources: Sequence[Any],
-    targets: Sequence[Any],
-    stopped: Collection[int] = (),
-) -> tuple[Block, Replay, list[Any]]:
-    """The part of a record between sources and targets, what of it runs again, and its arrays."""
-    ends = list(map(record.slot, sources)), list(map(record.slot, targets))
+    """The cotangents of sources; None for one that nothing connects to a target."""
+    stopped = frozenset(record.slots[id(array)] for array in stops if id(array) in record.slots)
+    ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
+    record.refuse_to_stop(stopped, ends[1])
+    recorder = recorder_around()
+    if recorder is not None and recorder.is_top:
+        # Nothing is being traced: one compiled program is faster than its operations.
+        return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated)
     block = block_between(record.operations(), record.types(), *ends)
-    replay = replay_of(block, [i for i, slot in enumerate(block.slots) if slot in stopped])
+    places = [i for i, slot in enumerate(block.slots) if slot in stopped]
+    replay = replay_of(block, places)
     arrays = [record.arrays[slot] for slot in block.slots]
-    return block, replay, with_stand_ins(arrays, [i in replay.slots for i in range(len(arrays))])
+    arrays = with_stand_ins(arrays, [i in replay.slots for i in range(len(arrays))])
+    program, connected, _ = trace_backward(
+        block, stopped=places, aggregate=aggregate, gated=gated, replay=replay
+    )
+    if not any(connected):
+        return [None] * len(sources)
+
+    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+        # Bound one by one, so that gradients of gradients find every operation.
+        if kind.sparse:
+            found = with_slices(program, [True] * len(sources))(*arrays, *seeds)
+        else:
+            found = _jax.eval_program(program, [*arrays, *seeds])
+        return [ct for ct, linked in zip(found, connected, strict=True) if linked]
+
+    with not_overridden():
+        results = iter(kind.run(backward, arrays, seeds, list(map(jax.typeof, targets))))
+    return [next(results) if linked else None for linked in connected]
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

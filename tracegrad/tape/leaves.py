@@ -39,6 +39,14 @@ _ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
 _ATTRIBUTES = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
 
 
+def are_known_arrays(leaves: Sequence[Any]) -> bool:
+    """Whether there are leaves, and all are arrays and Variables."""
+    for leaf in leaves:
+        if not isinstance(leaf, (Variable, jax.Array)):
+            return False
+    return bool(leaves)
+
+
 def are_arrays(tree: Any) -> list[bool]:
     """Of each leaf of a tree, whether it is to be an array.
 
@@ -60,10 +68,15 @@ def _with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, An
 
 def arrays_of(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
     """The arrays of a target, and the values that those of its Variables have."""
+    if isinstance(target, jax.Array):  # as most are: a step over a traced loss asks for one
+        return [target], {}
     leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
-    require_arrays(role, target, leaves)
+    if not are_known_arrays(leaves):
+        require_arrays(role, target, leaves)
     variables = {leaf: leaf.value for leaf in leaves if isinstance(leaf, Variable)}
-    return [variables[v] if isinstance(v, Variable) else v for v in leaves], variables
+    if variables:
+        leaves = [variables[v] if isinstance(v, Variable) else v for v in leaves]
+    return leaves, variables
 
 
 def _is_variable_or_none(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
-from tracegrad.ir.importer import make_node
+from tracegrad.ir.importer import lone_node
 from tracegrad.lowering import Lowering
 from tracegrad.lowering.evaluate import evaluate_node
 from tracegrad.tape.keys import params_key
@@ -56,10 +56,8 @@ def lift_anew(
     count = len(captured)
 
     def lifted(*operands: Any) -> list[Any]:
-        inputs = Graph("lifted")
-        values = tuple(inputs.add_input(jax.typeof(arg)) for arg in operands[count:])
         source = Source(_jax.current_source_info(), None)
-        node = make_node(primitive, params, values, source, (), {})
+        node = lone_node(primitive, params, [*map(jax.typeof, operands[count:])], source)
         assert isinstance(node, RegionNode)
         _refuse_closed_over(node, places)
         for region in node.regions.values():
@@ -81,9 +79,7 @@ def refused_to_lift(
 ) -> dict[int, Exception]:
     """Those of the arrays that a jitted call closes over to which a custom derivative is blind, by
     identity, with the error for a tape that watches one."""
-    inputs = Graph("lifted")
-    values = tuple(map(inputs.add_input, types))
-    node = make_node(_jax.JIT, params, values, Source(None, None), (), {})
+    node = lone_node(_jax.JIT, params, types, Source(None, None))
     refused: dict[int, Exception] = {}
     for array in captured:
         try:

@@ -21,8 +21,8 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.ir import Graph, Node, Source, Value
-from tracegrad.ir.dependence import joined
-from tracegrad.ir.importer import import_program, make_node
+from tracegrad.ir.dependence import joined, of_each
+from tracegrad.ir.importer import import_program, lone_node, make_node
 from tracegrad.lowering import Lowering, evaluate, evaluate_node
 from tracegrad.rewriting.host_calls import (
     TO_HOST,
@@ -121,6 +121,7 @@ class Linearised(Computation):
 
     def pull_back(
         self,
+        walk: Walk,
         node: Node,
         values: Mapping[Value, Any],
         cotangents: Sequence[Any],
@@ -133,7 +134,7 @@ class Linearised(Computation):
         `as_called`: those of its results without what was saved for them.
         """
         terms = [
-            self._of_part(first, node, values, part, active, as_called=as_called)
+            self._of_part(walk, first, node, values, part, active, as_called=as_called)
             for first, part in self._parts(cotangents)
             if any(ct is not None for ct in part)
         ]
@@ -157,6 +158,7 @@ class Linearised(Computation):
 
     def _of_part(
         self,
+        walk: Walk,
         order: int,
         node: Node,
         values: Mapping[Value, Any],
@@ -171,8 +173,8 @@ class Linearised(Computation):
             return [found[i] for i in active]
         if order == 0:  # an operand that nobody watched when it ran
             plain, known = self.as_called(node, values)
-            return node_vjp(_silent(plain), known, cotangents[: self.count], active)
-        return node_vjp(_silent(node), values, cotangents, active)
+            return node_vjp(walk, _silent(plain), known, cotangents[: self.count], active)
+        return node_vjp(walk, _silent(node), values, cotangents, active)
 
     def _pull_back(
         self, one: _Pass, node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any]
@@ -285,10 +287,8 @@ def _as_run(
 ) -> tuple[Callable[[Sequence[Any]], list[Any]], Graph]:
     """An operation as a function of its operands, and as a graph. What it hands to the host is, to
     differentiation, constant there."""
-    graph = Graph(of.primitive.name)
-    inputs = tuple(map(graph.add_input, types))
     source = Source(_jax.current_source_info(), None)
-    node = make_node(of.primitive, of.params, inputs, source, (), {})
+    node = lone_node(of.primitive, of.params, types, source)
     end_gradients_at_host(node)
 
     def run(operands: Sequence[Any]) -> list[Any]:
@@ -386,7 +386,7 @@ def _trace(
 
 def _flows(graph: Graph, active: Sequence[int]) -> list[int]:
     """For each active input of a graph the mask of the float outputs that are connected to it."""
-    masks = [1 << i if i in active else 0 for i in range(len(graph.inputs))]
+    masks = of_each(i in active for i in range(len(graph.inputs)))
     outs = zip(Walk().region(graph, masks), graph.outputs, strict=True)
     flowing = [mask for mask, value in outs if _jax.has_gradient(value.aval)]
     return [joined((mask >> i & 1) << k for k, mask in enumerate(flowing)) for i in active]

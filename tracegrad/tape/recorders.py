@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
 from tracegrad.variables.lending import renew
-from tracegrad.variables.listening import Listener, listeners
+from tracegrad.variables.listening import Listener, start_listening, stop_listening
+from tracegrad.variables.overriding import OverridingTrace
 from tracegrad.variables.variable import Variable
 
 set_current_trace = _jax.set_current_trace
@@ -46,27 +47,48 @@ def recorder_here() -> Recorder:
     return recorder
 
 
+def recorder_around() -> Recorder | None:
+    """The recorder that sees what is done now, whatever gives it another gradient before."""
+    trace = _below_overriding()
+    return trace if isinstance(trace, Recorder) else None
+
+
+@contextmanager
+def not_overridden() -> Iterator[None]:
+    """What is computed inside it keeps its gradient: it is the backward pass of operations that
+    have been given theirs."""
+    with set_current_trace(_below_overriding()):
+        yield
+
+
+def _below_overriding() -> Any:
+    trace = _jax.current_trace(None)
+    while isinstance(trace, OverridingTrace):
+        trace = trace.parent_trace
+    return trace
+
+
 class Recording(Listener):
-    """A block that records, on the thread that entered it, and hears of what Variables are read.
+    """A block that records, on the thread that entered it, and hears of what Variables are read."""
 
-    Args:
-      name: what messages call it.
-    """
+    _name: str  # in messages
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self) -> None:
         self._recorder: Recorder | None = None  # inside the block
+        self._is_top = False  # whether what runs in the block runs at once
         self._thread: int | None = None
-        self._has_read: set[Variable] = set()  # since it began to record
+        self._around: Sequence[Listener] = ()  # who listens outside of it, innermost first
+        self._has_read: set[Variable] = set()  # since it began to listen
 
     def _begin(self) -> Recorder:
         """Begins the block."""
-        self._check_thread()
         if self._recorder is not None:
+            self._check_thread()
             raise ValueError(
                 f"this {self._name} is recording already: it cannot be entered twice at once"
             )
         self._recorder, self._thread = recorder_here(), threading.get_ident()
+        self._is_top = self._recorder.is_top
         return self._recorder
 
     def _check_thread(self) -> None:
@@ -76,11 +98,18 @@ class Recording(Listener):
                 f"there: use one {self._name} for each thread, or ask it when the block is over"
             )
 
+    def _start_listening(self) -> None:
+        self._has_read.clear()
+        self._around = start_listening(self)[::-1]
+
+    def _stop_listening(self) -> None:
+        self._around = ()
+        stop_listening(self)
+
     def _renew(self, variable: Variable) -> None:
         """Has the next read of a Variable give another object than those before, which are none
         that this follows, whoever gives it."""
-        stack = listeners()
-        for outer in reversed(stack[: stack.index(self)]):
+        for outer in self._around:
             if outer.on_renewal(variable):
                 return
         renew(variable)
@@ -89,10 +118,7 @@ class Recording(Listener):
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """No tape sees what is inside it: it goes to whatever is around the recorders."""
-    trace = _jax.current_trace(None)
-    while isinstance(trace, Recorder):
-        trace = trace.parent_trace
-    with set_current_trace(trace):
+    with set_current_trace(_jax.current_trace_outside_of(Recorder)):
         yield
 
 
@@ -102,9 +128,8 @@ def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     It is computed from nothing, and its value is not used. The records that are on take it for a
     source where the array is one.
     """
-    trace = _jax.current_trace(None)
-    recorder = trace if isinstance(trace, Recorder) else None
-    with set_current_trace(trace if recorder is None else recorder.parent_trace):
+    recorder = recorder_around()
+    with set_current_trace(_jax.current_trace(None) if recorder is None else recorder.parent_trace):
         found = [
             _stand_in(array) if is_chosen else array
             for array, is_chosen in zip(arrays, chosen, strict=True)

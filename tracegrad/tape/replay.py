@@ -19,12 +19,12 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, Source, Value
 from tracegrad.ir.dependence import Masks, data_flow, enter, joined, spread
-from tracegrad.ir.importer import make_node
+from tracegrad.ir.importer import lone_node
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.tape.block import Block
 from tracegrad.tape.keys import RULES, is_jaxs_own
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tracing.in_force import rules_in_force
+from tracegrad.tracing.in_force import rules_for_recorded
 
 # From the cotangents of results of a node to those of operands.
 PullBack = Callable[[Sequence[Any]], list[Any]]
@@ -54,7 +54,7 @@ def replay_of(block: Block, stopped: Collection[int]) -> Replay:
 
     With rules in force all of it does, and of what it gives only sources have their places.
     """
-    if rules_in_force():
+    if rules_for_recorded():
         made = {slot for operation in block.operations for slot in operation.results}
         return Replay((), frozenset(made.intersection(block.sources).difference(stopped)))
     if not any(has_a_rule(operation.computation) for operation in block.operations):
@@ -129,9 +129,7 @@ def _reaches_every_rule(of: Linearised, active: Sequence[int], types: Sequence[A
         entered = enter(node, ins, run)
         return data_flow(node, ins) if entered is None else entered[0]
 
-    graph = Graph(of.original.primitive.name)
-    inputs = tuple(map(graph.add_input, types))
-    node = make_node(of.original.primitive, of.original.params, inputs, Source(None, None), (), {})
+    node = lone_node(of.original.primitive, of.original.params, types, Source(None, None))
     through(node, [(i in active) | (i in of.active) << 1 for i in range(len(types))])
     return all(mask & 1 or not mask for mask in reached.values())
 

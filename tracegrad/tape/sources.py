@@ -36,10 +36,11 @@ def cotangents_of(
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
     if record.stand_ins:
         arrays = [record.stands_for(of) for of in arrays]
-    each = iter(_of_arrays(record, list(chain(*arrays)), targets, kind, seeds))
-    return [
-        next(each) if len(of) == 1 else sum_of_known(list(islice(each, len(of)))) for of in arrays
-    ]
+    found = _of_arrays(record, list(chain(*arrays)), targets, kind, seeds)
+    if set(map(len, arrays)) == {1}:  # as most are
+        return found
+    each = iter(found)
+    return [sum_of_known(list(islice(each, len(of)))) for of in arrays]
 
 
 def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
@@ -70,5 +71,7 @@ def _of_arrays(
     to_targets = tuple([record.slot(targets[i]) for i in inside])
     given = [seeds[i] for i in inside] if seeds else []
     found = cotangents(record, tuple(from_sources.values()), to_targets, kind, given)
+    if len(from_sources) == len(sources):  # each once
+        return found
     by_source = dict(zip(from_sources, found, strict=True))
     return [by_source.get(id(source)) for source in sources]

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
+from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import make_node
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
@@ -119,21 +121,13 @@ class Tangents(Record):
         found: list[Any] = [None] * constants
         found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
         active = [i for i, tangent in enumerate(found) if tangent is not None]
-        moving = [i for i in active if not isinstance(found[i], Exception)]
-        refused = [i for i in active if isinstance(found[i], Exception)]
         tangents: list[Any] = [None] * len(operation.results)
-        with _jax.set_current_trace(trace):
-            try:
-                push = _push_forward(operation, moving) if moving else None
-                lost = _push_forward(operation, refused).connected if refused else ()
-            except Exception as error:
-                tangents = [error.with_traceback(None)] * len(operation.results)
-            else:
-                if push is not None:
-                    values = iter(push.run(operation.args, [found[i] for i in moving]))
-                    tangents = [next(values) if known else None for known in push.connected]
-                for i, is_lost in enumerate(lost):
-                    tangents[i] = found[refused[0]] if is_lost else tangents[i]
+        if active:
+            with _jax.set_current_trace(trace):
+                try:
+                    tangents = _pushed(operation, active, [found[i] for i in active])
+                except Exception as error:
+                    tangents = [error.with_traceback(None)] * len(operation.results)
         for result, tangent in zip(operation.results, tangents, strict=True):
             if tangent is None:
                 self._forget(id(result))
@@ -155,6 +149,29 @@ class Tangents(Record):
 # ----------------------------------------------------------------------------- compiled operations
 
 
+def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    """The tangents of the results of an operation, from those of its active operands.
+
+    All of these are told to vary, those too that have an exception in the place of a tangent: a
+    rule may look at what varies.
+    """
+    push = _push_forward(operation, active)
+    refused = joined(1 << k for k, one in enumerate(given) if isinstance(one, Exception))
+    directions = [
+        jnp.zeros_like(operation.args[i]) if isinstance(one, Exception) else one
+        for i, one in zip(active, given, strict=True)
+    ]
+    values = iter(push.run(operation.args, directions))
+    tangents = [next(values) if mask else None for mask in push.linked]
+    if refused:
+        error = next(one for one in given if isinstance(one, Exception))
+        return [
+            error if mask & refused else tangent
+            for tangent, mask in zip(tangents, push.linked, strict=True)
+        ]
+    return tangents
+
+
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     """The compiled forward pass of an operation, for operands of its types."""
     trace, computation = _jax.current_trace(None), operation.computation
@@ -166,10 +183,10 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     program: PushForward | None = PROGRAMS.get(key)
     if program is None:
         program = push_forward(_graph_of(operation), active)
-        while isinstance(trace, Recorder):
-            trace = trace.parent_trace
         # A rule made under a transformation may hold values of it, which would outlive it here.
-        if computation.rule is None or isinstance(trace, _jax.TopLevelTrace):
+        if computation.rule is None or isinstance(
+            _jax.current_trace_outside_of(Recorder), _jax.TopLevelTrace
+        ):
             PROGRAMS.put(key, program)
     return program
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tracegrad.tracing.graphs import argument_names, function_name
+from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.variables.modules import held_arrays, held_leaves
 

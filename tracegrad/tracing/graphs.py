@@ -18,6 +18,7 @@ from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.capture import Capture
@@ -72,6 +73,7 @@ def graph(
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
+    make_graph.__name__ = make_graph.__qualname__ = f"graph({function_name(fun)})"
     return make_graph
 
 
@@ -242,16 +244,6 @@ def _dynamic_signature(
         return signature.replace(parameters=kept)
     except ValueError:  # a parameter with a default now stands before one without
         return None
-
-
-def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional arguments."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (ValueError, TypeError):
-        return [f"args[{i}]" for i in range(count)]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
 def function_name(fun: Callable[..., Any]) -> str:

@@ -25,6 +25,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, function_name, graph
+from tracegrad.variables.overriding import ForwardingTrace
 
 _key = _jax.user_context()
 _numbers = itertools.count()
@@ -153,9 +154,20 @@ def rules_in_force() -> tuple[Force, ...]:
     return _in_force.forces
 
 
-def apply_in_force(program: Graph) -> Graph:
-    """A program with the rules in force applied; they may match nothing in it."""
-    for force in _in_force.forces:
+def rules_for_recorded() -> tuple[Force, ...]:
+    """Those in force that act on what was recorded, the innermost first: not those whose block has
+    given every operation in it another gradient when that was computed, and none before."""
+    forces = _in_force.forces
+    for trace in _jax.outward(_jax.current_trace(None)) if forces else ():
+        if not isinstance(trace, ForwardingTrace):
+            break
+        forces = tuple([force for force in forces if force is not trace.force])
+    return forces
+
+
+def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Graph:
+    """A program with the rules in force applied, or these of them; they may match nothing in it."""
+    for force in _in_force.forces if forces is None else forces:
         program = force.apply(program)
     _refuse_taps(program)
     return program

@@ -27,11 +27,12 @@ from tracegrad.lowering import Lowering
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donation
-from tracegrad.tracing.graphs import Rule, argument_names, function_name, trace_to_graph
+from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.known_variants import KnownVariants, signature
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.rules_of_modules import refuse_rules_that_read
+from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain
 from tracegrad.tracing.variants import Use, Variant

@@ -6,6 +6,7 @@ compilation. A function that meets ever new ones is slow without a visible cause
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from tracegrad.variables.statics import Given, Static, is_structure
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8
 _REMEMBERED = 64
+_LEAVES = 8  # of one argument that are listed
 
 _CURES = {
     "shape": "pad it to a few fixed sizes",
@@ -85,9 +87,17 @@ class Signature(NamedTuple):
         return cls(tree, tuple(types), tuple(ordered), _modules(args), tuple(outside.items()))
 
     def __str__(self) -> str:
-        parts = [f"{array[0]}: {_array_text(*array)}" for array in self.types]
+        parts: list[str] = []
+        for argument, arrays in itertools.groupby(self.types, lambda array: _argument(array[0])):
+            each = [f"{array[0]}: {_array_text(*array)}" for array in arrays]
+            parts += each if len(each) <= _LEAVES else [f"{argument}: {len(each)} leaves"]
         parts += [f"{name}={shortened(repr(value))} (static)" for name, value in self.static]
         return ", ".join(parts) or "no arguments"
+
+
+def _argument(path: str) -> str:
+    """The argument in which a leaf is: of ``params.layers[0]`` it is ``params``."""
+    return path.partition(".")[0].partition("[")[0]
 
 
 def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.variables.trees import Fixed, given
 
 Indices = int | Iterable[int] | None
@@ -103,11 +103,8 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
     them is given, the other follows from the signature."""
     positions = _tuple(argnums, int)
     names = _tuple(argnames, str)
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (ValueError, TypeError):
-        return StaticArguments(frozenset(positions), frozenset(names))
-    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    parameters = parameters_of(fun)
+    ordered = positional(parameters)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not variadic:  # from the end only where the end is known
         positions = tuple(p + len(ordered) if p < 0 else p for p in positions)

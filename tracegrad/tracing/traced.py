@@ -297,7 +297,10 @@ def trace(
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     if callable(rules) or not all(map(callable, rules)):
-        raise TypeError(f"rules is a sequence of functions Graph -> Graph; it was given {rules!r}")
+        raise TypeError(
+            f"rules is a sequence of functions Graph -> Graph, as in rules=[rule]; it was given "
+            f"{rules!r}"
+        )
     if memory_budget is not None:
         rules = (*rules, engine.fit_to_budget(memory_budget))
     return TracedFunction(fun, rules, jit_options)

@@ -13,7 +13,7 @@ from types import TracebackType
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import match
+from tracegrad.ir import GraphError, match
 from tracegrad.ir.occurrence import is_own_file, line_of_error
 from tracegrad.tracing import foreign_modules
 
@@ -125,7 +125,11 @@ def explain(error: Exception) -> Exception:
     _advise(error, advice, error.__traceback__)
     _explain_module(error)
     if _jax.filters_tracebacks():
-        error = error.with_traceback(_without_our_frames(error.__traceback__))
+        kept = _without_our_frames(error.__traceback__)
+        # An error of an argument has no frame of the user's to show, and might be a mistake of
+        # ours; one that is raised for a graph, an edit or a selector says all in its message.
+        if kept is not None or isinstance(error, GraphError):
+            error = error.with_traceback(kept)
     return error
 
 
@@ -142,8 +146,7 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
     for entry in reversed(list(_entries(traceback))):
         if not is_own_file(entry.tb_frame.f_code.co_filename):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    # An error of our own, or of an argument, has no frame of the user's to show.
-    return traceback if kept is None else kept
+    return kept
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -66,6 +66,7 @@ class Use:
       returns_statics: whether that is put back after the call.
       returns_modules: whether modules of flax.nnx in its result are put in their places then.
       is_plain: whether it is arguments in, result out.
+      puts_back: whether modules and results are put together after the call.
       is_over: a Variable or a module is gone, and with it the use of the program.
       identity: equal for uses of the same Variables in the same way.
     """
@@ -100,6 +101,7 @@ class Use:
         self.recomputes = needed is not None and graph.recomputes
         self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
+        self.puts_back = self.returns_statics or any(of_modules[:3])
         self.identity = (
             frozenset(read),
             frozenset(assigned),
@@ -243,8 +245,6 @@ class Variant:
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # of a trace that calls it directly
-        # Where it writes over the old values: at top level, and nowhere if it calls the host.
-        self._writes_over_in = None if use.calls_host else _jax.TopLevelTrace
         if use.recomputes:
             extra = _jax.keep_recompute_options(jax.default_backend())
             options = _jax.with_compiler_options(options, extra or {})
@@ -300,13 +300,16 @@ class Variant:
         updated: Any = [ref() for ref in use.updated] if use.updated else ()
         read: Any = [ref() for ref in use.read] if use.read else ()
         written: Any = [ref() for ref in use.written] if use.written else ()
-        if type(_jax.current_trace(None)) is self._writes_over_in and not listeners():
-            call = self._lent
-        elif _jax.is_top_level() and not listeners():
-            call = self._held
-        else:
+        if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
             call = self._watched
+        else:
+            call = self._held if use.calls_host else self._lent
         new, result = call((updated, read, written), args, kwargs)
+        return self._put_back(new, result, modules) if use.puts_back else result
+
+    def _put_back(self, new: Sequence[Any], result: Any, modules: Modules | None) -> Any:
+        """What is left to do after a call of which not all is arrays and Variables."""
+        use = self.use
         if use.updates or use.settings:
             assert modules is not None, "the program was made for such"
             # The new values of their arrays are the last ones.
@@ -322,6 +325,9 @@ class Variant:
         """A call that writes over what it updates, with nobody around."""
         updated, read, written = variables
         constants = peek(read) if read else ()
+        if not updated and not written:
+            new, result = self.outermost(*constants, *args, **kwargs)
+            return new, result
         if written:
             free(written)
         values = lend(updated)

@@ -163,11 +163,8 @@ class Capture:
         """Whether an inner function has read a Variable, or one around that inside of this one."""
         if not _jax.has_gradient(variable):
             return False
-        while where is not None and where is not self._trace:
-            if variable in self._read.get(where, ()):
-                return True
-            where = _jax.parent_trace(where)
-        return False
+        inside = _jax.outward(where, self._trace)
+        return any(variable in self._read.get(trace, ()) for trace in inside)
 
     def _around(self) -> list[Any]:
         if self._states is None:
@@ -230,7 +227,7 @@ class Capture:
         if _jax.is_tracer(value):
             # Another object, for tapes; and an assignment is not differentiated: of a value that
             # is being differentiated here, JAX gives the plain value.
-            value = jax.lax.stop_gradient(value)
+            value = _jax.undifferentiated(value)
             self._refuse_inner(variable, value)
         else:
             value = _jax.fresh_alias(value)
@@ -244,15 +241,13 @@ class Capture:
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
         """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""
-        trace = _jax.current_trace(None)
-        while trace is not self._trace:
+        for trace in _jax.outward(_jax.current_trace(None), self._trace):
             if _jax.is_tracer(value) and _jax.trace_of(value) is trace:
                 raise RuntimeError(
                     f"the Variable {variable.name!r} is assigned inside {_name(trace)} a value "
                     f"that exists only there ({_jax.type_text(value.aval)} of each). Return the "
                     "value, and assign it outside."
                 )
-            trace = _jax.parent_trace(trace)
 
     # ------------------------------------------------------------------------------------ program
 

@@ -8,7 +8,6 @@ is the Variable's borrower; others wait for it.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -48,7 +47,7 @@ def store(variable: Variable, value: Any) -> None:
     """What is done by an assignment to which nobody listens."""
     if _jax.is_tracer(value):
         # What is differentiated carries its value, and assignment is not differentiated.
-        value = jax.lax.stop_gradient(value)
+        value = _jax.undifferentiated(value)
     if _jax.is_tracer(value):
         raise RuntimeError(
             f"the Variable {variable.name!r} is assigned a value that exists only inside a "
@@ -207,17 +206,17 @@ def show(variables: Sequence[Variable]) -> list[Any]:
     back.
     """
     stack = listeners()
-    shown = functools.partial(_shown, len(stack))
+    keepers = len(stack)
+
+    def shown(variable: Variable) -> Any:
+        with _lock:
+            if variable._borrower is None:
+                # Who never gives it back has it for good: then it is copied once.
+                variable._keepers += keepers
+                return variable._value
+        return handed(variable)
+
     return [heard_read(variable, shown, stack) for variable in variables]
-
-
-def _shown(keepers: int, variable: Variable) -> Any:
-    with _lock:
-        if variable._borrower is None:
-            # Who never gives it back has it for good: then it is copied once.
-            variable._keepers += keepers
-            return variable._value
-    return handed(variable)
 
 
 def is_only_shown(variable: Variable, value: Any) -> bool:

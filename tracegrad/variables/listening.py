@@ -54,9 +54,12 @@ class _Listeners(threading.local):
 _listeners = _Listeners()
 
 
-def start_listening(listener: Listener) -> None:
-    """Makes a listener the innermost one of this thread."""
-    _listeners.stack = (*_listeners.stack, listener)
+def start_listening(listener: Listener) -> tuple[Listener, ...]:
+    """Makes a listener the innermost one of this thread. Returns those outside of it, outermost
+    first."""
+    outside = _listeners.stack
+    _listeners.stack = (*outside, listener)
+    return outside
 
 
 def stop_listening(listener: Listener) -> None:
@@ -98,22 +101,17 @@ def heard_read(
     asked = _listeners.stack if stack is None else stack
     if not asked:
         return stored(variable)
-    return asked[-1].on_read(variable, partial(heard_read, variable, stored, asked[:-1]))
+    outside = partial(stored, variable)
+    for listener in asked[:-1]:
+        outside = partial(listener.on_read, variable, outside)
+    return asked[-1].on_read(variable, outside)
 
 
 def heard_assignment(
-    variable: Variable,
-    value: Any,
-    store: Callable[[Variable, Any], None],
-    stack: tuple[Listener, ...] | None = None,
+    variable: Variable, value: Any, store: Callable[[Variable, Any], None]
 ) -> None:
-    """Tells the listeners of this thread of an assignment; what they let through is stored.
-
-    `stack`: those of them that are told, outermost first; default: all.
-    """
-    told = _listeners.stack if stack is None else stack
-    if not told:
-        store(variable, value)
-        return
-    hand_on = partial(heard_assignment, variable, store=store, stack=told[:-1])
-    told[-1].on_assign(variable, value, hand_on)
+    """Tells the listeners of this thread of an assignment; what they let through is stored."""
+    outside = partial(store, variable)
+    for listener in _listeners.stack:
+        outside = partial(listener.on_assign, variable, outside=outside)
+    outside(value)

@@ -154,8 +154,8 @@ def quietly() -> Iterator[None]:
 def states_around(trace: Any) -> list[Any]:
     """The transformations around a transformation, as flax tells them."""
     states = []
-    while (trace := _jax.parent_trace(trace)) is not None:
-        with _jax.set_current_trace(trace):
+    for around in _jax.outward(trace)[1:]:
+        with _jax.set_current_trace(around):
             states.append(jax.extend.core.get_opaque_trace_state(convention="nnx"))  # type: ignore[no-untyped-call]
     return states
 

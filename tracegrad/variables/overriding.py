@@ -23,12 +23,7 @@ def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_opaque_trace_state(*args: Any, **kwargs: Any) -> Any:
-        trace = _jax.current_trace(None)
-        if not isinstance(trace, ForwardingTrace):
-            return original(*args, **kwargs)
-        while isinstance(trace, ForwardingTrace):
-            trace = trace.parent_trace
-        with _jax.set_current_trace(trace):
+        with _jax.set_current_trace(_jax.current_trace_outside_of(ForwardingTrace)):
             return original(*args, **kwargs)
 
     return get_opaque_trace_state
@@ -43,11 +38,17 @@ class ForwardingTrace(jax.core.Trace):
 
     A subclass has `process_primitive` for ordinary operations, and `run_rule` for functions with
     rules of their own.
+
+    Attributes:
+      is_installed: whether it stands on its parent.
     """
+
+    force: Any = None  # the rules in force that it applies to each operation, if any
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
+        self.is_installed = False
         self._as_current: AbstractContextManager[None] | None = None
         self._is_hidden = False  # from flax
 
@@ -68,19 +69,21 @@ class ForwardingTrace(jax.core.Trace):
             _trace_states.put(_PLACES)
         self._as_current = _jax.set_current_trace(self)
         self._as_current.__enter__()
+        self.is_installed = True
 
     def uninstall(self) -> None:
         """Ends it, where it is the current trace."""
         assert self._as_current is not None
         self._as_current.__exit__(None, None, None)
-        self._as_current = None
+        self._as_current, self.is_installed = None, False
         if self._is_hidden:
             _trace_states.put_back()
+        below = _jax.current_trace(None)
+        if isinstance(below, ForwardingTrace):
+            below.leave()
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether it stands on its parent."""
-        return self._as_current is not None
+    def leave(self) -> None:
+        """Ends it if what it was for is over, and nothing stands on it."""
 
     @abstractmethod
     def run_rule(

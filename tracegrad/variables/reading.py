@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.wording import described
@@ -199,18 +200,25 @@ class InGradient(InOwnTrace):
 
 
 class Substitute(InOwnTrace):
-    """Gives readers of some Variables the values that a rule was given for them.
+    """Gives readers of some Variables the values that a rule was given for them, in one call.
 
     Functions further inside read outside, as ever; `custom_gradient` puts the values there.
     """
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
         super().__init__()
-        self._values = values
+        self._values = dict(values)
         self._fun = fun
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         return self._values[variable] if variable in self._values else outside()
+
+    def on_renewal(self, variable: Variable) -> bool:
+        if self._own is not None or variable not in self._values:
+            return super().on_renewal(variable)
+        # It runs on values. Tapes around see that the new one comes from the one before.
+        self._values[variable] = jnp.array(self._values[variable], copy=True)
+        return True
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -230,13 +230,9 @@ class Variable:
 
     # ------------------------------------------------------------------------------- what it is
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def trainable(self) -> bool:
-        return self._trainable
+    # (Asked by tapes at every read: a getter in C.)
+    name = property(operator.attrgetter("_name"))
+    trainable = property(operator.attrgetter("_trainable"))
 
     @property
     def aval(self) -> Any:
@@ -312,6 +308,12 @@ class Variable:
 
     def __getitem__(self, index: Any) -> Any:
         return self.value[index]
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"the Variable {self._name!r} is assigned as a whole: "
+            "`v.assign(v.value.at[index].set(value))`, or `.add(value)`"
+        )
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tracegrad as tg
-from tracegrad.saving import save
+from tracegrad import save
 
 FOLDER = Path(__file__).parent
 VALUES = {

@@ -5,6 +5,7 @@ What leaves the device is small: of a cotangent its norm and its zeros.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy as np
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.observed import Key, Observed
 from tracegrad.ir import Graph
+
+# It runs once or a few times, and compiling is most of what it costs.
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # Of the inputs of a graph and the cotangents of its outputs (or None) what was observed in it.
 Look = Callable[[Sequence[Any], Sequence[Any]], Observed]
@@ -41,7 +45,7 @@ def compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
 
         return look_close
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=_QUICK)
     def stacked(args: Sequence[Any], seeds: Sequence[Any]) -> dict[tuple[int, ...], Any]:
         found = measured.run(args, seeds)
         alike: dict[tuple[int, ...], list[int]] = {}

@@ -16,11 +16,13 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
+from tracegrad.insight.explaining.authors import code_of_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient
+from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import line_of_error
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
     """What a rule gives beside what the derivative of its function would be."""
     assert isinstance(visit.here.node, CustomGradient)
+    if code_of_rule(visit.here.node) in OF_HOST_CALL:  # of which nobody knows the derivative
+        return
     primal, operands = visit.here.node.primal, visit.operands
     refused = dict(measured.refused)
     try:
@@ -112,7 +116,7 @@ def _find_line(measured: MeasuredPass, visit: Visit) -> None:
         return
     try:
         with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-            node_vjp(visit.here.node, visit.kept.values, visit.given, visit.active)
+            node_vjp(measured.walk, visit.here.node, visit.kept.values, visit.given, visit.active)
     except FloatingPointError as error:
         line = line_of_error(error.__traceback__)
         if line is not None:

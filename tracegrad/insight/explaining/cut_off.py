@@ -20,11 +20,12 @@ from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",
-    "rounding": "a straight-through gradient: `tracegrad.grad_pass_through(jnp.round)(x)`",
+    "rounding": "a straight-through gradient: `tracegrad.grad_pass_through(jnp.{op})(x)`",
     "comparison": "a smooth gate (`jax.nn.sigmoid`), or a straight-through gradient",
-    "argmax": "the maximum itself (`jnp.max`), or `jax.nn.softmax` for a soft choice",
+    "argmax": "the maximum itself (`jnp.max`, `jnp.min`), `jax.nn.softmax` for a soft choice, or a "
+    "straight-through gradient for what was chosen: `x + jax.lax.stop_gradient(chosen - x)`",
     "host conversion": "compute it in jax.numpy, or give the host function a gradient: "
-    "`tracegrad.custom_gradient`",
+    "`tracegrad.numpy_function(..., grad=...)`, or a `tracegrad.custom_gradient` around it",
     "custom rule": "let the rule return a cotangent for this input",
     "stop_gradient": "take it away, or move it to what is to be constant",
 }
@@ -49,7 +50,7 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
             (path,),
             origin=origin,
             whose=owner,
-            cure=_CUT_CURES.get(cause, ""),
+            cure=_CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op),
             operation=cut.occurrence.node.name,
             by_rule=by_rule.no_gradient(cause, cut.occurrence),
         )

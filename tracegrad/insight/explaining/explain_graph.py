@@ -146,11 +146,11 @@ def _reports(
     observed: Observed, sources: Mapping[str, int | None], findings: Sequence[Finding]
 ) -> list[SourceReport]:
     avals = observed.graph.in_avals
-    types = [_jax.type_text(aval) for aval in avals]
     reports = []
     for path, i in sources.items():
         stat = None if i is None else observed.stats.get(("source", None, i))
-        type_text, size = ("", 0) if i is None else (types[i], math.prod(avals[i].shape))
+        type_text = "" if i is None else _jax.type_text(avals[i])
+        size = 0 if i is None else math.prod(avals[i].shape)
         if stat is None:
             reason = next((f.short for f in findings if path in f.sources), "")
             report = SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, size, reason)

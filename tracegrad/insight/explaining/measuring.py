@@ -24,7 +24,7 @@ from jax import lax
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.differentiation.pull_back import node_vjp, pull_back
+from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
 from tracegrad.insight.explaining.authors import may_change
 from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
 from tracegrad.insight.explaining.observed import Key
@@ -59,6 +59,7 @@ class MeasuredPass:
         self.graph = graph
         self.sources = sources
         self.close = close
+        self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
         self.lines: dict[Occurrence, Origin] = {}
         self._numbers: dict[Key, int] = {}
@@ -199,13 +200,15 @@ class MeasuredPass:
 
     def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
         """Runs a branch; what is measured in the others is NaN: they did not run."""
-        shapes: dict[int, Any] = {}
-        for branch in branches:
-            shapes.update(jax.eval_shape(branch, *operands)[1])
+        # Each is traced once: a branch of a branch would else be traced twice for each time that
+        # what is around it is.
+        traced = [jax.make_jaxpr(branch, return_shape=True)(*operands) for branch in branches]
+        shapes = {key: shape for _, (_, found) in traced for key, shape in found.items()}
 
-        def padded(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def padded(program: Any, results: Any) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
-                outs, found = branch(*operands)
+                flat = _jax.eval_program(program, jax.tree.leaves(operands))
+                outs, found = jax.tree.unflatten(jax.tree.structure(results), flat)
                 missing = {
                     key: jnp.full(shape.shape, jnp.nan, shape.dtype)
                     for key, shape in shapes.items()
@@ -215,7 +218,7 @@ class MeasuredPass:
 
             return run
 
-        outs, found = lax.switch(index, [padded(branch) for branch in branches], *operands)
+        outs, found = lax.switch(index, [padded(*branch) for branch in traced], *operands)
         self._found.update(found)
         return list(outs)
 
@@ -245,14 +248,15 @@ class MeasuredPass:
             return self._backward_region(visit) if is_entered(node) else self._pull_back(visit)
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
-        results = pull_back(graph, kept.values, seeds, inputs, through=through)
+        reached = reached_from(graph, inputs, self.walk)
+        results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         node = visit.here.node
         try:
-            results = node_vjp(node, visit.kept.values, visit.given, visit.active)
+            results = node_vjp(self.walk, node, visit.kept.values, visit.given, visit.active)
         except Exception as error:
             self.refused.setdefault(visit.here, str(error).split("\n")[0])
             return [None] * len(visit.active)
@@ -290,7 +294,7 @@ class MeasuredPass:
         region, path = node.regions["jaxpr"], visit.here.into("jaxpr")
         first, count = _jax.scan_split(node.params)
         last = first + count
-        wanted = _perturbed(node, active)
+        wanted = self._perturbed(node, active)
         carried = [j for j in range(count) if wanted[first + j]]
         constants = [i for i in range(first) if wanted[i]]
         scanned = [i for i in range(last, len(args)) if wanted[i]]
@@ -325,6 +329,12 @@ class MeasuredPass:
             **dict(zip(scanned, stacked, strict=True)),
         }
 
+    def _perturbed(self, scan: Node, active: Sequence[int]) -> list[bool]:
+        """Which inputs of a scan's body have cotangents, once it has run round."""
+        entered = self.walk.enter(scan, [int(i in active) for i in range(len(scan.inputs))])
+        assert entered is not None
+        return [mask != 0 for mask in entered[1]["jaxpr"]]
+
     def _backward_cond(self, visit: Visit) -> list[Any]:
         regions, args = visit.here.node.regions, visit.inner
         wanted = visit.wanted[1:]
@@ -347,14 +357,6 @@ class MeasuredPass:
 
 
 # -------------------------------------------------------------------------------------- details
-
-
-def _perturbed(scan: Node, active: Sequence[int]) -> list[bool]:
-    """Which inputs of a scan's body have cotangents, once it has run round."""
-    ins = [int(i in active) for i in range(len(scan.inputs))]
-    entered = Walk().enter(scan, ins)
-    assert entered is not None
-    return [mask != 0 for mask in entered[1]["jaxpr"]]
 
 
 def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False) -> Any:

@@ -30,11 +30,16 @@ Measure = Callable[..., Any]
 def _by_place(measure: Measure) -> Measure:
     """Takes ``(xp, *arrays)`` where ``xp`` is NumPy or JAX's; the result takes the arrays alone."""
     compiled = jax.jit(functools.partial(measure, jnp))  # traced once for each shape
+    # Without it XLA fuses into each statistic all that leads to its array, once more for each:
+    # the time to compile grew with the square of a program's length.
+    barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
 
     @functools.wraps(measure)
     def run(*arrays: Any) -> Any:
         leaves = jax.tree.leaves(arrays)
-        if any(isinstance(x, jax.core.Tracer) or np.size(x) > _BY_NUMPY for x in leaves):
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return compiled(*barrier(arrays))
+        if any(np.size(x) > _BY_NUMPY for x in leaves):
             return compiled(*arrays)
         with np.errstate(all="ignore"):
             return measure(np, *jax.tree.map(_on_host, arrays))

@@ -25,6 +25,8 @@ _ZERO_WORDS = {
     "clipped": "every element is outside of the bounds, where the derivative is zero",
     "multiplied by zero": "it is multiplied by zeros",
     "index out of bounds": "no index selects it (those out of bounds are dropped)",
+    "overwritten": "all of it that counts is overwritten",
+    "not read": "it is written where nothing is read, or out of bounds, where it is dropped",
     "saturated": "it is saturated: its derivative is zero in this precision",
     "custom rule": "its rule returns zeros",
     "zero derivative": "its derivative is zero here",
@@ -32,9 +34,8 @@ _ZERO_WORDS = {
 _CAUSES = {
     "select_n": "untaken branch",
     **dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "div"), "multiplied by zero"),
-    **dict.fromkeys(
-        ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice"), "index out of bounds"
-    ),
+    **dict.fromkeys(("gather", "dynamic_slice"), "index out of bounds"),
+    **dict.fromkeys(("scatter", "scatter-add", "dynamic_update_slice"), "not read"),
     **dict.fromkeys(("tanh", "logistic", "exp", "exp2", "erf"), "saturated"),
 }
 _ZERO_CURES = {
@@ -43,6 +44,8 @@ _ZERO_CURES = {
     "saturated": "normalise what goes in, or compute with the logarithm",
     "untaken branch": "arguments for which it is taken: a call that does not use it says nothing",
     "index out of bounds": 'an index in bounds; `jnp.take(..., mode="fill")` is for padding',
+    "overwritten": "write to another part of it, or read it before",
+    "not read": "an index in bounds, of a place that is read",
     "custom rule": "let the rule return a cotangent for this input",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
@@ -84,12 +87,12 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
         for node in value.users:
             here = Occurrence(path, node)
             given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
-            if all(ct is None for ct in given):
+            if all(ct is None for ct in given) or here in observed.refused:
                 continue
             if not any(ct is not None and not _is_zero(ct) for ct in given):
                 pending += [(path, out) for out in node.outputs]
             elif not is_entered(node):
-                found[here] = _why_zero(observed, here)
+                found[here] = _why_zero(observed, here, value)
             else:
                 is_cond = node.primitive is _jax.COND
                 ran = observed.branches(Place(here)) if is_cond else node.regions
@@ -126,8 +129,10 @@ def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Pat
                     yield path, value.graph.inputs[first + k]
 
 
-def _why_zero(observed: Observed, found: Occurrence) -> str:
+def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     node = found.node
+    if node.op in ("scatter", "dynamic_update_slice") and node.inputs[0] is value:
+        return "overwritten"
     if isinstance(node, CustomGradient) and keeps_zeros(node):
         return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
     if isinstance(node, CustomGradient):
