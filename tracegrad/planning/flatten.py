@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tracegrad import _jax
 from tracegrad.ir import Call, Graph, Node
+from tracegrad.lowering import has_jit_settings
 
 
 def flatten(graph: Graph) -> Graph:
@@ -26,14 +27,4 @@ def flatten(graph: Graph) -> Graph:
 def _is_plain_call(node: Node) -> bool:
     if not isinstance(node, Call) or node.primitive is not _jax.JIT or node.effects:
         return False
-    params = node.params
-    if node.is_new:
-        return True
-    return not (
-        any(params["donated_invars"])
-        or any(
-            "Unspecified" not in type(s).__name__
-            for s in (*params["in_shardings"], *params["out_shardings"])
-        )
-        or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
-    )
+    return node.is_new or not has_jit_settings(node)

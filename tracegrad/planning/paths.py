@@ -1,14 +1,14 @@
 """Ways through a program, from cut to cut, by dynamic programming.
 
 A label is what one such way from the beginning to a cut costs, and what it leaves in memory for the
-rest.
+rest: a row of numbers.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,25 +32,10 @@ class Choices:
     leaves: list[tuple[int, ...]]
 
 
-@dataclass
-class Labels:
-    """Prefixes that end at one cut, one row for each.
-
-    `held[l, j]`: bytes that it keeps during the backward pass of a part from here to cut j;
-    `kept`: during the forward pass. `last`: where it came from: cut, row there, and the way for
-    the part between.
-    """
-
-    flops: np.ndarray
-    kept: np.ndarray
-    held: np.ndarray
-    last: np.ndarray
-
-    def __getitem__(self, rows: Sequence[int] | np.ndarray) -> Labels:
-        return Labels(*(column[rows] for column in _columns(self)))
-
-    def __len__(self) -> int:
-        return len(self.flops)
+# The columns of a label: the FLOPs, the bytes that are kept during the forward pass, and where it
+# came from: a cut, the row there, and the way for the part between. Then, for each cut, the bytes
+# that are kept during the backward pass of a part from here to that cut.
+_FLOPS, _KEPT, _FROM, _HELD = 0, 1, slice(2, 5), 5
 
 
 class Paths:
@@ -74,57 +59,41 @@ class Paths:
         least. None if there is none."""
         at = self._run(budget)
         final = at[-1]
-        if final is None:
+        if not len(final):
             return None
-        row: int = np.lexsort((final.kept, final.flops))[0].item()
+        row: int = np.lexsort((final[:, _KEPT], final[:, _FLOPS]))[0].item()
         segments: list[Segment] = []
         i = len(self.cuts) - 1
         while i > 0:
-            labels = at[i]
-            assert labels is not None
-            before, row, chosen = labels.last[row].tolist()
+            before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             segments.append(self.choices[before, i].ways[chosen].shifted(self.cuts[before]))
             i = before
         return segments[::-1]
 
-    def _run(self, budget: int) -> list[Labels | None]:
-        """The labels of every cut; None where none is within the budget."""
-        count = len(self.cuts) - 1
+    def _run(self, budget: int) -> list[np.ndarray]:
+        """The labels of every cut, one row for each way to it that is within the budget."""
+        count = len(self.cuts)
         gathered = [self.model.gathered[cut - 1] for cut in self.cuts]
-        nothing = np.zeros(1)
-        at: list[Labels | None] = [None] * (count + 1)
-        start = np.zeros((1, count + 1)), np.zeros((1, 3), np.int64)
-        at[0] = Labels(nothing, nothing, *start)
-        found: list[list[Labels]] = [[] for _ in self.cuts]
-        for i in range(count + 1):
-            if found[i]:
-                labels = Labels(
-                    *(np.concatenate(c) for c in zip(*map(_columns, found[i]), strict=True))
-                )
-                at[i] = labels[frontier(labels.flops, labels.kept, TUNING.labels)]
-                found[i] = []
-            here = at[i]
-            if here is None:
-                continue
-            for j in range(i + 1, count + 1):
-                if (i, j) not in self.choices:
+        found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
+        at: list[np.ndarray] = []
+        for i in range(count):
+            here = np.concatenate(found[i])
+            here = here[frontier(here[:, _FLOPS], here[:, _KEPT], TUNING.labels)]
+            at.append(here)
+            found[i] = []
+            for j in range(i + 1, count):
+                if (i, j) not in self.choices or not len(here):
                     continue
                 flops, forward, backward, _ = self.choices[i, j].table.T
-                above = gathered[j] - gathered[count]
-                forwards = here.kept[:, None] + forward
-                backwards = here.held[:, j][:, None] + backward + above
+                above = gathered[j] - gathered[-1]
+                forwards = here[:, _KEPT, None] + forward
+                backwards = here[:, _HELD + j, None] + backward + above
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
-                if not len(rows):
-                    continue
-                delta = self._deltas(i, j)
-                found[j].append(
-                    Labels(
-                        here.flops[rows] + flops[ways],
-                        here.kept[rows] + delta[ways, -1],
-                        here.held[rows] + delta[ways, :-1],
-                        np.column_stack([np.full(len(rows), i), rows, ways]),
-                    )
-                )
+                delta = self._deltas(i, j)[ways]
+                origin = np.column_stack([np.full(len(rows), i), rows, ways])
+                flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
+                held = here[rows, _HELD:] + delta[:, :-1]
+                found[j].append(np.column_stack([flops, kept, origin, held]))
         return at
 
     def _deltas(self, i: int, j: int) -> np.ndarray:
@@ -140,10 +109,6 @@ class Paths:
                     delta[k, bisect.bisect_right(self.cuts, first) :] += self.model.sizes[start + v]
             self._deltas_known[i, j] = delta
         return self._deltas_known[i, j]
-
-
-def _columns(labels: Labels) -> list[np.ndarray]:
-    return [getattr(labels, f.name) for f in fields(labels)]
 
 
 def pareto(table: np.ndarray) -> list[int]:
@@ -163,7 +128,7 @@ def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
     """Rows of ever fewer bytes for ever more FLOPs, at most so many, spread over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
-    is_new = np.concatenate([[True], smallest[1:] < smallest[:-1]])
+    is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]
     chosen = order[is_new]
     if len(chosen) > most:
         low, high = size[chosen].min(), size[chosen].max()

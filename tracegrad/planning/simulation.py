@@ -299,14 +299,8 @@ class Simulation:
     peaks: tuple[int, ...]  # of each segment
 
 
-def simulate(
-    model: MemoryModel, plan: Sequence[Segment], known: dict[Segment, Local] | None = None
-) -> Simulation:
-    """Runs a plan: its segments are in order and cover the program.
-
-    `known` remembers what segments do by themselves.
-    """
-    known = {} if known is None else known
+def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
+    """Runs a plan: its segments are in order and cover the program."""
     kept = 0  # bytes of all that earlier segments leave behind, for the forward pass
     staying = 0  # and of that what is there in a segment's backward pass
     waiting: list[tuple[int, int]] = []
@@ -314,7 +308,7 @@ def simulate(
     backward: list[list[int]] = []
     found, peaks = [], []
     for segment in plan:
-        local = known.get(segment) or known.setdefault(segment, run_segment(model, segment))
+        local = run_segment(model, segment)
         staying += sum(size for first, size in waiting if first < segment.stop)
         waiting = [(first, size) for first, size in waiting if first >= segment.stop]
         staying -= local.unread
