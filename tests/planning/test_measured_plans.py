@@ -207,7 +207,7 @@ def fitted_where(*held: float) -> Fit:
 def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
     fit = fitted_where(*held)
     assert fit.held is not None
-    assert fit.held <= fit.case.planner.kept.peak * 0.7
+    assert fit.held <= fit.variant.planner.kept.peak * 0.7
 
 
 @pytest.mark.any_jax

@@ -65,10 +65,10 @@ def load_plan(
         transfer = data["transfer"]
         search = Search(model(flat, transfer=math.inf if transfer is None else transfer))
         number = data["scan_variant"]
-        found = [case for case in search.cases() if case.number == number]
+        found = [variant for variant in search.variants() if variant.number == number]
         if not found:
             raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
-        name = found[0].variant.name
+        name = found[0].name
         if data["scans"] != name:
             raise ValueError(
                 f"{path} was planned by another version of this package, which runs scans in other "

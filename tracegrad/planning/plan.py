@@ -74,7 +74,7 @@ class RecomputePlan:
     @property
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
-        return self._fit.case.number > 0 or any(segment.recompute for segment in self.segments)
+        return self._fit.variant.number > 0 or any(segment.recompute for segment in self.segments)
 
     @functools.cached_property
     def offloaded(self) -> int:
@@ -115,7 +115,7 @@ class RecomputePlan:
             "name": self.graph.name,
             **own,
             "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
-            "scan_variant": self._fit.case.number,
+            "scan_variant": self._fit.variant.number,
             "segments": segments,
         }
 
@@ -149,7 +149,7 @@ class RecomputePlan:
         for k, (segment, local, peak) in enumerate(
             zip(self.segments, simulation.locals, simulation.peaks, strict=True)
         ):
-            nodes = nodes_of(self._fit.case.model, segment.start, segment.stop)
+            nodes = nodes_of(self._fit.variant.model, segment.start, segment.stop)
             rows.append(
                 (
                     str(k),

@@ -164,7 +164,7 @@ def plan_of(
         target=fit.target,
         flops_bound=search.flops_bound(fit.target, fit.flops),
         peak_bound=lowest_peak_bound(whole),
-        scans=fit.case.variant.name,
+        scans=fit.variant.name,
         segments=fit.segments,
         _fit=fit,
         _whole=whole,

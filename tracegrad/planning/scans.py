@@ -9,9 +9,9 @@ set go there. All of that for each way to run the scans that are inside the body
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from tracegrad.planning.fusion import handed_bytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.paths import frontier
-from tracegrad.planning.planner import recomputing
+from tracegrad.planning.planner import Planner, recomputing
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
@@ -36,22 +36,30 @@ from tracegrad.tracing import to_callable
 
 @dataclass(frozen=True)
 class Variant:
-    """A program of which the scans keep less.
+    """A program of which the scans keep less: the first is the program as it is.
 
     `flops`: what its scans run again inside, in all.
     """
 
-    graph: Graph
-    flops: int
-    name: str
+    number: int
+    model: MemoryModel
+    flops: int = 0
+    name: str = ""
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        return Planner(self.model)
 
 
-def variants(whole: MemoryModel) -> Iterator[Variant]:
+def variants(whole: MemoryModel, modelled: Callable[[Graph], MemoryModel]) -> Iterator[Variant]:
     """The program as it is, then those that run ever more again to keep ever less: the same step
-    for every scan that keeps something beside its operands and results."""
+    for every scan that keeps something beside its operands and results.
+
+    `modelled`: makes the model of such a program.
+    """
     graph = whole.graph
     assert graph is not None
-    yield Variant(graph, 0, "")
+    yield Variant(0, whole)
     scans = [
         node
         for node, extra in zip(whole.nodes, whole.extra, strict=True)
@@ -62,28 +70,37 @@ def variants(whole: MemoryModel) -> Iterator[Variant]:
     options = {node: _best(_options(node, whole), len(scans)) for node in scans}
     for k in range(max(map(len, options.values()))):
         new = graph.copy()
-        flops, names = 0, []
-        for node in scans:
-            option = options[node][min(k, len(options[node]) - 1)]
-            flops += option.flops
-            names.append(option.name)
-            new.replace(new.node_here(node), option.program())
-        yield Variant(flatten(new), flops, "; ".join(dict.fromkeys(names)))
+        chosen = {node: found[min(k, len(found) - 1)] for node, found in options.items()}
+        for node, option in chosen.items():
+            option.put(new, new.node_here(node))
+        flops = sum(option.flops for option in chosen.values())
+        name = "; ".join(dict.fromkeys(option.name for option in chosen.values()))
+        yield Variant(k + 1, modelled(flatten(new)), flops, name)
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to run a scan.
+    """A way to run a scan: one to run its body, and how many iterations go in a group.
 
     `flops`: what it runs again, in all. `kept`, `working`: about how many bytes it keeps for its
     backward pass, and how many that needs beside them.
     """
 
-    program: Callable[[], Callable[..., list[Any]]]
+    body: MemoryModel
+    way: Segment
+    size: int
     flops: int
     kept: int
     working: int
     name: str
+
+    def put(self, graph: Graph, node: Node) -> None:
+        """Has the scan of a graph run so."""
+        constants, carried = _jax.scan_split(node.params)
+        on_host = range(constants, constants + carried) if self.way.offload else ()
+        graph.set_region(node, "jaxpr", with_regions(self.body, [self.way], on_host))
+        if self.size > 1:
+            graph.replace(node, _in_groups(node, self.size))
 
 
 def _is_plain(node: Node) -> bool:
@@ -97,50 +114,41 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
     length = node.params["length"]
     constants, carried = _jax.scan_split(node.params)
 
-    def body_model(graph: Graph) -> MemoryModel:
+    def modelled(graph: Graph) -> MemoryModel:
         active = active_in_body(node, graph, around.active)
         return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
 
-    whole = body_model(flatten(node.regions["jaxpr"]))
+    whole = modelled(flatten(node.regions["jaxpr"]))
     assert whole.graph is not None
     carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
     handed = handed_bytes(node)
-    for variant in variants(whole):
-        body = body_model(variant.graph) if variant.name else whole
+    for variant in variants(whole, modelled):
+        body = variant.model
         inside = f"; inside these, {variant.name}" if variant.name else ""
         everything = keep_all(body)
         working = everything.peak + handed
+        keeping, again = Segment(0, len(body)), Segment(0, len(body), recompute=True)
         if variant.name:
-            yield _Option(
-                partial(_scan, node, variant.graph, 1),
-                length * variant.flops,
-                length * (everything.residual + carry),
-                working,
-                f"scan bodies kept{inside}",
-            )
+            kept = length * (everything.residual + carry)
+            name = f"scan bodies kept{inside}"
+            yield _Option(body, keeping, 1, length * variant.flops, kept, working, name)
         piece = Piece(body, 0, len(body))
         for way in recomputing(piece):
             local = piece.run(way)
-            sent = carry + sum(piece.sizes[v] for v in way.saved) if way.offload else 0
-            flops = local.flops + (int(body.transfer * carry) if way.offload else 0)
-            host = " on the host" if way.offload else ""
-            yield _Option(
-                partial(_recomputed, node, body, way),
-                length * (variant.flops + flops),
-                0 if way.offload else length * (local.staying + carry),
-                sent + working,
-                f"scan bodies recomputed but for {len(way.saved)} values{host}{inside}",
-            )
+            flops, kept, sent, host = local.flops, length * (local.staying + carry), 0, ""
+            if way.offload:
+                flops += int(body.transfer * carry)
+                kept, sent = 0, carry + sum(piece.sizes[v] for v in way.saved)
+                host = " on the host"
+            flops = length * (variant.flops + flops)
+            name = f"scan bodies recomputed but for {len(way.saved)} values{host}{inside}"
+            yield _Option(body, way, 1, flops, kept, sent + working, name)
         size = group_size(length)
         if size > 1:
-            way = Segment(0, len(body), recompute=True)
-            yield _Option(
-                partial(_recomputed, node, body, way, size),
-                length * (variant.flops + body.total_flops + piece.run(way).flops),
-                length // size * carry,
-                size * (carry + handed) + working,
-                f"scan bodies recomputed, in groups of {size}{inside}",
-            )
+            flops = length * (variant.flops + body.total_flops + piece.run(again).flops)
+            working += size * (carry + handed)
+            name = f"scan bodies recomputed, in groups of {size}{inside}"
+            yield _Option(body, again, size, flops, length // size * carry, working, name)
 
 
 def _best(options: Iterable[_Option], count: int) -> list[_Option]:
@@ -152,25 +160,17 @@ def _best(options: Iterable[_Option], count: int) -> list[_Option]:
     return [found[k] for k in frontier(flops, size, TUNING.scan_options)]
 
 
-def _recomputed(
-    node: Node, body: MemoryModel, way: Segment, size: int = 1
-) -> Callable[..., list[Any]]:
-    constants, carried = _jax.scan_split(node.params)
-    carry = range(constants, constants + carried)
-    return _scan(node, with_regions(body, [way], carry if way.offload else ()), size)
-
-
 def group_size(length: int) -> int:
     """The divisor of a length that is nearest to its square root, in proportion; 1 for a prime."""
     divisors = [d for d in range(2, length) if length % d == 0]
     return min(divisors, key=lambda d: (d + length // d, d), default=1)
 
 
-def _scan(node: Node, graph: Graph, size: int) -> Callable[..., list[Any]]:
-    """The same scan of another body, in groups of so many iterations."""
-    params, body = node.params, to_callable(graph)
+def _in_groups(node: Node, size: int) -> Callable[..., list[Any]]:
+    """The same scan in groups of so many iterations, of which only the first carry is kept."""
+    params, body = node.params, to_callable(node.regions["jaxpr"])
     constants, carried = _jax.scan_split(params)
-    options = {"reverse": params["reverse"], "unroll": params["unroll"]}
+    groups = params["length"] // size
 
     def run(*operands: Any) -> list[Any]:
         fixed = operands[:constants]
@@ -181,13 +181,9 @@ def _scan(node: Node, graph: Graph, size: int) -> Callable[..., list[Any]]:
             results = body(*fixed, *carry, *slices)
             return results[:carried], results[carried:]
 
-        if size == 1:
-            final, stacked = lax.scan(step, carry, scanned, length=params["length"], **options)
-            return [*final, *stacked]
-        groups = params["length"] // size
-
         def group(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            return lax.scan(step, carry, slices, length=size, **options)
+            how = {"reverse": params["reverse"], "unroll": params["unroll"]}
+            return lax.scan(step, carry, slices, length=size, **how)
 
         final, stacked = lax.scan(
             jax.checkpoint(group),

@@ -12,7 +12,6 @@ from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.planning.planner import Planner
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.scans import Variant, variants
 from tracegrad.planning.simulation import Segment, Simulation, keep_all
@@ -59,26 +58,13 @@ def _line(node: Node) -> str:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One of the ways to run a program's scans."""
-
-    number: int
-    variant: Variant
-    model: MemoryModel
-
-    @functools.cached_property
-    def planner(self) -> Planner:
-        return Planner(self.model)
-
-
-@dataclass(frozen=True)
 class Fit:
     """A plan, and what XLA holds for it: None if it was not measured.
 
     `target`: bytes that it was planned for in the model.
     """
 
-    case: Case
+    variant: Variant
     segments: tuple[Segment, ...]
     simulation: Simulation
     target: int
@@ -86,20 +72,20 @@ class Fit:
 
     @property
     def flops(self) -> int:
-        return self.simulation.flops + self.case.variant.flops
+        return self.simulation.flops + self.variant.flops
 
     def rewritten(self) -> Graph:
-        return with_regions(self.case.model, self.segments)
+        return with_regions(self.variant.model, self.segments)
 
     def is_same(self, other: Fit) -> bool:
         """Whether it is the same plan."""
-        return self.segments == other.segments and self.case is other.case
+        return self.segments == other.segments and self.variant is other.variant
 
     def held_most(self, count: int = 3) -> list[tuple[str, int]]:
         """The lines of which most is held, and the bytes, as the backward pass of the segment with
         the peak begins, in the model: what earlier segments and this one keep, and what is run
         again."""
-        model, found = self.case.model, self.simulation
+        model, found = self.variant.model, self.simulation
         sizes: Counter[str] = Counter()
         for segment, local, peak in zip(self.segments, found.locals, found.peaks, strict=True):
             is_there = peak == found.peak or not segment.recompute
@@ -118,25 +104,21 @@ class Search:
     def __init__(self, whole: MemoryModel):
         assert whole.graph is not None
         self.whole, self.graph = whole, whole.graph
-        self._variants = enumerate(variants(whole))
-        self._known: list[Case] = []
+        modelled = functools.partial(model, residuals=whole.residuals, transfer=whole.transfer)
+        self._to_come = variants(whole, modelled)
+        self._known: list[Variant] = []
 
     @functools.cached_property
     def kept(self) -> Simulation:
         """With nothing recomputed."""
         return keep_all(self.whole)
 
-    def cases(self) -> Iterator[Case]:
+    def variants(self) -> Iterator[Variant]:
         """From the one whose scans run the least again; each is made when it is asked for."""
         yield from self._known
-        for number, variant in self._variants:
-            planned = self.whole
-            if number:
-                known, transfer = self.whole.residuals, self.whole.transfer
-                planned = model(variant.graph, residuals=known, transfer=transfer)
-            case = Case(number, variant, planned)
-            self._known.append(case)
-            yield case
+        for variant in self._to_come:
+            self._known.append(variant)
+            yield variant
 
     def best(self, target: int) -> Fit:
         """The plan within so many bytes of the model that computes the least again.
@@ -144,13 +126,13 @@ class Search:
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
         best: Fit | None = None
-        for case in self.cases():
-            if best is not None and case.variant.flops >= best.flops:
+        for variant in self.variants():
+            if best is not None and variant.flops >= best.flops:
                 continue
-            found = case.planner.find(target)
+            found = variant.planner.find(target)
             if found is None:
                 continue
-            fit = Fit(case, tuple(found[0]), found[1], target)
+            fit = Fit(variant, tuple(found[0]), found[1], target)
             if best is None or fit.flops < best.flops:
                 best = fit
             if best.flops == 0:
@@ -163,7 +145,7 @@ class Search:
     @functools.cached_property
     def lowest_peak(self) -> int:
         """The lowest budget that there is a plan for, in the model."""
-        return min(case.planner.lowest_peak() for case in self.cases())
+        return min(variant.planner.lowest_peak() for variant in self.variants())
 
     def flops_bound(self, budget: int, flops: int) -> int:
         """What no plan within a budget is below; `flops` is what one of them needs."""
