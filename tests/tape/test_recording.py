@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
 from tracegrad import GradientTape
@@ -818,7 +819,7 @@ def test_weak_types_are_kept():
 
 def test_sharded_arrays():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    sharding = jax.sharding.NamedSharding(mesh, P("i"))
     x = jax.device_put(jnp.arange(8.0), sharding)
     with GradientTape() as tape:
         tape.watch(x)
@@ -827,6 +828,50 @@ def test_sharded_arrays():
     want = np.cos(x) * x + np.sin(x)
     np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-6)
     assert dx.sharding.is_equivalent_to(sharding, 1)
+
+
+def of_shards(fun, **specs):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fun, mesh=mesh, **{"in_specs": P("i"), "out_specs": P("i"), **specs})
+
+
+def test_a_shard_map_outside_of_a_compiled_function():
+    x, w = jnp.arange(8.0), F32(3.0)
+
+    def total(x, w):  # the mapped function closes over w
+        mapped = of_shards(lambda x: {"sum": lax.psum(jnp.sum(jnp.sin(w * x)), "i")}, out_specs=P())
+        return mapped(x)["sum"] ** 2
+
+    def on_a_tape(x, w):
+        with GradientTape() as tape:
+            tape.watch((x, w))
+            y = total(x, w)
+        return tape.gradient(y, (x, w))
+
+    def symbolic(x, w):
+        return tuple(tg.gradients(total(x, w), [x, w]))
+
+    scale = 2 * np.sum(np.sin(3 * np.arange(8.0)))
+    cosines = scale * np.cos(3 * np.arange(8.0))
+    expected = 3 * cosines, np.sum(np.arange(8.0) * cosines)
+    for gradient in (on_a_tape, tg.trace(on_a_tape), tg.trace(symbolic)):
+        for got, wanted in zip(gradient(x, w), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
+def test_a_gradient_given_by_name_inside_of_a_shard_map():
+    tg.register_gradient("Tenfold", replace=True)(lambda op, dy: 10 * dy)
+
+    def total(x):
+        with tg.gradient_override_map({"sin": "Tenfold"}):
+            return jnp.sum(of_shards(jnp.sin)(x))
+
+    x = jnp.arange(8.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = total(x)
+    for gradient in (jax.grad(total)(x), tg.grad(total)(x), tape.gradient(y, x)):
+        np.testing.assert_array_equal(gradient, np.full(8, 10.0))
 
 
 # ------------------------------------------------------------------------- what cannot be recorded
@@ -863,20 +908,6 @@ def test_what_was_compiled_ahead_of_time_is_not_recorded():
     assert y == 4.0
     assert tape.gradient(y, x) is None
     assert "mul" not in str(tape.graph())
-
-
-def test_an_eager_shard_map_raises():
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("i")
-    f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
-    x = jnp.arange(8.0)
-    with GradientTape() as tape:
-        np.testing.assert_allclose(f(x), np.sin(x), rtol=1e-5)  # nothing is watched yet
-        tape.watch(x)
-        with pytest.raises(NotImplementedError, match="inside a function compiled by"):
-            f(x)
-        y = jax.jit(f)(x)
-    np.testing.assert_allclose(tape.gradient(y, x), np.cos(x), rtol=1e-5)
 
 
 def test_an_eager_ref_raises():

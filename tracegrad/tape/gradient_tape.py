@@ -61,8 +61,8 @@ class GradientTape(Recording):
       watch_accessed_variables: watch every trainable `Variable` when it is first read.
 
     Raises RuntimeError when another thread uses the tape while its block runs, and
-    NotImplementedError for a `jax.shard_map` or a `jax.Ref` that is used directly in the block
-    rather than in a compiled function.
+    NotImplementedError for a `jax.Ref` that is used directly in the block rather than in a compiled
+    function.
 
     The semantics are those of ``tf.GradientTape``.
 

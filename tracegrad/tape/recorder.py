@@ -280,16 +280,9 @@ class Recorder(Running):
         results = self.record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
 
-    def process_shard_map(
-        self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
-    ) -> Any:
-        # What the mapped function closes over cannot be seen, so any tracked array may be in it.
-        if any(record.tracked for record in self.records):
-            raise NotImplementedError(
-                "a jax.shard_map called directly under a tape cannot be recorded: call it inside "
-                "a function compiled by jax.jit or tracegrad.trace"
-            )
-        return super().process_shard_map(primitive, fun, args, **params)
+    def sees(self, args: Sequence[Any]) -> bool:
+        # Traced or not: in a function that is being traced it is traced anyway.
+        return any(record.tracked or not self.is_top for record in self.records)
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Runs an operation that hands on its operand, without recording it."""

@@ -127,8 +127,26 @@ class ForwardingTrace(jax.core.Trace):
     def process_shard_map(
         self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
     ) -> Any:
+        """Runs a `jax.shard_map` that is called directly: as a jitted function, in whose program
+        it is an operation like any other, and what it closes over shows."""
+        if not self.sees(args):
+            with _jax.set_current_trace(self.parent_trace):
+                return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+        found: list[Any] = []
+
+        def shard_map(*operands: Any) -> list[Any]:
+            found.append(primitive.bind(*operands, subfuns=(fun,), **params))
+            return list(found[0])
+
         with _jax.set_current_trace(self.parent_trace):
-            return self.parent_trace.process_shard_map(primitive, fun, args, **params)
+            program = jax.make_jaxpr(jax.jit(shard_map))(*args)
+        with _jax.set_current_trace(self):
+            results = _jax.eval_program(program, args)
+        return found[0].update(results)  # in the tree of the function's results
+
+    def sees(self, args: Sequence[Any]) -> bool:
+        """Whether it looks at a function of these operands, which may close over others."""
+        return True
 
 
 class OverridingTrace(ForwardingTrace):
