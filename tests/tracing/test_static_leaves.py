@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
+import types
 import weakref
 
 import equinox as eqx
@@ -198,6 +200,53 @@ def test_what_has_no_hash_goes_by_identity():
     names = {"a", "b"}  # a set is a leaf
     program = tg.trace(lambda names, x: x * len(names))
     assert program(names, 2.0) == program(set(names), 2.0) == 4.0
+
+
+@dataclasses.dataclass
+class Rate:
+    rate: object
+
+
+@dataclasses.dataclass(slots=True)
+class RateInSlots:
+    rate: object
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "settings",
+    [Rate(2.0), RateInSlots(2.0), types.SimpleNamespace(rate=2.0), Rate(np.full(3, 2.0))],
+    ids=lambda settings: type(settings).__name__,
+)
+def test_what_has_equality_and_no_hash_is_met_as_it_is_at_each_call(settings):
+    program = tg.trace(lambda settings, x: jnp.sum(settings.rate * x))
+    x = jnp.ones(3)
+    assert program(settings, x) == program(settings, x) == 6.0
+    assert program.cache_info().count == 1
+    settings.rate = 3
+    assert program(settings, x) == 9.0
+    settings.rate = True  # equal to 1
+    assert program(settings, x) == 3.0
+    settings.rate = 3
+    assert program(settings, x) == 9.0
+    assert program.cache_info().count == 3
+
+
+@pytest.mark.any_jax
+def test_what_is_changed_inside_of_settings_is_met():
+    program = tg.trace(lambda settings, x: settings.rate.rate * len(settings.layers) * x)
+    settings = types.SimpleNamespace(rate=Rate(2.0), layers=[4])
+    assert program(settings, 1.0) == 2.0
+    settings.layers.append(8)
+    assert program(settings, 1.0) == 4.0
+    settings.rate.rate = 3.0
+    assert program(settings, 1.0) == 6.0
+    assert "Rate(rate=2.0), layers=[4, 8]) to" in program.cache_info().signatures[2].reason
+    names = {"a"}
+    count = tg.trace(lambda names, x: x * len(names))
+    assert count(names, 1.0) == 1.0
+    names.add("b")
+    assert count(names, 1.0) == 2.0
 
 
 class Raises:
