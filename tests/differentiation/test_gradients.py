@@ -327,6 +327,16 @@ def test_unknown_ways_to_treat_the_unconnected_are_refused(derivative):
         derivative(loss, unconnected="zeros")
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("derivative", [tg.grad, tg.jacobian, tg.hessian])
+def test_a_function_that_returns_nothing_is_named(derivative):
+    def forgets(x):
+        jnp.sin(x)
+
+    with pytest.raises(TypeError, match="forgets returns a NoneType"):
+        derivative(forgets)(1.0)
+
+
 def test_what_is_no_selection_is_refused():
     with pytest.raises(TypeError, match="position, an argument name"):
         grad(loss, wrt=1.5)

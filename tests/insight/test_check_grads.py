@@ -311,3 +311,16 @@ def test_bad_arguments():
         check_grads(jnp.sin, (1,))
     with pytest.raises(TypeError, match="args is a tuple"):
         check_grads(jnp.sin, 1.0)
+    with pytest.raises(TypeError, match="expected a function"):
+        check_grads(3, (1.0,))
+
+
+@pytest.mark.any_jax
+def test_nothing_is_not_right():
+    def forgets(x):
+        jnp.sin(x)
+
+    with pytest.raises(ValueError, match="forgets returns none"):
+        check_grads(forgets, (1.0,))
+    with pytest.raises(ValueError, match="returns none"):
+        check_grads(lambda x: x > 0, (1.0,))

@@ -522,6 +522,8 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
     [
         (lambda: rules.stop_gradient("sin"), TypeError, "expected a selector"),
         (lambda: rules.override_gradient(SIN, None), TypeError, "gradient function"),
+        (lambda: rules.override_gradient(SIN, lambda dy: dy), TypeError, r"takes \(dy\)"),
+        (lambda: tg.register_gradient("of one")(lambda dy: dy), TypeError, r"takes \(dy\)"),
         (lambda: rules.clip_gradient(SIN), ValueError, "max_norm, max_value"),
         (lambda: rules.clip_gradient(SIN, max_norm=0.0), ValueError, "positive max_norm"),
         (lambda: rules.scale_gradient(SIN, X), ValueError, "scalar factor"),
@@ -792,3 +794,15 @@ def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other()
         tg.rewrite(loss, tg.rules.recompute(scope | sine))(1.0)
     both = tg.rewrite(loss, tg.rules.recompute(sine), tg.rules.recompute(scope))
     np.testing.assert_allclose(jax.grad(both)(1.0), jax.grad(loss)(1.0), rtol=1e-6)
+
+
+@pytest.mark.any_jax
+def test_completion_offers_selectors_and_rules_alone():
+    assert dir(match) == ["Selector", "call", "op", "scope", "source", "where"]
+    assert set(dir(rules)) - {"MatchRule"} == {
+        name for name, rule in vars(rules).items() if "MatchRule" in get_return_type(rule)
+    }
+
+
+def get_return_type(rule):
+    return str(getattr(rule, "__annotations__", {}).get("return", ""))

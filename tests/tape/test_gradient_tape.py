@@ -80,12 +80,26 @@ def test_an_unconnected_source_has_zeros_of_its_shape_where_they_are_asked_for()
         assert not dz.any()
 
 
+@pytest.mark.any_jax
+def test_a_tape_shows_its_state():
+    tape = GradientTape()
+    assert repr(tape) == "<GradientTape: not recording>"
+    x = F32(2.0)
+    with tape:
+        tape.watch(x)
+        y = x * x
+        assert repr(tape) == "<GradientTape: recording>"
+    tape.gradient(y, x)
+    assert repr(tape) == "<GradientTape: used up>"
+    assert repr(GradientTape(persistent=True)) == "<GradientTape, persistent: not recording>"
+
+
 def test_any_other_word_for_unconnected_raises_before_the_tape_is_used():
     x = F32(2.0)
     with GradientTape() as tape:
         tape.watch(x)
         y = x * x
-    with pytest.raises(ValueError, match="nought"):
+    with pytest.raises(ValueError, match="is 'none' or 'zero'; got 'nought'"):
         tape.gradient(y, x, unconnected_gradients="nought")
     assert tape.gradient(y, x) == 4.0
 

@@ -491,12 +491,27 @@ def test_rules_that_are_no_sequence_of_functions_are_named(rules):
         tg.trace(jnp.sin, rules=rules)
 
 
-def test_an_async_function_is_refused():
+@pytest.mark.any_jax
+def test_what_is_over_before_it_has_run_is_refused():
     async def fetched(x):
         return x
 
-    with pytest.raises(TypeError, match="which is async"):
-        tg.trace(fetched)
+    def each(x):
+        yield x
+
+    for ask in (tg.trace, tg.graph, lambda fun: tg.explain(fun, 1.0)):
+        with pytest.raises(TypeError, match="which is async"):
+            ask(fetched)
+        with pytest.raises(TypeError, match="generator"):
+            ask(each)
+
+
+@pytest.mark.any_jax
+def test_an_unknown_keyword_is_told_the_nearest():
+    with pytest.raises(TypeError, match=r"'memory_buget'; did you mean 'memory_budget'"):
+        tg.trace(jnp.sin, memory_buget="2GiB")
+    with pytest.raises(TypeError, match=r"no keyword 'rule'; did you mean 'rules'"):
+        tg.trace(rule=[])  # as a decorator
 
 
 @tg.trace

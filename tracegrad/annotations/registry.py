@@ -26,7 +26,7 @@ from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.edits import of_arrays
 from tracegrad.rewriting.match_rule import MatchRule, at_each
-from tracegrad.rewriting.overriding import override, with_gradient
+from tracegrad.rewriting.overriding import override, require_gradient_function, with_gradient
 from tracegrad.tape.keys import params_key
 from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tracing.in_force import Force, in_force
@@ -74,8 +74,7 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
         raise TypeError("register_gradient wants a name: @register_gradient('Guided')")
 
     def register(grad: G) -> G:
-        if not callable(grad):
-            raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
+        require_gradient_function(grad)
         with _lock:
             old = _registered.get(name)
             if old is not None and not replace:

@@ -132,5 +132,11 @@ def flattened(
     the structure of the outputs and the shapes of the leaves."""
     outputs, aux = pair(fun, result) if has_aux else (result, None)
     leaves, structure = jax.tree.flatten(outputs)
+    if not leaves:
+        raise TypeError(
+            f"a derivative is that of arrays; {function_name(fun)} returns "
+            + with_article(type(outputs).__name__)
+            + " without one. Is its `return` missing?"
+        )
     shape_of_result[:] = structure, list(map(jnp.shape, leaves))
     return leaves, aux

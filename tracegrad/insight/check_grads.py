@@ -26,6 +26,7 @@ from tracegrad.insight.finite_differences import (
 )
 from tracegrad.insight.grad_check import Checked, GradCheck
 from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir.wording import brief
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import function_name, graph
 
@@ -88,7 +89,8 @@ def check_grads(
 
     Raises:
       GradientError: an `AssertionError`, if something is wrong.
-      ValueError: another mode or an order below 1; an argument without a floating leaf.
+      ValueError: another mode or an order below 1; no floating leaf in the arguments, or in what
+        the function returns.
 
     Where a function has a kink or a jump nearby, differences say nothing, and it is not judged,
     unless it is NaN where differences are finite.
@@ -115,6 +117,8 @@ def check_grads(
         raise ValueError(
             f"order is 1 or more and modes are of {MODES}; got order={order!r}, modes={modes!r}"
         )
+    if not callable(fun):
+        raise TypeError(f"expected a function to check the derivatives of, got {brief(fun)}")
     declared = _predicate(deliberate)
     with jax.enable_x64(True):
         random = np.random.default_rng(seed)
@@ -125,6 +129,11 @@ def check_grads(
             if "float64" in str(error):
                 error.add_note(_DOUBLE)
             raise
+        if not any(_jax.has_gradient(out.aval) for out in program.outputs):
+            raise ValueError(
+                f"check_grads compares derivatives of floats, and {function_name(fun)} returns "
+                "none. Is its `return` missing?"
+            )
         limits = limits_of(program, rtol, atol)
         rules = tuple(check_rules(program, leaves, declared, limits, random))
         whole = _without(program, {c.what.split(",")[0] for c in rules if c.status == "deliberate"})

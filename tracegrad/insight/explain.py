@@ -22,7 +22,7 @@ from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
-from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.variables.statics import Static, is_none
 
 _TYPES = 4  # that a message lists
@@ -80,6 +80,7 @@ def explain(
     """
     if not callable(fun):
         raise TypeError(f"expected a function to explain the gradients of, got {fun!r}")
+    require_function(fun)
     _check_sources(fun, wrt)
     selection = resolve(fun, wrt, args, kwargs)
     _require_alive(selection)

@@ -37,7 +37,7 @@ class Checked:
         return f"{self.what}{at(self.origin)}{defined}, order {self.order}, {self.mode}: {said}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradCheck:
     """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`."""
 
@@ -65,3 +65,5 @@ class GradCheck:
             name = "" if check.status in ("right", "wrong") else f" [{check.status}]"
             lines.append(f"{marks[check.status]} {check}{name}")
         return "\n".join(lines)
+
+    __repr__ = __str__

@@ -40,6 +40,20 @@ if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
 
+__all__ = [
+    "Selector",
+    "call",
+    "op",
+    "scope",
+    "source",
+    "where",
+]
+
+
+def __dir__() -> list[str]:  # what is offered behind the dot
+    return __all__
+
+
 def op(*names: str) -> Selector:
     """Single operations, by the names of their primitives.
 

@@ -33,12 +33,37 @@ from tracegrad.rewriting.loops import fixed_point as fixed_point
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import at_each
 from tracegrad.rewriting.norms import within_norm, within_value
-from tracegrad.rewriting.overriding import GradientFunction, override
+from tracegrad.rewriting.overriding import (
+    GradientFunction,
+    override,
+    require_gradient_function,
+)
 from tracegrad.rewriting.ports import with_taps
 from tracegrad.rewriting.repairs import finite_derivative as finite_derivative
 from tracegrad.rewriting.repairs import own_derivative as own_derivative
 from tracegrad.rewriting.repairs import straight_through as straight_through
 from tracegrad.rewriting.repairs import strong_zero as strong_zero
+
+__all__ = [
+    "MatchRule",
+    "checkpointed_loop",
+    "clip_gradient",
+    "finite_derivative",
+    "fixed_point",
+    "override_gradient",
+    "own_derivative",
+    "recompute",
+    "scale_gradient",
+    "stop_gradient",
+    "straight_through",
+    "strong_zero",
+    "tap_gradient",
+]
+
+
+def __dir__() -> list[str]:  # what is offered behind the dot
+    return __all__
+
 
 # --------------------------------------------------------------------------- overriding a gradient
 
@@ -76,8 +101,7 @@ def override_gradient(
     >>> print(jax.grad(f)(jnp.array([1.0, 1.0, -1.0])))
     [1. 0. 0.]
     """
-    if not callable(grad):
-        raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
+    require_gradient_function(grad)
 
     def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]

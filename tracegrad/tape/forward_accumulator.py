@@ -72,6 +72,9 @@ class ForwardAccumulator(Recording):
             else:
                 self._tangents.move(primal, tangent)
 
+    def __repr__(self) -> str:
+        return f"<ForwardAccumulator: {'recording' if self._recorder else 'not recording'}>"
+
     def __enter__(self) -> ForwardAccumulator:
         self._tangents.enter(self._begin())
         if self._variables:

@@ -85,6 +85,10 @@ class GradientTape(Recording):
         self._recording = False
         self._used = False
 
+    def __repr__(self) -> str:
+        state = "used up" if self._used else "recording" if self._recording else "not recording"
+        return f"<GradientTape{', persistent' * self._persistent}: {state}>"
+
     # ----------------------------------------------------------------------------------- block
 
     def __enter__(self) -> GradientTape:

@@ -32,6 +32,10 @@ class UnconnectedGradients(enum.Enum):
     NONE = "none"
     ZERO = "zero"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"unconnected_gradients is 'none' or 'zero'; got {value!r}")
+
 
 _ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)
 

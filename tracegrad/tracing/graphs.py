@@ -62,8 +62,7 @@ def graph(
     >>> float(g.to_callable()(jnp.zeros((4, 2)), jnp.ones((8, 4))))
     0.0
     """
-    if not callable(fun):
-        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
+    require_function(fun)
     static = resolve(fun, static_argnums, static_argnames)
 
     @functools.wraps(fun, updated=())
@@ -75,6 +74,22 @@ def graph(
 
     make_graph.__name__ = make_graph.__qualname__ = f"graph({function_name(fun)})"
     return make_graph
+
+
+def require_function(fun: Callable[..., Any]) -> None:
+    """Raises TypeError for what cannot be called, and for what is over before it has run."""
+    if not callable(fun):
+        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
+    if inspect.iscoroutinefunction(fun) or inspect.isasyncgenfunction(fun):
+        raise TypeError(
+            f"expected a function, got {fun!r}, which is async: trace what it computes, and "
+            "await around that"
+        )
+    if inspect.isgeneratorfunction(fun):
+        raise TypeError(
+            f"expected a function, got {fun!r}, which is a generator: trace what it computes, and "
+            "yield around that, or return a list"
+        )
 
 
 def trace_to_graph(

@@ -7,6 +7,7 @@ one `jax.jit` that is made for the function, as soon as that is known to be all.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -18,7 +19,7 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.graphs import Rule
+from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_of
 from tracegrad.tracing.pipeline import repr_of, with_jit
@@ -27,6 +28,8 @@ from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.statics import is_module
+
+_JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 
 
 class TracedFunction:
@@ -64,11 +67,7 @@ class TracedFunction:
     ):
         options = dict(jit_options or {})
         jax.jit(fun, **options)  # checks the function and the options, in jit's own words
-        if inspect.iscoroutinefunction(fun):  # it would be over before it ran
-            raise TypeError(
-                f"expected a function, got {fun!r}, which is async: trace what it computes, and "
-                "await around that"
-            )
+        require_function(fun)
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = fun, ()
@@ -294,6 +293,10 @@ def trace(
       mul           = mul(x, stop_gradient)   f32[2]  ...
       return mul
     """
+    for name in jit_options.keys() - _JIT_OPTIONS:
+        near = difflib.get_close_matches(name, ["rules", "memory_budget", *_JIT_OPTIONS], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     if callable(rules) or not all(map(callable, rules)):
