@@ -346,6 +346,11 @@ def test_what_is_no_selection_is_refused():
         grad(3)
     with pytest.raises(ValueError, match="selects nothing"):
         grad(loss, wrt=())
+    for ask in (lambda p: select({"a": 1.0}, p), lambda p: grad(jnp.sin, wrt=p)(1.0)):
+        with pytest.raises(TypeError, match=r"predicate \(path, leaf\) .* takes \(path\)"):
+            ask(lambda path: True)
+    with pytest.raises(TypeError, match=r"predicate .* got 'a'"):
+        select({"a": 1.0}, "a")
 
 
 def test_wrong_positions_and_names_are_told_the_parameters():

@@ -91,6 +91,8 @@ def test_several_functions_share_their_variables(model, path):
     with tg.GradientTape() as tape:
         score = jnp.sum(loaded.predict(X))
     assert tape.gradient(score, loaded.predict.variables)["w"].shape == w.shape
+    with pytest.raises(KeyError, match="no function 'nothing' was saved; there are predict"):
+        loaded["nothing"]
     with pytest.raises(AttributeError, match="no function 'nothing' was saved; there are predict"):
         loaded.nothing
     # Saved again, they are the same programs with the present values.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import operator
 import pickle
 import threading
 import weakref
@@ -535,6 +536,19 @@ def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
         assert copied(Doubling().doubled)(2.0) == 4.0
     with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
         pickle.dumps(tg.trace(lambda x: x))
+
+
+@tg.custom_gradient
+def annotated(x):
+    return 3 * x, lambda dy: dy
+
+
+@pytest.mark.any_jax
+def test_an_annotated_function_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(annotated)) is annotated
+    assert jax.grad(copy.deepcopy({"f": tg.recompute_grad(jnp.sin)})["f"])(0.0) == 1.0
+    passed = pickle.loads(pickle.dumps(tg.grad_pass_through(operator.neg)))
+    assert jax.grad(passed)(0.4) == 1.0
 
 
 def test_a_model_that_holds_a_traced_function_can_be_copied():

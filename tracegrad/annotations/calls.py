@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad.ir.wording import brief, code_of, name_of
-from tracegrad.tracing.signatures import argument_names
+from tracegrad.tracing.signatures import argument_names, name_in_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,6 +50,10 @@ class AnnotatedFunction(Generic[P, R]):
         if bind is None or (instance is None and not isinstance(self.__wrapped__, staticmethod)):
             return self
         return AnnotatedFunction(bind(instance, owner), self._apply)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:  # as of a traced function
+        made_with = AnnotatedFunction, (self.__wrapped__, self._apply)
+        return name_in_module(self) or made_with
 
     def __repr__(self) -> str:
         return f"<annotated {self.__wrapped__!r}>"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad.differentiation.indexed_slices import IndexedSlices
+from tracegrad.ir.wording import brief
 
 
 def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any]) -> Any:
@@ -30,6 +31,7 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
       A tree like `table`.
 
     Raises:
+      TypeError: the slices are none.
       ValueError: an array has another number of rows than the slices are of, or `fn` returned
         another shape.
 
@@ -45,6 +47,11 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
     >>> print(table[2], squares)
     [-0.5 -0.5] [ 0.  0. 36.  0.]
     """
+    if not isinstance(slices, IndexedSlices):
+        raise TypeError(
+            f"apply_rows takes IndexedSlices, which a derivative with sparse=True gives; it was "
+            f"given {brief(slices)}"
+        )
     count = slices._known_shape()[0]
     table = jax.tree.map(jnp.asarray, table)  # arrays in place of Variables, which are trees
     for leaf in jax.tree.leaves(table):

@@ -21,7 +21,12 @@ import jax
 from tracegrad.differentiation.gradient_types import is_differentiable, zeros_for
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.signatures import argument_names, parameters_of, positional
+from tracegrad.tracing.signatures import (
+    argument_names,
+    parameters_of,
+    positional,
+    require_takes,
+)
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import settings
 
@@ -72,6 +77,7 @@ def select(tree: Any, predicate: Predicate) -> Any:
 
 def _selected(predicate: Predicate, named: Sequence[Leaf], leaves: Sequence[Any]) -> list[bool]:
     """Which leaves a predicate selects."""
+    require_takes(predicate, 2, "predicate (path, leaf) -> bool")
     names = [leaf.name for leaf in named]
     mask = [bool(predicate(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
     if not any(mask):

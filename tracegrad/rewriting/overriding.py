@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -14,27 +12,17 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Node, Occurrence
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.wording import described
 from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.tracing.in_force import without_rules
+from tracegrad.tracing.signatures import require_takes
 
 GradientFunction = Callable[..., Any]
 
 
 def require_gradient_function(grad: GradientFunction) -> None:
     """Raises TypeError for what cannot be called as ``grad(op, dy)``."""
-    if not callable(grad):
-        raise TypeError(f"expected a gradient function grad(op, *dys), got {grad!r}")
-    with suppress(ValueError):  # a function in C may not tell
-        try:
-            inspect.signature(grad).bind_partial(None, None)
-        except TypeError:
-            raise TypeError(
-                "expected a gradient function grad(op, *dys), which takes the operation and the "
-                f"cotangent of each of its outputs; {described(grad)} takes "
-                f"{inspect.signature(grad)}"
-            ) from None
+    require_takes(grad, 2, "gradient function grad(op, *dys)")
 
 
 def override(

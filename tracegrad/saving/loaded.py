@@ -269,6 +269,8 @@ class LoadedFunctions(Mapping[str, LoadedFunction]):
         self.variables: Mapping[str, Variable] = dict(variables)
 
     def __getitem__(self, name: str) -> LoadedFunction:
+        if name not in self._functions:
+            raise KeyError(f"no function {name!r} was saved; there are {', '.join(self)}")
         return self._functions[name]
 
     def __iter__(self) -> Iterator[str]:

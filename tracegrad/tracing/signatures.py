@@ -1,10 +1,13 @@
-"""What functions call their parameters."""
+"""What functions call their parameters, and by which name they are found."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from tracegrad.ir.wording import described
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -26,3 +29,23 @@ def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     names = [p.name for p in positional(parameters)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
+
+
+def name_in_module(fun: Any) -> str | None:
+    """The name by which another process finds a function in its module, if it does."""
+    name: str = getattr(fun, "__qualname__", "")
+    found: Any = sys.modules.get(fun.__module__)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # The main module is another one elsewhere.
+    return name if found is fun and fun.__module__ != "__main__" else None
+
+
+def require_takes(fun: Any, count: int, expected: str) -> None:
+    """Raises TypeError for what cannot be called with so many arguments, or more."""
+    if not callable(fun):
+        raise TypeError(f"expected a {expected}, got {fun!r}")
+    parameters = parameters_of(fun)
+    has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if parameters and not has_rest and len(positional(parameters)) < count:
+        raise TypeError(f"expected a {expected}; {described(fun)} takes {inspect.signature(fun)}")

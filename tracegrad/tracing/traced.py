@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -25,6 +24,7 @@ from tracegrad.tracing.module_functions import function_of
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.retracing import CacheInfo
 from tracegrad.tracing.shared import shared_pipeline
+from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.statics import is_module
@@ -155,11 +155,7 @@ class TracedFunction:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # By its name, as any function; else, as what `jax.jit` returns, by what it was made with.
-        name: str = getattr(self, "__qualname__", "")
-        found: Any = sys.modules.get(self.__module__)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is self and self.__module__ != "__main__":  # which is another one elsewhere
+        if (name := name_in_module(self)) is not None:
             return name
         return TracedFunction, (self.__wrapped__, *self._made_with)
 
