@@ -89,8 +89,32 @@ def squares(model):
     return jnp.sum(model(X) ** 2)
 
 
+@nnx.remat
+def recomputed(model, x):
+    return model(x)
+
+
+@nnx.custom_vjp
+def halved(linear):
+    return linear(X)
+
+
+halved.defvjp(
+    lambda linear: (halved(linear), None),
+    lambda _, cotangents: (jax.tree.map(lambda c: jnp.full_like(c, 0.5), cotangents[0][0]),),
+)
+
+
 MODULES = {
     "statistics and dropout": (Noisy, squares),
+    "recomputed twice": (
+        Noisy,
+        lambda model: jnp.sum(recomputed(model, recomputed(model, X)[:, :3]) ** 2),
+    ),
+    "a rule of its own": (
+        lambda rngs: nnx.Linear(3, 2, rngs=rngs),
+        lambda linear: jnp.sum(halved(linear) ** 2),
+    ),
     "a cell in a scan, with random carries": (
         lambda rngs: nnx.RNN(nnx.SimpleCell(3, 2, rngs=rngs), rngs=rngs),
         lambda rnn: jnp.sum(rnn(X[None]) ** 2),

@@ -53,8 +53,8 @@ class GradientTape(Recording):
     (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two.
 
     Modules of ``flax.nnx`` run as they do without a tape, and keep what they assign: statistics,
-    counts of random numbers. A module that a jitted function (`nnx.jit`) was given has other
-    arrays afterwards, and as a source it is still the one that was watched.
+    counts of random numbers. A module that `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` was given has
+    other arrays afterwards, and as a source it is still the one that was watched.
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.

@@ -1,8 +1,8 @@
 """What a tape's sources have of flax.nnx: the state of modules, which is more than its arrays.
 
-A jitted function that is given a module (`nnx.jit`) gives all of its state back, what it has not
-changed too: the module has other arrays after the call, and is what it was. So its gradient is that
-of the arrays which it had before.
+A transformed function that is given a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`) gives all
+of its state back, what it has not changed too: the module has other arrays after the call, and is
+what it was. So its gradient is that of the arrays which it had before.
 """
 
 from __future__ import annotations
@@ -45,14 +45,25 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
 
 
 def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
-    """The slots of what jitted functions have handed on, and of what each of these is."""
+    """The slots of what functions have handed on, and of what each of these is."""
     for operation in record.operations():
         computation = operation.computation
         if isinstance(computation, Linearised):
             computation = computation.original
-        if computation.primitive is _jax.JIT:
-            for place, at in _places(computation.params["jaxpr"]).items():
-                yield operation.results[place], operation.args[at]
+        for place, at in _places_of(computation).items():
+            yield operation.results[place], operation.args[at]
+
+
+def _places_of(call: Any) -> Mapping[int, int]:
+    """Which results of an operation or equation are which of its operands, if it calls a program
+    with them (loops and branches JAX itself does not let hand on what they do not change)."""
+    if call.primitive not in _CALLS:
+        return {}
+    ((_, program),) = _jax.sub_programs(call.params)
+    return _places(program)
+
+
+_CALLS = frozenset({_jax.JIT, _jax.REMAT, _jax.CUSTOM_JVP, _jax.CUSTOM_VJP})
 
 
 @of_program
@@ -61,11 +72,10 @@ def _places(program: Any) -> Mapping[int, int]:
     open_form = _jax.opened(program)
     at = {variable: place for place, variable in enumerate(open_form.invars)}
     for equation in open_form.eqns:
-        if equation.primitive is _jax.JIT:
-            for place, inner in _places(equation.params["jaxpr"]).items():
-                operand = equation.invars[inner]
-                if not hasattr(operand, "val") and operand in at:
-                    at[equation.outvars[place]] = at[operand]
+        for place, inner in _places_of(equation).items():
+            operand = equation.invars[inner]
+            if not hasattr(operand, "val") and operand in at:
+                at[equation.outvars[place]] = at[operand]
     return {
         place: at[atom]
         for place, atom in enumerate(open_form.outvars)
