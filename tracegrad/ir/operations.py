@@ -11,8 +11,8 @@ from collections.abc import Mapping
 Names = frozenset[str]
 
 
-def _names(text: str) -> Names:
-    return frozenset(text.split())
+def _names(text: str, *others: Names) -> Names:
+    return frozenset(text.split()).union(*others)
 
 
 # ------------------------------------------------------------------- the same elements, elsewhere
@@ -33,33 +33,26 @@ COMPARISONS = _names("eq ne lt le gt ge is_finite")
 # Constant almost everywhere.
 ROUNDINGS = _names("floor ceil round sign nextafter")
 # Of an instruction or two.
-CHEAP = (
-    COMPARISONS
-    | ROUNDINGS
-    | _names("add add_any sub mul neg max min select_n abs integer_pow square clamp")
-    | _names("one_minus_square polynomial")
-    | _names("and or xor not shift_left shift_right_logical shift_right_arithmetic")
-    | _names("real imag conj complex reduce_precision iota")
+CHEAP = _names(
+    "add add_any sub mul neg max min select_n abs integer_pow square clamp one_minus_square "
+    "polynomial and or xor not shift_left shift_right_logical shift_right_arithmetic "
+    "real imag conj complex reduce_precision iota",
+    *(COMPARISONS, ROUNDINGS),
 )
 EXPONENTIALS = _names("exp exp2 expm1 sinh cosh")  # which overflow
 LOGARITHMS = _names("log log2")
 INVERSES = _names("asin acos acosh atanh erf_inv")  # with an end of their domain
 # Of many instructions.
-COSTLY = (
-    EXPONENTIALS
-    | INVERSES
-    | LOGARITHMS
-    | _names("log1p tanh logistic erf erfc sin cos tan atan atan2 asinh")
-    | _names("sqrt rsqrt cbrt pow div rem lgamma digamma")
+COSTLY = _names(
+    "log1p tanh logistic erf erfc sin cos tan atan atan2 asinh "
+    "sqrt rsqrt cbrt pow div rem lgamma digamma",
+    *(EXPONENTIALS, INVERSES, LOGARITHMS),
 )
-BY_ELEMENT = (
-    CHEAP
-    | COSTLY
-    | _names(
-        "copy copy_p convert_element_type erf_inv igamma igammac random_gamma_grad polygamma zeta"
-    )
-    | _names("bessel_i0e bessel_i1e regularized_incomplete_beta")
-) - {"iota"}
+BY_ELEMENT = _names(
+    "copy copy_p convert_element_type igamma igammac random_gamma_grad polygamma zeta "
+    "bessel_i0e bessel_i1e regularized_incomplete_beta",
+    *(CHEAP - {"iota"}, COSTLY),
+)
 # Whose result is linear in an operand; and what the other one is where the result is zero.
 FACTORS: Mapping[str, float] = {"mul": 0.0, "div": float("inf")}
 # The derivative is finite even where the operands are not.
@@ -76,10 +69,9 @@ CONTRACTIONS = _names("dot_general conv_general_dilated")
 # Decompositions and solutions of systems.
 MATRIX_KERNELS = _names("cholesky lu qr eigh eig svd triangular_solve custom_linear_solve")
 # XLA runs each by itself: done again, it is not fused into what reads it.
-KERNELS = (
-    CONTRACTIONS
-    | MATRIX_KERNELS
-    | _names("scan while cond sort top_k fft pallas_call gather scatter scatter-add random_bits")
+KERNELS = _names(
+    "scan while cond sort top_k fft pallas_call gather scatter scatter-add random_bits",
+    *(CONTRACTIONS, MATRIX_KERNELS),
 )
 CALLBACKS = _names("pure_callback io_callback debug_callback")
 
