@@ -21,9 +21,8 @@ from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.capture import Capture
-from tracegrad.variables.inside import Inside, Outcome
-from tracegrad.variables.states import Changes, is_passed_on
+from tracegrad.variables.inside import Inside
+from tracegrad.variables.states import Changes, States, is_passed_on
 from tracegrad.variables.variable import Variable
 
 Rule = Callable[[Graph], Graph]
@@ -110,34 +109,29 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    def trace(within: Within) -> tuple[Any, Capture, Outcome]:
-        outcome, capture = Outcome(), Capture(lambda: attempt.leave(within), apart)
-        fresh = _fresh(fun, static_kwargs, within, capture, outcome)
-        program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
-        return program, capture, outcome
-
-    result = None
+    program = None
     within: Within = nullcontext
     apart = set[Variable]()
-    while result is None:
+    while program is None:
         with Attempt() as attempt:
-            result = trace(within)
+            inside = Inside(functools.partial(attempt.leave, within), apart)
+            fresh = _fresh(fun, static_kwargs, within, inside)
+            program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
         within = attempt.found
-    program, capture, outcome = result
-    explicit, variables = capture.explicit(program)
+    explicit, variables = inside.variables.explicit(program)
     traced = _jax.function_of(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
     graph = import_program(explicit, function)
-    graph.in_tree, graph.out_tree = jax.tree.structure(dynamic), outcome.out_tree
+    graph.in_tree, graph.out_tree = jax.tree.structure(dynamic), inside.out_tree
     graph.signature = signature
     graph.variables = tuple(variables)
-    graph.assigned = capture.assigned
-    graph.updates, graph.settings = tuple(outcome.updates), tuple(outcome.settings)
-    graph.surroundings = {name: weakref.ref(m) for name, m in outcome.outside.modules.items()}
-    if outcome.lost.paths or outcome.lost.structures:
-        graph.loses = _lost(outcome.lost, fun, args, kwargs, static)
+    graph.assigned = inside.variables.assigned
+    graph.updates, graph.settings = inside.updates, inside.settings
+    graph.surroundings = {name: weakref.ref(m) for name, m in inside.outside.modules.items()}
+    if inside.lost.paths or inside.lost.structures:
+        graph.loses = _lost(inside.lost, fun, args, kwargs, static)
     return graph
 
 
@@ -156,9 +150,9 @@ def _lost(
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        outcome = Outcome()
-        Inside(functools.partial(argument_names, fun)).run(fun, args, kwargs, outcome)
-        return outcome.lost.values
+        names = argument_names(fun, len(args))
+        states = States({**dict(zip(names, args, strict=True)), **kwargs})
+        return states.changes(fun(*args, **kwargs)).values
 
     outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
@@ -210,25 +204,23 @@ def _fresh(
     fun: Callable[..., Any],
     static_kwargs: Mapping[str, Any],
     within: Within,
-    capture: Capture,
-    outcome: Outcome,
+    inside: Inside,
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now.
 
-    It returns what `Capture.run` does, and puts what else is known of it into `outcome`.
+    It returns what `Inside.run` does.
     """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, capture, outcome)
+        inner = _fresh(fun.func, static_kwargs, within, inside)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     called = functools.partial(_call, fun, within)
+    names = functools.partial(argument_names, fun)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        named = {**kwargs, **static_kwargs}
-        inside = Inside(functools.partial(argument_names, fun))
-        return capture.run(lambda: inside.run(called, args, named, outcome))
+        return inside.run(called, args, {**kwargs, **static_kwargs}, names)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -99,24 +99,16 @@ class Capture:
         self._life = _Life()
         self._generations = ExitStack()
 
-    def run(self, fun: Callable[[], tuple[Any, Sequence[Any]]]) -> Any:
-        """Calls the function, inside the trace of its program.
-
-        `fun`: returns its result, and new values of other things than Variables.
-
-        Returns its result; where it assigned something, together with the new values: the last one
-        of each Variable, and the others.
-        """
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A block inside the trace of the function's program, in which it is called."""
         self._trace = _jax.current_trace(None)
         self._life.runs = True
         _active.captures += 1
         try:
             # What a function around this one has assigned is to this one the value at its entry.
             with _generation(None), self._generations, listening(self):
-                result, others = fun()
-            self.assigned = tuple(self._current)
-            values = [*self._current.values(), *others]
-            return (result, values) if values else result  # messages then say where in the result
+                yield
         finally:
             _active.captures -= 1
             self._life.runs = False
@@ -126,6 +118,11 @@ class Capture:
             self._current, self._readable, self._readable_inside = {}, {}, {}
             for identity in self._handed:
                 _active.assigned.pop(identity, None)
+
+    def last_values(self) -> list[Any]:
+        """The new value of each Variable that was assigned."""
+        self.assigned = tuple(self._current)
+        return list(self._current.values())
 
     # ---------------------------------------------------------------------------------- listening
 

@@ -2,17 +2,18 @@
 
 Variables are themselves, and modules of flax.nnx are made of the traced arrays. What has another
 value in those when the function is over is an output of its program; a module that it returns is
-one of the caller's, or a new one.
+one of the caller's, or a new one. Of what is around it the function's Variables are found by a
+`Capture`, and modules by an `Outside`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from tracegrad.variables.capture import Capture
 from tracegrad.variables.modules import (
     Held,
     Modules,
@@ -54,35 +55,32 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@dataclass
-class Outcome:
-    """What is known of a function when it was traced, beside its program.
+class Inside:
+    """What one function gets while it is traced, and what is known of it then beside its program.
+
+    Args:
+      trace_again, apart: see `Capture`.
 
     Attributes:
+      variables: the Variables that it has read and assigned.
+      outside: the modules of flax.nnx that it has met outside of it.
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       settings: attributes of its modules that it has changed, and that are no data.
       lost: what it has changed in an nnx.State and does not return.
-      outside: the modules of flax.nnx that it has met outside of it.
     """
 
-    out_tree: Any = None
-    updates: list[int] = field(default_factory=list)
-    settings: list[Setting] = field(default_factory=list)
-    lost: Changes = field(default_factory=Changes)
-    outside: Outside = field(default_factory=Outside)
-
-
-class Inside:
-    """What one function gets, for as long as it is traced.
-
-    Args:
-      names: those of so many positional arguments, for messages.
-    """
-
-    def __init__(self, names: Callable[[int], list[str]]):
-        self._names = names
+    def __init__(self, trace_again: Callable[[], NoReturn], apart: set[Variable]):
+        self.variables = Capture(trace_again, apart)
+        self.outside = Outside()
+        self.out_tree: Any = None
+        self.updates: tuple[int, ...] = ()
+        self.settings: tuple[Setting, ...] = ()
+        self.lost = Changes()
         self._places: list[int] = []  # of modules, among the leaves of the arguments
+        self._given: Any = None
+        self._modules: Any = None  # of traced arrays,
+        self._before: Any = None  # and what is in them at the function's entry
         self._states: States | None = None
 
     def run(
@@ -90,13 +88,27 @@ class Inside:
         fun: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        outcome: Outcome,
-    ) -> tuple[Any, list[Any]]:
-        """Calls the function. Returns its result as JAX gets it, in which it finds arrays alone,
-        and the new values of what the function has assigned in its modules."""
-        args, kwargs = self._entering(args, kwargs)
-        with outcome.outside.watched():
-            return self._leaving(fun(*args, **kwargs), outcome)
+        names: Callable[[int], list[str]],
+    ) -> Any:
+        """Calls the function, inside the trace of its program.
+
+        Args:
+          names: those of so many positional arguments, for messages.
+
+        Returns its result as JAX gets it, in which it finds arrays alone; where it has assigned
+        something, together with the new values: the last one of each Variable, and those of arrays
+        of its modules.
+        """
+        self._names = names
+        try:
+            with self.variables.captured():
+                args, kwargs = self._entering(args, kwargs)
+                with self.outside.watched():
+                    result, updates = self._leaving(fun(*args, **kwargs))
+                values = [*self.variables.last_values(), *updates]
+                return (result, values) if values else result  # messages then say where in it
+        finally:  # their arrays know the function, which has this: see `Capture.captured`
+            self._given = self._modules = self._before = self._states = None
 
     def _entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments (args, kwargs) for the user's function: with the Variables themselves, and
@@ -119,17 +131,17 @@ class Inside:
             return self._given
         return with_variables(tree, leaves)
 
-    def _leaving(self, result: Any, outcome: Outcome) -> tuple[Any, list[Any]]:
+    def _leaving(self, result: Any) -> tuple[Any, list[Any]]:
         values: list[Any] = []
         if self._places:
             now = read(self._modules)
-            outcome.settings = self._settings(now)
+            self.settings = self._settings(now)
             self._check_places(now)
             pairs = enumerate(zip(self._before.arrays, now.arrays, strict=True))
-            outcome.updates = [i for i, (old, new) in pairs if old is not new]
-            values = [now.arrays[i] for i in outcome.updates]
+            self.updates = tuple([i for i, (old, new) in pairs if old is not new])
+            values = [now.arrays[i] for i in self.updates]
         if self._states is not None:
-            outcome.lost = self._states.changes(result)
+            self.lost = self._states.changes(result)
         result = self._handed_out(result)
         leaves, tree = jax.tree.flatten(result, is_leaf=is_variable)
         if not are_arrays(leaves):
@@ -138,14 +150,14 @@ class Inside:
             fix(leaves, tree, is_result=True)
             result = jax.tree.unflatten(tree, leaves)
             tree = jax.tree.structure(result)
-        outcome.out_tree = tree
+        self.out_tree = tree
         return result, values
 
-    def _settings(self, now: Reading) -> list[Setting]:
+    def _settings(self, now: Reading) -> tuple[Setting, ...]:
         """The settings that the function has changed, as by ``model.eval()``. All else that
         programs are made for must be as it was."""
         if now.key == self._before.key:
-            return []
+            return ()
         as_before = self._structure.build(self._before.arrays)
         settings = []
         for i, (old, new) in enumerate(zip(read(as_before).objects, self._before.objects)):
@@ -158,7 +170,7 @@ class Inside:
         if read(as_before).key != now.key:
             names = self._module_names()
             raise TypeError(_structure_changed(as_before, self._modules, names))
-        return settings
+        return tuple(settings)
 
     def _check_places(self, now: Reading) -> None:
         """Raises where an object of the modules is in the place of another one. Whoever has the
