@@ -82,17 +82,25 @@ class Body:
 
     def append(self, node: Node, avals: Sequence[Any]) -> None:
         """Puts a node at the end and gives it its outputs."""
-        self.extend([node])
+        self._edited()
+        self._nodes.append(node)
+        self._nodes_read = None
         self.adopt(node, avals)
 
-    def extend(self, nodes: Iterable[Node]) -> None:
-        """Puts nodes that it has adopted at the end, in order."""
-        self._edited()
-        self._nodes.extend(nodes)
-        self._nodes_read = None
+    def fill(
+        self,
+        nodes: Iterable[Node],
+        outputs: Iterable[Value | Literal] = (),
+        program: Any = None,
+        *,
+        closes_over: bool = False,
+    ) -> None:
+        """Gives a new graph all of its nodes, which it has adopted, and its outputs.
 
-    def seal(self, program: Any, *, closes_over: bool) -> None:
-        """Notes the program that it was imported from: with that it is clean."""
+        `program`: what it was imported from; with that it is clean.
+        """
+        self._set_nodes(nodes)
+        self._outputs = tuple(outputs)
         self._program = program
         self.closes_over = closes_over
 

@@ -201,9 +201,9 @@ class Graph(Body):
         new.surroundings = self.surroundings
         inputs = new.add_inputs(self.in_avals, [value.hint for value in self._inputs])
         values: dict[Value, Value | Literal] = dict(zip(self._inputs, inputs, strict=True))
-        new._set_nodes(new._splice(self, values))
-        new._outputs = tuple(values[v] if isinstance(v, Value) else v for v in self._outputs)
-        new.seal(self._program, closes_over=self.closes_over)
+        nodes = new._splice(self, values)
+        outputs = [values[v] if isinstance(v, Value) else v for v in self._outputs]
+        new.fill(nodes, outputs, self._program, closes_over=self.closes_over)
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)

@@ -78,11 +78,10 @@ def import_program(
         graph.adopt(node, [var.aval for var in equation.outvars])
         nodes.append(node)
         values.update(zip(equation.outvars, node.outputs, strict=True))
-    graph.extend(nodes)
-    graph.add_outputs(
-        [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars]
-    )
-    graph.seal(program, closes_over=closes_over)
+    outputs = [
+        Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars
+    ]
+    graph.fill(nodes, outputs, program, closes_over=closes_over)
     return graph
 
 

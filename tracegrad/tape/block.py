@@ -139,7 +139,7 @@ def graph_of(
         graph.adopt(node, [types[slot] for slot in results])
         nodes.append(node)
         values.update(zip(results, node.outputs, strict=True))
-    graph.extend(nodes)
+    graph.fill(nodes)
     return graph, values, saving
 
 
