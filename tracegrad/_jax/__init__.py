@@ -81,7 +81,6 @@ from tracegrad._jax.programs import opened as opened
 from tracegrad._jax.programs import outside_calls as outside_calls
 from tracegrad._jax.programs import parts_of as parts_of
 from tracegrad._jax.programs import runs_compiled as runs_compiled
-from tracegrad._jax.programs import settings_of as settings_of
 from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
 from tracegrad._jax.programs import sub_programs as sub_programs
 from tracegrad._jax.programs import without_folders as without_folders

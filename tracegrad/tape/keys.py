@@ -275,8 +275,6 @@ def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]
 
 def _parts(program: Any, within: Within | None) -> Any:
     open_form, constants = _jax.parts_of(program)
-    # Under which each operation was made: mesh, compute type, random numbers.
-    settings = [_jax.settings_of(equation.ctx) for equation in open_form.eqns]
     numbers: dict[Any, int] = {}
 
     def define(variables: Sequence[Any]) -> tuple[Any, ...]:
@@ -292,7 +290,7 @@ def _parts(program: Any, within: Within | None) -> Any:
 
     of_constants = define(open_form.constvars)
     parts: list[Any] = [tuple(map(_ById, constants)), of_constants, define(open_form.invars)]
-    for equation, ctx in zip(open_form.eqns, settings, strict=True):
+    for equation in open_form.eqns:
         params, key = equation.params, None
         if equation.primitive in RULES:
             if within is None:
@@ -301,8 +299,8 @@ def _parts(program: Any, within: Within | None) -> Any:
                 key = _inner_rule_key(equation, within)
         key = params_key(params, within) if key is None else key
         ins = tuple(map(read, equation.invars))
-        under = _value_keys(ctx, EXACT)
-        parts.append((equation.primitive, key, under, ins, define(equation.outvars)))
+        # The settings under which it was made (mesh, compute type, random numbers) JAX has once.
+        parts.append((equation.primitive, key, equation.ctx, ins, define(equation.outvars)))
     parts.append(tuple(map(read, open_form.outvars)))
     return tuple(parts)
 
