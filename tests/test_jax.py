@@ -129,8 +129,10 @@ def test_an_equation_binds_under_its_own_scope_and_line():
     eqn = equation(f, 1.0)
 
     def again(x):
-        with jax.named_scope("outer"), _jax.equation_context(eqn.source_info, eqn.ctx):
-            return _jax.bind(eqn.primitive, [x], eqn.params)[0]
+        with jax.named_scope("outer"):
+            scope, settings = _jax.equation_context(eqn.source_info, eqn.ctx)
+            with scope, settings:
+                return _jax.bind(eqn.primitive, [x], eqn.params)[0]
 
     new = equation(again, 1.0)
     assert _jax.name_stack(new.source_info) == "outer/inner"

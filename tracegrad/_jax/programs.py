@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_p
 from tracegrad._jax.arrays import struct
 from tracegrad._jax.compat import PROGRAM_TYPES
 from tracegrad._jax.traces import in_a_new_thread
+
+Block = AbstractContextManager[None]
 
 JIT = primitives.jit_p
 REMAT = primitives.remat_p
@@ -129,18 +131,15 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-@contextmanager
-def equation_context(source_info: Any, settings: Any) -> Iterator[None]:
-    """Binds what is inside it under the scope, source line and settings of an equation.
+def equation_context(source_info: Any, settings: Any) -> tuple[Block, Block]:
+    """Two blocks: what is bound inside both is so under the scope and source line of an equation,
+    and under its settings.
 
     `settings` is None for what was recorded as it ran: the settings are those around it then.
     """
     stack = source_info_util.current_name_stack() + source_info.name_stack
-    with (
-        source_info_util.user_context(source_info.traceback, name_stack=stack),
-        nullcontext() if settings is None else settings.manager,
-    ):
-        yield
+    scope = source_info_util.user_context(source_info.traceback, name_stack=stack)
+    return scope, nullcontext() if settings is None else settings.manager
 
 
 def abstract_eval(
@@ -160,22 +159,6 @@ _PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "ja
 
 # Takes out of the parameters of a jitted call all but the program.
 jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
-
-_SETTINGS = tuple(
-    [
-        name
-        for name in dir(type(_CALL.ctx))
-        if not name.startswith("_")
-        and name != "manager"
-        and not callable(getattr(type(_CALL.ctx), name))
-    ]
-)
-
-
-def settings_of(context: Any) -> list[Any]:
-    """The settings of JAX in an equation's `ctx`: mesh, compute type, random numbers."""
-    return [getattr(context, name, None) for name in _SETTINGS]
-
 
 # These change nothing about what a program computes from its arguments.
 _ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})

@@ -68,10 +68,10 @@ def under_jit() -> bool:
 
 def staging_trace() -> Any:
     """The innermost program that what is bound now becomes a part of; None where there is none."""
-    for trace in outward(current_trace(None)):
-        if isinstance(trace, StagingTrace):
-            return trace
-    return None
+    trace = current_trace(None)
+    while trace is not None and not isinstance(trace, StagingTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace
 
 
 def is_part_of_a_program() -> bool:

@@ -154,7 +154,8 @@ def _run_inside(node: Any, inner: dict[str, Inner], operands: list[Any], truth: 
     def run(region: Graph, args: Sequence[Any], lowering: Any) -> list[Any]:
         return _run(region, by_region[id(region)], args, truth)
 
-    with _jax.equation_context(node.source.info, node.source.settings):
+    scope, settings = _jax.equation_context(*node.source)
+    with scope, settings:
         return bind(node, operands, Lowering(), run)
 
 

@@ -162,7 +162,8 @@ def _run(place: _Entered, args: Sequence[Any], values: _Values) -> None:
             results = evaluate_node(node, operands, Lowering())
         else:
             assert node.source is not None
-            with _jax.equation_context(node.source.info, node.source.settings):
+            scope, settings = _jax.equation_context(*node.source)
+            with scope, settings:
                 _run(inner, operands, values)
             results = [_read(inner, v, values) for v in inner.graph.outputs]
         here.update(zip(node.outputs, results, strict=True))

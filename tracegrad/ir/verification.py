@@ -70,7 +70,8 @@ def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
 def _check_types(node: Node) -> None:
     avals = [value.aval for value in node.inputs]
     assert node.source is not None
-    with _jax.equation_context(node.source.info, node.source.settings):
+    scope, settings = _jax.equation_context(*node.source)
+    with scope, settings:
         try:
             expected = _jax.abstract_eval(node.primitive, avals, node.params)
         except Exception as error:

@@ -81,10 +81,10 @@ def read(wanted: Sequence[Value | Literal], values: Mapping[Value, Any]) -> list
 def evaluate_node(node: Node, args: Sequence[Any], lowering: Lowering | None = None) -> list[Any]:
     """The results of one node on `args`, under its own scope, source line and settings."""
     lowering = lowering or Lowering()
-    source = node.source
-    assert source is not None
+    assert node.source is not None
     try:
-        with _jax.equation_context(source.info, source.settings):
+        scope, settings = _jax.equation_context(*node.source)
+        with scope, settings:
             if not isinstance(node, RegionNode):
                 return _jax.bind(node.primitive, args, node.params)
             if isinstance(node, CustomGradient):
