@@ -21,6 +21,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import Masks, joined, spread
+from tracegrad.ir.operations import CONNECTING
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.tracing.user_errors import explain_loop
 
@@ -120,9 +121,8 @@ def reached_from(
     start = {value for value in wanted if value.has_gradient}
 
     def rule(node: Node, ins: Masks) -> Masks:
-        # One that is recomputed counts as a whole: see `linked_inputs`.
-        whole = len(node.outputs) if isinstance(node, Recompute) else deciding.get(node, 0)
-        found = [joined(ins)] * whole if whole else []
+        whole = len(node.outputs) if _is_whole(node) else deciding.get(node, 0)
+        found: Masks = [any(ins)] * whole
         if whole < len(node.outputs):
             found += walk.links(node, [i for i, mask in enumerate(ins) if mask])[whole:]
         pairs = zip(node.outputs, found, strict=True)
@@ -157,7 +157,8 @@ def node_vjp(
     if not any(linked):
         return [None] * len(active)
     # A rule may look at what varies beside the operands that get something from it.
-    chosen = active if _asks_what_varies(node) else list(itertools.compress(active, linked))
+    is_all = all(linked) or _asks_what_varies(node)
+    chosen = active if is_all else list(itertools.compress(active, linked))
     found = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
     return [found[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
 
@@ -173,13 +174,18 @@ def linked_inputs(
     walk: Walk, node: Node, cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[bool]:
     """Whether the cotangents of the active inputs of a node depend on one that is given."""
-    if isinstance(node, Recompute):
-        # TensorFlow differentiates a recomputed function as a whole: an argument that it does not
-        # use has a gradient of zero, not none.
+    if _is_whole(node):
         return [True] * len(active)
     rows = zip(walk.links(node, active), cotangents, strict=True)
     linked = joined(row for row, ct in rows if ct is not None)
     return [bool(linked >> i & 1) for i in active]
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether each result of a node is connected to each operand without a look at the two."""
+    # TensorFlow differentiates a recomputed function as a whole: an argument that it does not use
+    # has a gradient of zero, not none.
+    return node.op in CONNECTING or isinstance(node, Recompute)
 
 
 def _jax_vjp(
