@@ -183,7 +183,7 @@ class Selection:
             if m
         ]
 
-    @property
+    @functools.cached_property
     def names_of_all(self) -> list[str]:
         """The names of all leaves of all arguments, in the order in which JAX flattens these."""
         selected = {argument.key: argument for argument in self.arguments}

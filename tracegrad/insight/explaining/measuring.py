@@ -245,7 +245,7 @@ class MeasuredPass:
             for k, ct in enumerate(given):
                 if ct is not None:
                     self.note("ct", visit.here, k, exact if self.close else norms, ct)
-            return self._backward_region(visit) if is_entered(node) else self._pull_back(visit)
+            return self._backward_region(visit) if node in kept.inner else self._pull_back(visit)
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)

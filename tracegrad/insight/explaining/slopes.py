@@ -149,6 +149,5 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
         scope = "/".join(last.scopes)
         if scope and scope not in found:  # the reverse pass meets the last one first
             found[scope] = _total(stat)
-            steps = (*(node for node, _ in last.path), last.node)
-            order[scope] = tuple(number_of(node, numbers) for node in steps)
+            order[scope] = tuple(number_of(node, numbers) for node in last.steps)
     return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
