@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -45,7 +45,6 @@ from tracegrad.variables.variable import Variable
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
 
-T = TypeVar("T")
 Variables = tuple[Sequence[Variable], Sequence[Variable], Sequence[Variable]]  # as of a `Use`
 
 
@@ -81,14 +80,16 @@ class Use:
         read = {id(v): v for v in graph.variables}
         assigned = {id(v): v for v in graph.assigned}
         self.is_over = False
-        self.updated = self._refs(v for key, v in assigned.items() if key in read)
-        self.read = self._refs(v for key, v in read.items() if key not in assigned)
-        self.written = self._refs(v for key, v in assigned.items() if key not in read)
+        outside = [ref() for ref in graph.surroundings.values()]
+        self.updated, self.read, self.written, self.modules = self._weakly(
+            [v for key, v in assigned.items() if key in read],
+            [v for key, v in read.items() if key not in assigned],
+            [v for key, v in assigned.items() if key not in read],
+            [module for module in outside if module is not None],
+        )
         self.values = (*self.updated, *self.read)  # of these the program takes the values
         self.updates = tuple(sorted({*donated, *graph.updates}))
         self.settings = graph.settings
-        outside = [ref() for ref in graph.surroundings.values()]
-        self.modules = self._refs(m for m in outside if m is not None)
         self.surroundings = surroundings(self.modules) if self.modules else ()
         # A Variable is kept by whoever uses it; these by nobody.
         self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
@@ -113,7 +114,8 @@ class Use:
             self.returns_statics,
         )
 
-    def _refs(self, variables: Iterable[T]) -> list[weakref.ref[T]]:
+    def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:
+        """References to all of them; the use is over with the first that is gone."""
         me = weakref.ref(self)
 
         def over(_: object) -> None:
@@ -121,7 +123,7 @@ class Use:
             if use is not None:
                 use.is_over = True
 
-        return [weakref.ref(variable, over) for variable in variables]
+        return [[weakref.ref(each, over) for each in group] for group in groups]
 
     def serves(self, other: Use) -> bool:
         """Whether a program of this use may be made for that one."""
