@@ -20,8 +20,6 @@ from tracegrad._jax.arrays import struct
 from tracegrad._jax.compat import PROGRAM_TYPES
 from tracegrad._jax.traces import in_a_new_thread
 
-Block = AbstractContextManager[None]
-
 JIT = primitives.jit_p
 REMAT = primitives.remat_p
 SCAN = primitives.scan_p
@@ -131,7 +129,7 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-def equation_context(source_info: Any, settings: Any) -> tuple[Block, Block]:
+def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:
     """Two blocks: what is bound inside both is so under the scope and source line of an equation,
     and under its settings.
 
