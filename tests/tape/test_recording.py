@@ -859,6 +859,30 @@ def test_a_shard_map_outside_of_a_compiled_function():
             np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
+def test_a_variable_that_a_shard_map_reads_is_not_lost_in_silence():
+    v = tg.Variable(3.0)
+    with GradientTape(), pytest.raises(RuntimeError, match="read inside a function that JAX"):
+        of_shards(lambda x: x * v)(jnp.arange(8.0))
+
+
+def test_tapes_in_the_body_of_a_shard_map():
+    x, w = jnp.arange(8.0), F32(3.0)
+
+    def body(x, w):  # the axes over which values vary are checked
+        with GradientTape(persistent=True) as tape:
+            tape.watch((x, w))
+            y = jnp.sin(w * x)
+        dx, dw = tape.gradient(y, (x, w))
+        return dx, dw, jnp.diagonal(tape.jacobian(y, x))
+
+    mapped = of_shards(body, in_specs=(P("i"), P()), out_specs=(P("i"), P(), P("i")))
+    cosines = np.cos(3 * np.arange(8.0))
+    expected = 3 * cosines, np.sum(np.arange(8.0) * cosines), 3 * cosines
+    for run in (mapped, jax.jit(mapped)):
+        for got, wanted in zip(run(x, w), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
 def test_a_gradient_given_by_name_inside_of_a_shard_map():
     tg.register_gradient("Tenfold", replace=True)(lambda op, dy: 10 * dy)
 

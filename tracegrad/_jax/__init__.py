@@ -23,6 +23,8 @@ from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key
 from tracegrad._jax.arrays import type_text as type_text
 from tracegrad._jax.arrays import undifferentiated as undifferentiated
+from tracegrad._jax.arrays import varying_as as varying_as
+from tracegrad._jax.arrays import varying_axes as varying_axes
 from tracegrad._jax.arrays import wait_for as wait_for
 from tracegrad._jax.arrays import without_devices as without_devices
 from tracegrad._jax.calls import Handle as Handle

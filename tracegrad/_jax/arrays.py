@@ -68,6 +68,18 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The axes over which a value varies, where a `jax.shard_map` looks at that (``check_vma``)."""
+    axes = getattr(aval, "manual_axis_type", None)
+    return frozenset() if axes is None else axes.varying
+
+
+def varying_as(array: Any, aval: Any) -> Any:
+    """An array that is the same on all devices, as one that may differ as those of a type do."""
+    axes = tuple(varying_axes(aval))
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
+
+
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What stands for a value of a type where a program is lowered: on its devices, if they are
     known. An explicit mesh without devices is taken to be the one that is set."""

@@ -237,11 +237,10 @@ def _require_unchecked_axes(found: Occurrence) -> None:
     The new rule is traced outside of the mesh, where JAX does not work that out.
     """
     for value in found.node.inputs:
-        axes = getattr(value.aval, "manual_axis_type", None)
-        if axes is not None and axes.varying:
+        if axes := _jax.varying_axes(value.aval):
             raise ValueError(
                 f"the custom gradient {found.node.name}{place_of(found)} stands in a shard_map "
-                f"and varies over its axes {', '.join(map(str, axes.varying))}: a forward-mode "
+                f"and varies over its axes {', '.join(map(str, axes))}: a forward-mode "
                 "derivative can be made of it only with jax.shard_map(..., check_vma=False)"
             )
 

@@ -51,7 +51,7 @@ def _run_jacobian(
     backward: Backward, arrays: Sequence[Any], seeds: Sequence[Any], types: Sequence[Any]
 ) -> list[Any]:
     (target,) = types
-    rows = _basis(target.shape, target.dtype)
+    rows = _basis(target.shape, target)
     found = jax.vmap(lambda seed: backward(arrays, [seed]))(rows)
     return [ct.reshape(*target.shape, *ct.shape[1:]) for ct in found]
 
@@ -61,16 +61,20 @@ def _run_batch_jacobian(
 ) -> list[Any]:
     (target,) = types
     batch, *rest = target.shape
-    rows = _basis(rest, target.dtype)
+    rows = _basis(rest, target)
     # The same element of every example at once: none depends on another example.
     found = jax.vmap(lambda row: backward(arrays, [jnp.broadcast_to(row, target.shape)]))(rows)
     return [jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:]) for ct in found]
 
 
-def _basis(shape: Sequence[int], dtype: Any) -> Any:
+def _basis(shape: Sequence[int], like: Any) -> Any:
     """One array of the shape for each of its elements, which alone is 1."""
     size = math.prod(shape)
-    return jnp.eye(size, dtype=dtype).reshape(size, *shape)
+    return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
+
+
+def _ones(aval: Any) -> Any:
+    return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
 
 
 GRADIENT = Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
@@ -266,10 +270,10 @@ def _compile(
 
     def backward(*arrays_and_seeds: Any) -> list[Any]:
         arrays = dict(zip(needed, arrays_and_seeds))
-        arrays.update((i, jnp.zeros(aval.shape, aval.dtype)) for i, aval in absent)
+        arrays.update((i, _jax.varying_as(_zeros((), aval), aval)) for i, aval in absent)
         rest = iter(arrays_and_seeds[len(needed) :])
         seeds = [
-            next(rest) if is_given else jnp.ones(aval.shape, aval.dtype)
+            next(rest) if is_given else _ones(aval)
             for aval, is_given in zip(types, given)  # a Jacobian has none
         ]
         return kind.run(connected_only, [arrays[i] for i in range(len(arrays))], seeds, types)
@@ -314,7 +318,7 @@ def _piecewise(
 
     types = [jax.typeof(record.arrays[slot]) for slot in ends[1]]
     given = [
-        jnp.ones(aval.shape, aval.dtype) if seed is None else seed
+        _ones(aval) if seed is None else seed
         for aval, seed in zip(types, seeds)  # a Jacobian has none
     ]
     results = iter(kind.run(backward, (), given, types))

@@ -281,8 +281,7 @@ class Recorder(Running):
         return results if primitive.multiple_results else results[0]
 
     def sees(self, args: Sequence[Any]) -> bool:
-        # Traced or not: in a function that is being traced it is traced anyway.
-        return any(record.tracked or not self.is_top for record in self.records)
+        return bool(self.records)  # it may read a Variable
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Runs an operation that hands on its operand, without recording it."""
