@@ -45,11 +45,13 @@ def fitted(
     Args:
       budget: bytes.
       held_by: compiles the gradient of a program and tells the bytes.
-      held_without: what XLA holds with nothing recomputed, which is more.
+      held_without: what XLA holds with nothing recomputed. If that is within the budget, it stays.
       plans: how many are compiled at most.
 
     Raises BudgetTooSmall if XLA held more for each plan that was compiled.
     """
+    if held_without <= budget:
+        return replace(search.best(search.kept.peak), held=held_without)
     tried: list[Fit] = []
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while len(tried) < plans:

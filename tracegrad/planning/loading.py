@@ -7,7 +7,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -65,47 +65,38 @@ def load_plan(
         transfer = data["transfer"]
         search = Search(model(flat, transfer=math.inf if transfer is None else transfer))
         number = data["scan_variant"]
-        found = [variant for variant in search.variants() if variant.number == number]
-        if not found:
+        variant = next((each for each in search.variants() if each.number == number), None)
+        if variant is None:
             raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
-        name = found[0].name
-        if data["scans"] != name:
+        if data["scans"] != variant.name:
             raise ValueError(
                 f"{path} was planned by another version of this package, which runs scans in other "
-                f"ways: {data['scans']!r} was what is {name!r} now. Plan again"
+                f"ways: {data['scans']!r} was what is {variant.name!r} now. Plan again"
             )
-        planned = found[0].model
+        planned = variant.model
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
             raise ValueError(f"{path}: the segments do not cover the program's operations in order")
         if any(s.recompute and any(planned.fixed[s.start : s.stop]) for s in segments):
             raise ValueError(f"{path}: an operation with effects would happen twice. {_AGAIN}")
-        fit = Fit(
-            found[0], tuple(segments), simulate(planned, segments), data["target"], data["held"]
-        )
+        simulation = simulate(planned, segments)
+        fit = Fit(variant, tuple(segments), simulation, data["target"], data["held"])
         budget, without, measured_on = data["budget"], data["held_without"], data["measured_on"]
-        shardings = shardings_of(graph, args, kwargs)
         if fit.held is not None and measured_on != _jax.compiled_by():
-            fit, without, measured_on = _measured_again(path, search, fit, budget, shardings)
+            gradient = Gradient(flat, search.whole.active, shardings_of(graph, args, kwargs))
+            without, measured_on = None, _jax.compiled_by()
+            try:
+                fit = replace(fit, held=gradient.held(fit.rewritten()))
+            except NotMeasuredError as error:
+                fit, measured_on = replace(fit, held=None), str(error)
+            if fit.held is not None and fit.held > budget:
+                raise ValueError(
+                    f"{path} was planned for {in_units(budget)}, of which XLA holds "
+                    f"{in_units(fit.held)} here ({measured_on}). Plan again"
+                )
         return plan_of(search, fit, budget, without, measured_on)
 
     return load
-
-
-def _measured_again(
-    path: str | os.PathLike[str], search: Search, fit: Fit, budget: int, shardings: Sequence[Any]
-) -> tuple[Fit, None, str]:
-    """A plan with what XLA holds here, and where that is."""
-    try:
-        held = Gradient(search.graph, search.whole.active, shardings).held(fit.rewritten())
-    except NotMeasuredError as error:
-        return replace(fit, held=None), None, str(error)
-    if held > budget:
-        raise ValueError(
-            f"{path} was planned for {in_units(budget)}, of which XLA holds {in_units(held)} here "
-            f"({_jax.compiled_by()}). Plan again"
-        )
-    return replace(fit, held=held), None, _jax.compiled_by()
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

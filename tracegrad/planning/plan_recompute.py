@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tracegrad import _jax
@@ -118,31 +118,18 @@ def _plan_graph(
     """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
     `transfer_flops`; `shardings`: of its inputs, where they are known."""
     search = Search(model(flatten(graph), transfer=transfer))
-    if not plans:
-        return _by_the_model(search, memory_budget, "measure=False")
-    try:
-        return _measured(search, memory_budget, plans, shardings)
-    except NotMeasuredError as error:
-        return _by_the_model(search, memory_budget, str(error))
-
-
-def _by_the_model(search: Search, memory_budget: MemoryBudget, why: str) -> RecomputePlan:
+    why_not = "measure=False"
+    if plans:
+        try:
+            gradient = Gradient(search.graph, search.whole.active, shardings)
+            without = gradient.held(search.graph)
+            budget = budget_bytes(memory_budget, without)
+            fit = fitted(search, budget, gradient.held, without, plans)
+            return plan_of(search, fit, budget, without, _jax.compiled_by())
+        except NotMeasuredError as error:
+            why_not = str(error)
     budget = budget_bytes(memory_budget, search.kept.peak)
-    return plan_of(search, search.best(budget), budget, None, why)
-
-
-def _measured(
-    search: Search, memory_budget: MemoryBudget, plans: int, shardings: Sequence[Any] | None
-) -> RecomputePlan:
-    """Raises NotMeasuredError where the program cannot be compiled."""
-    gradient = Gradient(search.graph, search.whole.active, shardings)
-    without = gradient.held(search.graph)
-    budget = budget_bytes(memory_budget, without)
-    if without <= budget:
-        fit = replace(search.best(search.kept.peak), held=without)
-    else:
-        fit = fitted(search, budget, gradient.held, without, plans)
-    return plan_of(search, fit, budget, without, _jax.compiled_by())
+    return plan_of(search, search.best(budget), budget, None, why_not)
 
 
 def plan_of(
