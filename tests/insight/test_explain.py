@@ -568,9 +568,11 @@ def test_a_reference_is_followed_inside_of_a_jitted_function_alone():
     assert explain(jax.jit(doubled), X)["x"].norm == pytest.approx(2 * 3**0.5)
 
 
-def test_it_refuses_tracers():
+def test_it_refuses_tracers_and_shapes():
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda x: explain(lambda x: jnp.sum(x), x) and x)(X)
+    with pytest.raises(TypeError, match="the argument x is only a shape"):
+        explain(lambda x: x, jax.ShapeDtypeStruct((), "float32"))
 
 
 def test_branching_on_a_value_says_what_to_write():

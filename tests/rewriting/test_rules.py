@@ -526,7 +526,10 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
         (lambda: tg.register_gradient("of one")(lambda dy: dy), TypeError, r"takes \(dy\)"),
         (lambda: rules.clip_gradient(SIN), ValueError, "max_norm, max_value"),
         (lambda: rules.clip_gradient(SIN, max_norm=0.0), ValueError, "positive max_norm"),
+        (lambda: rules.clip_gradient(SIN, max_norm="1"), ValueError, "positive max_norm, not '1'"),
         (lambda: rules.scale_gradient(SIN, X), ValueError, "scalar factor"),
+        (lambda: rules.scale_gradient(SIN, "2"), ValueError, "scalar factor, not a str: '2'"),
+        (lambda: rules.recompute(SIN, policy="dots"), TypeError, "policy of jax.checkpoint_pol"),
         (
             lambda: jax.grad(tg.rewrite(jnp.sin, rules.scale_gradient(SIN, 1j)))(1.0),
             TypeError,
@@ -534,6 +537,7 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
         ),
         (lambda: rules.tap_gradient(SIN, ""), ValueError, "name"),
         (lambda: rules.tap_gradient(SIN, "t", 3), TypeError, "callback"),
+        (lambda: rules.tap_gradient(SIN, "t", lambda g: g), TypeError, r"callback.* takes \(g\)"),
         (lambda: tg.rewrite(3), TypeError, "a function and rules"),
         (lambda: tg.rewrite(jnp.sin, 3), TypeError, "Graph -> Graph"),
         (lambda: tg.rewrite(jnp.sin, lambda g: None)(1.0), TypeError, "returned NoneType"),

@@ -155,6 +155,8 @@ def _require_alive(selection: Selection) -> None:
                 "explain looks at numbers, which a traced function does not have: call it outside "
                 "of jit, grad and vmap, with the arrays themselves"
             )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"explain looks at numbers, and the argument {name} is only a shape")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
                 f"the argument {name} has been donated to a compiled function, and its buffer is "

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from tracegrad.ir import Fragment, Graph, Node, Occurrence
 from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import brief
 from tracegrad.rewriting.edits import of_arrays, place_name
 from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
@@ -43,6 +44,8 @@ from tracegrad.rewriting.repairs import finite_derivative as finite_derivative
 from tracegrad.rewriting.repairs import own_derivative as own_derivative
 from tracegrad.rewriting.repairs import straight_through as straight_through
 from tracegrad.rewriting.repairs import strong_zero as strong_zero
+from tracegrad.tracing.signatures import require_takes
+from tracegrad.variables.statics import is_array
 
 __all__ = [
     "MatchRule",
@@ -168,6 +171,9 @@ def recompute(
     As ``jax.checkpoint`` and ``tf.recompute_grad``, around parts of an unmodified model.
     """
 
+    if policy is not None:
+        require_takes(policy, 0, "policy of jax.checkpoint_policies")
+
     def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
         graph.group(nodes, recompute=True, policy=policy, name=match.name)
 
@@ -212,7 +218,7 @@ def clip_gradient(
     if max_norm is None and max_value is None:
         raise ValueError("clip_gradient wants max_norm, max_value or both")
     for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
-        if limit is not None and not limit > 0:
+        if limit is not None and not (is_array(limit) and limit > 0):
             raise ValueError(f"clip_gradient wants a positive {name}, not {limit!r}")
 
     def clip(cotangent: Any) -> Any:
@@ -252,8 +258,8 @@ def scale_gradient(
     >>> print(f(0.0), jax.grad(f)(0.0))
     0.0 -0.5
     """
-    if jnp.shape(factor) != ():
-        raise ValueError(f"scale_gradient wants a scalar factor, not the shape {jnp.shape(factor)}")
+    if not is_array(factor) or jnp.shape(factor) != ():
+        raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
     edit = through(lambda value: scaled(value, factor), inputs)
     return MatchRule("scale_gradient", where, at_each(of_arrays(edit)), missing_ok)
 
@@ -295,8 +301,8 @@ def tap_gradient(
     """
     if not name:
         raise ValueError("a tap wants a name")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"expected a function callback(place, cotangent), got {callback!r}")
+    if callback is not None:
+        require_takes(callback, 2, "function callback(place, cotangent)")
     if callback is None:
 
         def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
