@@ -146,7 +146,8 @@ def _state(leaf: Any, depth: int = 4) -> dict[str, Any]:
         parts.update(part or {})
     for name, value in parts.items():
         if isinstance(value, _MUTABLE):
-            parts[name] = copy.copy(value)
+            if len(value) <= 1000:  # this is asked at each call: a larger one goes by identity
+                parts[name] = copy.copy(value)
         elif type(value).__hash__ is None and not is_array(value) and depth:
             parts[name] = _state(value, depth - 1)
     return parts
