@@ -270,3 +270,18 @@ def test_in_a_shard_map_bytes_are_those_of_one_device():
     report = tg.memory(sines)(jnp.ones((256, 64)))
     held = {line.values: line.size for line in report.lines}
     assert held["f32[64,64]{V:rows}"] == 64 * 64 * 4
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_in_a_shard_map_over_some_axes_of_a_mesh(kind):
+    axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=axis_types)
+    spec = jax.sharding.PartitionSpec("rows")
+    sines = jax.shard_map(
+        lambda x: jnp.sort(jnp.sin(x)), in_specs=spec, out_specs=spec, axis_names={"rows"}
+    )
+    x = jax.device_put(jnp.ones((256, 64)), jax.sharding.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        report = tg.memory(jax.jit(sines))(x)
+    held = {line.values: line.size for line in report.lines}
+    assert 128 * 64 * 4 in held.values(), held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -58,9 +60,18 @@ def local_shape(aval: Any) -> Sequence[Any]:
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return shape
-    if all(kind is jax.sharding.AxisType.Manual for kind in sharding.mesh.axis_types):
-        return shape  # in a shard_map: it is that of one device already
-    return sharding.shard_shape(tuple(shape))  # type: ignore[no-any-return]
+    # (Of a mesh that has manual axes too, JAX has no shapes of shards.)
+    mesh, explicit = sharding.mesh, jax.sharding.AxisType.Explicit
+    sizes = {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is explicit
+    }
+    axes = [names if isinstance(names, tuple) else (names,) for names in sharding.spec]
+    return tuple(
+        size // math.prod(sizes.get(name, 1) for name in names)
+        for size, names in itertools.zip_longest(shape, axes, fillvalue=())
+    )
 
 
 def is_on_host(aval: Any) -> bool:
