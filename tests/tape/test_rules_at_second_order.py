@@ -489,3 +489,32 @@ def test_third_derivatives_take_a_rule_as_jax_does(compiled):
             first = jnp.sum(inner.gradient(z, X))
         second = jnp.sum(outer.gradient(first, X))
     close(outermost.gradient(second, X), jax.grad(gradient_sum(gradient_sum(f)))(X))
+
+
+@pytest.mark.any_jax
+def test_a_rule_that_is_called_twice_is_differentiated_once_more_where_the_gradient_goes_through():
+    @jax.custom_vjp
+    def marked(x):  # its forward pass gives the same, with another derivative
+        return jnp.sin(x)
+
+    marked.defvjp(
+        lambda x: (jax.lax.stop_gradient(jnp.sin(x) - x**2) + x**2, x),
+        lambda x, ct: (3 * ct * x**2,),
+    )
+    shared = jax.jit(marked)
+
+    @jax.jit
+    def f(x, other):
+        z = shared(other) * shared(x)
+        for _ in range(20):  # enough that its forward pass saves what the backward pass needs
+            z = z + 0.01 * jnp.sin(z)
+        return z
+
+    x, other = jnp.float32(0.7), jnp.float32(0.4)
+    with tg.GradientTape() as outer:
+        outer.watch([x, other])
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            z = f(x, other)
+        gradient = inner.gradient(z, x)
+    close(outer.gradient(gradient, other), jax.grad(jax.grad(f), 1)(x, other))

@@ -118,15 +118,20 @@ def _reaches_every_rule(of: Linearised, active: Sequence[int], types: Sequence[A
     the active operands."""
     if of.active == tuple(active) or of.original.primitive in RULES:
         return True
-    reached: dict[Node, int] = {}
+    # By the calls that lead to it: a function that is called twice may be reached by other operands
+    # each time. Of a loop the last that is told is that of all its turns.
+    reached: dict[tuple[Node, ...], int] = {}
+    path: list[Node] = []
 
     def run(graph: Graph, ins: Masks) -> Masks:
         return spread(graph, ins, through)
 
     def through(node: Node, ins: Masks) -> Masks:
+        path.append(node)
         if isinstance(node, CustomGradient):
-            reached[node] = joined(ins)  # of a loop, the last that is told is that of all its turns
+            reached[tuple(path)] = joined(ins)
         entered = enter(node, ins, run)
+        path.pop()
         return data_flow(node, ins) if entered is None else entered[0]
 
     node = lone_node(of.original.primitive, of.original.params, types, Source(None, None))
