@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import linecache
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import equinox as eqx
@@ -651,3 +653,22 @@ def test_what_is_updated_beside_the_result_is_no_problem_and_what_is_forgotten_i
     collections = {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
     (finding,) = explain(with_collections, collections, jnp.arange(3.0)).findings
     assert (finding.cause, finding.sources) == ("state", ("variables.batch_stats.mean",))
+
+
+def test_threads_may_explain_the_same_program_at_the_same_time():
+    def loss(x):
+        for _ in range(4):
+            x = jnp.sqrt(jnp.abs(x)) * jnp.where(x > 0, jnp.log(x), 0.0) + jnp.tanh(x)
+        return jnp.sum(x)
+
+    x = jnp.array([0.0, 2.0, 1.0])
+    alone = explain(loss, x).text()
+    assert "NaN in the reverse pass" in alone
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            texts = list(threads.map(lambda _: explain(loss, x).text(), range(12)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(texts) == {alone}

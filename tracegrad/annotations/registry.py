@@ -27,8 +27,7 @@ from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.edits import of_arrays
 from tracegrad.rewriting.match_rule import MatchRule, at_each
 from tracegrad.rewriting.overriding import override, require_gradient_function, with_gradient
-from tracegrad.tape.keys import params_key
-from tracegrad.tape.programs import PROGRAMS
+from tracegrad.tape.keys import PROGRAMS, params_key
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
+from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import Masks, joined, spread
 from tracegrad.ir.operations import CONNECTING
@@ -43,6 +45,16 @@ def tree_sum(terms: Sequence[Any]) -> Any:
         pairs = [running_sum(terms[i : i + 2]) for i in range(0, len(terms), 2)]
         terms = pairs
     return terms[0]
+
+
+def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
+    """The sum of the cotangents that are there, some of which may be slices; None if none is."""
+    known = [term for term in terms if term is not None]
+    if len(known) == 1:
+        return known[0]
+    if any(map(is_slices, known)):
+        return functools.reduce(operator.add, known)
+    return aggregate(known) if known else None
 
 
 def pull_back(

@@ -14,7 +14,7 @@ import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Occurrence, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
 from tracegrad.ir.dependence import dependence, spread_below
 from tracegrad.ir.importer import import_program
 from tracegrad.lowering import evaluate
@@ -102,11 +102,15 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
                 result.set_region(here, name, _quiet(region, tangents, done))
         elif not tangents.intersection(node.inputs) and not node.has_references:
             if node.outputs:
-                raise NotImplementedError(
-                    f"{Occurrence((), node)} gives results and stands in a compiled function, a "
-                    "loop or a branch: to differentiate that, it would have to run once more. "
-                    "Call it outside, and pass the results in, or "
-                    "let a numpy_function that is pure say so (stateful=False)"
-                )
+                raise would_run_again(node)
             result.erase(here, with_effects=True)
     return result
+
+
+def would_run_again(node: Node) -> NotImplementedError:
+    """What is raised of a node that has had an effect and gave results."""
+    return NotImplementedError(
+        f"{Occurrence((), node)} gives results and stands in a compiled function, a loop or a "
+        "branch: to differentiate that, it would have to run once more. Call it outside, and pass "
+        "the results in, or let a numpy_function that is pure say so (stateful=False)"
+    )

@@ -3,13 +3,13 @@
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads
 from tracegrad.insight.check_processes import check_processes as check_processes
+from tracegrad.insight.comparisons import Checked as Checked
+from tracegrad.insight.comparisons import GradCheck as GradCheck
 from tracegrad.insight.explain import explain as explain
 from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport
-from tracegrad.insight.grad_check import Checked as Checked
-from tracegrad.insight.grad_check import GradCheck as GradCheck
 from tracegrad.insight.memory import MemoryReport as MemoryReport
 from tracegrad.insight.memory import memory as memory
 from tracegrad.insight.show import GraphView as GraphView

@@ -15,6 +15,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import resolve
 from tracegrad.insight.check_rules import check_rules
+from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import (
     Function,
     Limits,
@@ -24,7 +25,6 @@ from tracegrad.insight.finite_differences import (
     random_like,
     weighed,
 )
-from tracegrad.insight.grad_check import Checked, GradCheck
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.wording import brief
 from tracegrad.lowering import Lowering, evaluate

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.authors import code_of_rule, is_jaxs_rule
+from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Limits,
@@ -22,8 +22,8 @@ from tracegrad.insight.finite_differences import (
     random_like,
     weighed,
 )
-from tracegrad.insight.grad_check import Checked
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, operations
+from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.lowering import evaluate, evaluate_node

@@ -1,21 +1,33 @@
-"""A graph as boxes and arrows, which other programs draw: regions and scopes are boxes in a frame.
+"""A graph as boxes and arrows, in the languages of programs that draw: Graphviz, Model Explorer.
 
-A call with regions is a frame with two boxes of its own: one that its operands go into, and from
-which the regions take their inputs, and one that their results go into.
+Regions and scopes are boxes in a frame. A call with regions is a frame with two boxes of its own:
+one that its operands go into, and from which the regions take their inputs, and one that their
+results go into.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.insight.parts import parts_of
 from tracegrad.ir import Literal, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Path
-from tracegrad.ir.text import label
+from tracegrad.ir.text import label, parameters
+
+_COLOURS = {
+    Flow.FLOWS: "#d8f0dd",
+    Flow.CHANGED: "#e5d8fb",
+    Flow.CUT: "#fbd3d0",
+    Flow.UNREACHED: "#fbe9c3",
+    Flow.NONE: "#f3f4f6",
+    Flow.REPLACED: "#f3f4f6",
+    Flow.UNKNOWN: "#ffffff",
+}
 
 Frame = tuple[str, ...]  # the names of the frames around a box, from the outside in
 
@@ -147,3 +159,116 @@ class _Pen:
         self.frames[frame] += 1
         count = self.frames[frame]
         return frame if count == 1 else (*frame[:-1], f"{frame[-1]} ({count})")
+
+
+# --------------------------------------------------------------------------------------- Graphviz
+
+
+def to_dot(flow: RegionFlow) -> str:
+    """A ``digraph`` of Graphviz's language (https://graphviz.org/doc/info/lang.html), coloured by
+    what becomes of the gradient."""
+    drawing = draw(flow, repeat=False)
+    root = _Frame("")
+    for box in drawing.boxes:
+        frame = root
+        for name in box.frame:
+            frame = frame.inner.setdefault(name, _Frame(name))
+        frame.boxes.append(box)
+    types = {box.name: box.outputs for box in drawing.boxes}
+    lines = [
+        f"digraph {_quoted(flow.graph.name)} {{",
+        '  graph [fontname="Helvetica" rankdir=TB]',
+        '  node [fontname="Helvetica" fontsize=11 shape=box style="rounded,filled" '
+        'fillcolor=white color="#8c959f"]',
+        '  edge [fontname="Helvetica" fontsize=9 color="#8c959f"]',
+        *_lines(root, "  ", "cluster"),
+    ]
+    for arrow in drawing.arrows:
+        _, type_text = types[arrow.source][arrow.output]
+        lines.append(f"  {arrow.source} -> {arrow.target} [label={_quoted(type_text)}]")
+    return "\n".join([*lines, "}"])
+
+
+@dataclass
+class _Frame:
+    name: str
+    boxes: list[Box] = field(default_factory=list)
+    inner: dict[str, _Frame] = field(default_factory=dict)
+
+
+def _lines(frame: _Frame, indent: str, cluster: str) -> Iterator[str]:
+    for box in frame.boxes:
+        yield f"{indent}{box.name} [{_attributes(box)}]"
+    for number, inner in enumerate(frame.inner.values()):
+        name = f"{cluster}_{number}"
+        yield f"{indent}subgraph {name} {{"
+        yield f'{indent}  label={_quoted(inner.name)} style=rounded color="#c3c9d0" fontsize=11'
+        yield from _lines(inner, indent + "  ", name)
+        yield f"{indent}}}"
+
+
+def _attributes(box: Box) -> str:
+    text = f"label={_quoted(box.text)}"
+    if box.flow is None:
+        return f"{text} shape=plain"
+    text += f" fillcolor={_quoted(_COLOURS[box.flow])}"
+    origin = box.occurrence.origin if box.occurrence is not None else None
+    return text if origin is None else f"{text} tooltip={_quoted(str(origin))}"
+
+
+def _quoted(text: str) -> str:
+    """A string of the language. A backslash would start an escape (``\\N`` is the node's name)."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+
+
+# --------------------------------------------------------------------------------- Model Explorer
+
+
+def to_graphs(flow: RegionFlow) -> list[dict[str, Any]]:
+    """The JSON that Model Explorer opens, in the format of its ``graph_builder`` classes: a list of
+    one graph, in which every region is drawn wherever it is entered. Frames are namespaces."""
+    drawing = draw(flow, repeat=True)
+    arrows: dict[str, list[Arrow]] = defaultdict(list)
+    for arrow in drawing.arrows:
+        arrows[arrow.target].append(arrow)
+    nodes = [_node(box, arrows[box.name]) for box in drawing.boxes]
+    return [{"id": flow.graph.name, "nodes": nodes}]
+
+
+def _node(box: Box, arrows: list[Arrow]) -> dict[str, Any]:
+    node: dict[str, Any] = {
+        "id": box.name,
+        "label": box.text,
+        # A slash of a name's own would open another level.
+        "namespace": "/".join(name.replace("/", "∕") for name in box.frame),
+        "incomingEdges": [
+            {
+                "sourceNodeId": arrow.source,
+                "sourceNodeOutputId": str(arrow.output),
+                "targetNodeInputId": str(arrow.input),
+            }
+            for arrow in arrows
+        ],
+        "outputsMetadata": [
+            {
+                "id": str(number),
+                "attrs": _key_values({"__tensor_tag": name, "tensor_shape": type_text}),
+            }
+            for number, (name, type_text) in enumerate(box.outputs)
+        ],
+    }
+    if box.flow is not None:
+        node["style"] = {"backgroundColor": _COLOURS[box.flow]}
+        facts = {"gradient": box.flow.value}
+        if box.occurrence is not None:
+            facts["operation"] = box.occurrence.node.op
+            facts["parameters"] = parameters(box.occurrence.node).strip()
+            if (origin := box.occurrence.origin) is not None:
+                facts["source"] = str(origin)
+                facts["code"] = origin.code
+        node["attrs"] = _key_values({key: text for key, text in facts.items() if text})
+    return node
+
+
+def _key_values(facts: dict[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in facts.items()]

@@ -18,9 +18,9 @@ from tracegrad.ir.engine import engine
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import Operation, graph_of
 from tracegrad.tape.gradient_tape import GradientTape
-from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import as_traced
+from tracegrad.tape.sources import before_calls
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable

@@ -141,12 +141,12 @@ class _Writer:
     ) -> list[Any]:
         if flow is None:
             regions = [
-                [_title(node, name), self.rule_body(region, (*path, (node, name))), 1]
+                [_title(name), self.rule_body(region, (*path, (node, name))), 1]
                 for name, region in node.regions.items()
             ]
         else:
             regions = [
-                [_title(node, name), self.body(inner, (*path, (node, name)))]
+                [_title(name), self.body(inner, (*path, (node, name)))]
                 for name, inner in flow.regions.get(node, {}).items()
             ]
             if isinstance(node, CustomGradient):
@@ -185,7 +185,7 @@ def _reached(value: Value, reached: bool) -> int:
     return int(reached) if value.has_gradient else -1
 
 
-def _title(node: Node, name: str) -> str:
+def _title(name: str) -> str:
     return "" if name in ("jaxpr", "call_jaxpr") else name
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
-from tracegrad.insight import dot, html, model_explorer
+from tracegrad.insight import drawing, html
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
@@ -114,7 +114,7 @@ class GraphView:
         Scopes and regions are clusters; a region that is entered often is drawn once. Large graphs
         are for `to_model_explorer`: Graphviz takes minutes for some thousand operations.
         """
-        return dot.to_dot(self._flow)
+        return drawing.to_dot(self._flow)
 
     def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that `Model Explorer <https://github.com/google-ai-edge/model-explorer>`_
@@ -129,7 +129,7 @@ class GraphView:
         file = FilePath(path)
         if file.suffix != ".json":
             raise ValueError(f"Model Explorer opens files that end in .json, not {file.name!r}")
-        file.write_text(json.dumps(model_explorer.to_graphs(self._flow)), encoding="utf-8")
+        file.write_text(json.dumps(drawing.to_graphs(self._flow)), encoding="utf-8")
 
     def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
         flow = self._flow.along(path)

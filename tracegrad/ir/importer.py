@@ -124,12 +124,21 @@ def make_node(
 
 
 def lone_node(
-    primitive: Any, params: Mapping[str, Any], avals: Sequence[Any], source: Source
+    primitive: Any,
+    params: Mapping[str, Any],
+    avals: Sequence[Any],
+    source: Source,
+    results: Sequence[Any] | None = None,
 ) -> Node:
-    """The node of one operation that stands in no program, on operands of these types."""
-    operands = Graph("operands")
-    inputs = tuple(map(operands.add_input, avals))
-    return make_node(primitive, params, inputs, source, (), {})
+    """The node of one operation that stands in no program, on operands of these types.
+
+    `results`: the types of its results, for one that stands in a graph by itself.
+    """
+    graph = Graph(primitive.name)
+    node = make_node(primitive, params, tuple(map(graph.add_input, avals)), source, (), {})
+    if results is not None:
+        graph.append(node, results)
+    return node
 
 
 # ---------------------------------------------------------------------- rules of custom gradients

@@ -61,6 +61,13 @@ def some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """The same as a part of a sentence: ``a, b and c``, ``a, b and 5 more``."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    *first, last = [*names[:most], *more]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Rows of cells in columns, two spaces apart; those at the positions `right` end alike.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -222,13 +220,3 @@ def _seed(target: Any, seed: Any) -> Any:
     if seed.dtype != target.dtype:
         raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
     return seed
-
-
-def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
-    """The sum of the cotangents that are there, some of which may be slices; None if none is."""
-    known = [term for term in terms if term is not None]
-    if len(known) == 1:
-        return known[0]
-    if any(map(is_slices, known)):
-        return functools.reduce(operator.add, known)
-    return aggregate(known) if known else None

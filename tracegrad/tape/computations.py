@@ -22,11 +22,8 @@ from tracegrad._jax.caches import Cache, WeakCache, of_program, when_clearing
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.importer import lone_node
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.tape.keys import params_key, rule_keys
-from tracegrad.tape.lifting import (
-    lift_anew,
-    refused_to_lift,
-)
+from tracegrad.tape.keys import is_jaxs_own, jax_settings, params_key, rule_keys
+from tracegrad.tape.lifting import lift_anew, refused_to_lift
 
 _JIT = _jax.JIT
 jit_settings = _jax.jit_settings
@@ -339,3 +336,42 @@ def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
     if any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}
     return params
+
+
+# ----------------------------------------------------------------- rules of functions of JAX's own
+
+
+class JaxRuleCall:
+    """A call of a function of JAX's own that has a rule (relu, softplus, ...).
+
+    Attributes:
+      program: what it traces to.
+      result_trees: what a run of the function leaves behind.
+      lone: what the program computes, if it is just the call of that rule: to be compiled.
+    """
+
+    __slots__ = ("lone", "program", "result_trees")
+
+    def __init__(self, program: Any, result_trees: tuple[Any, ...]):
+        self.program = program
+        self.result_trees = result_trees
+        self.lone: Computation | None = None
+        call = sole_equation(program)
+        is_rule = call is not None and call.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
+        if call is not None and is_rule and not call.params.get("num_consts", 0):
+            self.lone = rule_computation(call.primitive, call.params)
+
+
+def jax_rule_key(
+    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """What tells one call of a function of JAX's own from another; None for anybody else's.
+
+    Somebody else's function may read what has changed since its last call, so that it is traced at
+    each, as JAX does.
+    """
+    functions, trees = _jax.rule_functions(subfuns)
+    if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
+        return None
+    types, settings = tuple(map(_jax.type_key, args)), jax_settings(jax.config)
+    return JaxRuleCall, primitive, functions, trees, types, settings

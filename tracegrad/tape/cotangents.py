@@ -18,9 +18,8 @@ from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.tape.backward import Traced, trace_backward
 from tracegrad.tape.block import Block, Operation, block_between
-from tracegrad.tape.keys import Structure
+from tracegrad.tape.keys import PROGRAMS, Structure
 from tracegrad.tape.pieces import Piece, pieces_between, pull_back_pieces
-from tracegrad.tape.programs import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden, with_stand_ins
@@ -33,7 +32,7 @@ Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class Derivative:
     """What is made of a backward pass: how it is run, and what zeros have what shape."""
 
     run: Callable[[Backward, Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]]
@@ -77,10 +76,10 @@ def _ones(aval: Any) -> Any:
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
 
 
-GRADIENT = Kind(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+GRADIENT = Derivative(_run_gradient, lambda targets, leaf: _zeros((), leaf))
 SPARSE_GRADIENT = replace(GRADIENT, sparse=True)
-JACOBIAN = Kind(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
-BATCH_JACOBIAN = Kind(
+JACOBIAN = Derivative(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
+BATCH_JACOBIAN = Derivative(
     _run_batch_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf, skipped=1)
 )
 
@@ -123,11 +122,12 @@ def cotangents(
     record: Record,
     sources: tuple[int, ...],
     targets: tuple[int, ...],
-    kind: Kind,
+    kind: Derivative,
     seeds: Sequence[Any] = (),
     stopped: frozenset[int] = frozenset(),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
+    inline: bool = False,
 ) -> list[Any]:
     """The cotangents of sources; None for one that nothing connects to a target.
 
@@ -136,32 +136,55 @@ def cotangents(
       kind: what is made of the backward pass.
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots.
+      inline: whether to bind the operations one by one, so that gradients of gradients find each in
+        a function that is being traced.
     """
-    how = _How(stopped, aggregate, gated, _jax.is_top_level(), rules_for_recorded())
-    given = tuple([seed is not None for seed in seeds])
-    sparse = (kind.sparse,) * len(sources)
-    pieces = pieces_between(record, sources, targets, stopped) if record.rules else ()
-    rules = [i for piece in pieces if piece.is_rule for i in piece.operations]
-    if rules and not how.only_runs and _is_behind_a_rule(record, max(rules), sources):
-        return _as_traced(record, rules, (sources, targets), kind, seeds, how)
-    if rules:
-        return _piecewise(record, pieces, (sources, targets), kind, seeds, how)
-    compiled, slots = _compiled(record, sources, targets, kind, given, how, sparse)
-    return _run(record.arrays, compiled, slots, seeds)
+    request = _Request(
+        kind,
+        tuple([seed is not None for seed in seeds]),
+        (kind.sparse,) * len(sources),
+        stopped,
+        aggregate,
+        gated,
+        inline,
+        _jax.is_top_level(),
+        rules_for_recorded(),
+    )
+    ends = sources, targets
+    if inline:
+        return _anew(record.operations(), record.types(), record.arrays, ends, seeds, request)
+    if record.rules:
+        pieces = pieces_between(record, sources, targets, stopped)
+        rules = [i for piece in pieces if piece.is_rule for i in piece.operations]
+        if rules:
+            if not request.only_runs and _is_behind_a_rule(record, max(rules), sources):
+                return _as_traced(record, rules, ends, seeds, request)
+            return _piecewise(record, pieces, ends, seeds, request)
+    return _run(record.arrays, *_compiled(record, sources, targets, request), seeds)
 
 
-class _How(NamedTuple):
-    """How cotangents are pulled back: see `pull_back`.
+class _Request(NamedTuple):
+    """What is asked for of a backward pass.
 
-    One that only runs serves every block of the same gradient; one that may be differentiated in
-    its turn (by another tape, or a transformation) only those of the same derivatives.
+    Attributes:
+      kind, stopped, aggregate, gated, inline: as of `cotangents`.
+      given: for each target whether it has a seed, which comes after the arrays; else ones.
+      sparse: for each source whether its cotangent may be slices.
+      only_runs: whether it is not differentiated in its turn (by another tape, or a
+        transformation): then it serves every block of the same gradient, else only those of the
+        same derivatives.
+      rules: those in force.
     """
 
+    kind: Derivative
+    given: tuple[bool, ...]
+    sparse: tuple[bool, ...]
     stopped: frozenset[int]
     aggregate: Aggregation
     gated: bool
+    inline: bool
     only_runs: bool
-    rules: tuple[Force, ...]  # in force
+    rules: tuple[Force, ...]
 
 
 def _run(
@@ -180,24 +203,29 @@ def _run(
     return [next(each) if linked else None for linked in compiled.connected]
 
 
+def _anew(
+    operations: Sequence[Operation],
+    types: Sequence[Any],
+    arrays: Sequence[Any],
+    ends: tuple[tuple[int, ...], tuple[int, ...]],
+    seeds: Sequence[Any],
+    request: _Request,
+) -> list[Any]:
+    """The cotangents in operations of which no record remembers what was compiled."""
+    block = block_between(operations, types, *ends)
+    compiled = _of_block(block, request)
+    return _run(arrays, compiled, compiled.slots(block), seeds)
+
+
 def _compiled(
     record: Record,
     sources: tuple[int, ...],
     targets: tuple[int, ...],
-    kind: Kind,
-    given: tuple[bool, ...],
-    how: _How,
-    sparse: tuple[bool, ...],
+    request: _Request,
     piece: Piece | None = None,
 ) -> tuple[_Compiled, _Slots]:
-    """The compiled backward of a record's structure, remembered by that.
-
-    Args:
-      given: for each target whether it has a seed, which comes after the arrays; else ones.
-      sparse: for each source whether its cotangent may be slices.
-      piece: of which part of the record; default: all of it.
-    """
-    here = kind, sources, targets, given, how, sparse
+    """The compiled backward of a record's structure (of a piece of it), remembered by that."""
+    here = sources, targets, request
     programs = record.step.programs if piece is None else piece.programs
     known_here = programs.get(here)
     if known_here is not None:
@@ -210,7 +238,7 @@ def _compiled(
     if piece is not None:
         operations = [operations[i] for i in piece.operations]
     block = block_between(operations, record.types(), sources, targets)
-    known = _made(block, kind, given, how, sparse)
+    known = _of_block(block, request)
     slots = known.slots(block)
     if record.step.is_shared:
         if len(programs) > 64:
@@ -219,47 +247,43 @@ def _compiled(
     return known, slots
 
 
-def _made(
-    block: Block, kind: Kind, given: tuple[bool, ...], how: _How, sparse: tuple[bool, ...]
-) -> _Compiled:
+def _of_block(block: Block, request: _Request) -> _Compiled:
     """The compiled backward of a block, remembered by its structure."""
-    stops = tuple([i for i, slot in enumerate(block.slots) if slot in how.stopped])
-    replay = NOTHING if how.only_runs else replay_of(block, stops)
-    structure = block.key if how.only_runs else block.exact_key
-    ways = stops, how.aggregate, how.gated, how.rules, sparse, replay
-    key = Structure((kind, given, structure, *ways))
+    stops = frozenset([i for i, slot in enumerate(block.slots) if slot in request.stopped])
+    replay = NOTHING if request.only_runs else replay_of(block, stops)
+    structure = block.key if request.only_runs else block.exact_key
+    key = Structure((request._replace(stopped=stops, only_runs=False), structure, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
         traced = trace_backward(
-            block, stopped=stops, aggregate=how.aggregate, gated=how.gated, replay=replay
+            block,
+            stopped=stops,
+            aggregate=request.aggregate,
+            gated=request.gated,
+            replay=replay,
         )
-        known = _compile(block, traced, kind, given, sparse, replay, key)
+        known = _compile(block, traced, request, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)
-        if rule_free or isinstance(_jax.current_trace_outside_of(Recorder), _jax.TopLevelTrace):
+        outside = _jax.current_trace_outside_of(Recorder)
+        if not request.inline and (rule_free or isinstance(outside, _jax.TopLevelTrace)):
             PROGRAMS.put(key, known)
     return known
 
 
 def _compile(
-    block: Block,
-    traced: Traced,
-    kind: Kind,
-    given: Sequence[bool],
-    sparse: Sequence[bool],
-    replay: Replay,
-    key: Any,
+    block: Block, traced: Traced, request: _Request, replay: Replay, key: Structure
 ) -> _Compiled:
     program, connected = traced.program, traced.connected
     run = jax.extend.core.jaxpr_as_fun(program)
-    if any(sparse):
-        run = with_slices(program, sparse)
+    if any(request.sparse):
+        run = with_slices(program, request.sparse)
     types = [block.types[slot] for slot in block.targets]
     # Zeros stand for what nothing is computed of. (Of random keys there are none.)
     needed = [
         place
         for place, aval in enumerate(block.types)
-        if traced.needed[place] or not isinstance(aval.dtype, np.dtype)
+        if traced.needed[place] or request.inline or not isinstance(aval.dtype, np.dtype)
     ]
     taken = set(needed)
     absent = [(i, aval) for i, aval in enumerate(block.types) if i not in taken]
@@ -274,11 +298,13 @@ def _compile(
         rest = iter(arrays_and_seeds[len(needed) :])
         seeds = [
             next(rest) if is_given else _ones(aval)
-            for aval, is_given in zip(types, given)  # a Jacobian has none
+            for aval, is_given in zip(types, request.given)  # a Jacobian has none
         ]
-        return kind.run(connected_only, [arrays[i] for i in range(len(arrays))], seeds, types)
+        every = [arrays[i] for i in range(len(arrays))]
+        return request.kind.run(connected_only, every, seeds, types)
 
-    return _Compiled(jax.jit(backward), connected, tuple(needed), replay, key)
+    run_all = backward if request.inline else jax.jit(backward)
+    return _Compiled(run_all, connected, tuple(needed), replay, key)
 
 
 # ------------------------------------------------------------------------------- rules on values
@@ -288,18 +314,17 @@ def _piecewise(
     record: Record,
     pieces: Sequence[Piece],
     ends: tuple[tuple[int, ...], tuple[int, ...]],
-    kind: Kind,
     seeds: Sequence[Any],
-    how: _How,
+    request: _Request,
 ) -> list[Any]:
     """The same where rules on values are on the way: piece by piece."""
-    connected: list[bool] = []
+    kind, connected = request.kind, list[bool]()
 
     def run(
         piece: Piece, ends: Sequence[int], starts: Sequence[Any], sparse: tuple[bool, ...]
     ) -> list[Any]:
-        given = (True,) * len(ends)
-        ready = _compiled(record, piece.args, tuple(ends), GRADIENT, given, how, sparse, piece)
+        of_piece = request._replace(kind=GRADIENT, given=(True,) * len(ends), sparse=sparse)
+        ready = _compiled(record, piece.args, tuple(ends), of_piece, piece)
         return _run(record.arrays, *ready, starts)
 
     def backward(_: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -310,8 +335,8 @@ def _piecewise(
             given,
             run,
             sparse=kind.sparse,
-            stopped=how.stopped,
-            aggregate=how.aggregate,
+            stopped=request.stopped,
+            aggregate=request.aggregate,
         )
         connected[:] = [ct is not None for ct in found]
         return [ct for ct in found if ct is not None]
@@ -345,9 +370,8 @@ def _as_traced(
     record: Record,
     rules: Collection[int],
     ends: tuple[tuple[int, ...], tuple[int, ...]],
-    kind: Kind,
     seeds: Sequence[Any],
-    how: _How,
+    request: _Request,
 ) -> list[Any]:
     """The same with these operations, which have rules on values, as they are where they are
     traced."""
@@ -359,8 +383,5 @@ def _as_traced(
             names[rule.name] = None
             operation = as_traced(operation, rule, types, arrays, record.slots)
         operations.append(operation)
-    given = tuple([seed is not None for seed in seeds])
     with refusing_values(list(names)):
-        block = block_between(operations, types, *ends)
-        compiled = _made(block, kind, given, how, (kind.sparse,) * len(ends[0]))
-    return _run(arrays, compiled, compiled.slots(block), seeds)
+        return _anew(operations, types, arrays, ends, seeds, request)

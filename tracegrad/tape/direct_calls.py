@@ -10,17 +10,13 @@ types of the arguments and all settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.tape.computations import (
-    Computation,
-    jitted_call,
-    new_jitted_call,
-    sole_equation,
-)
+from tracegrad.tape.computations import Computation, jitted_call, new_jitted_call, sole_equation
 from tracegrad.tape.linearised import linearised
 
 
@@ -28,49 +24,31 @@ class NotDirect(Exception):
     """A call of this function must be seen by the trace: it has effects, or closes over arrays."""
 
 
-class Origin:
-    """Which computation gave results: it takes the leaves of the arguments.
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, slots=True)
+class DirectResults:
+    """Results, and how they came about: a part of their structure, which JAX keeps beside the
+    program.
 
     Attributes:
-      computation: as a record has it.
-      count: how many results are the function's own.
-      tree: the structure of those.
+      arrays: the function's own results, then what its derivative needs.
+      computation: what has run, as a record has it: it takes the leaves of the arguments.
+      tree: the structure of the function's own results.
     """
 
-    __slots__ = ("computation", "count", "tree")
-
-    def __init__(self, computation: Computation, count: int, tree: Any):
-        self.computation = computation
-        self.count = count
-        self.tree = tree
+    arrays: Sequence[Any]
+    computation: Computation = field(metadata={"static": True})
+    tree: Any = field(metadata={"static": True})
 
 
-@jax.tree_util.register_pytree_node_class
-class Told:
-    """Results with their origin: a part of their structure, which JAX keeps beside the program."""
-
-    __slots__ = ("origin", "results")
-
-    def __init__(self, origin: Origin, results: Sequence[Any]):
-        self.origin = origin
-        self.results = results
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Origin]:
-        return self.results, self.origin
-
-    @classmethod
-    def tree_unflatten(cls, origin: Origin, results: Sequence[Any]) -> Told:
-        return cls(origin, results)
-
-
-def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., Told]:
+def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., DirectResults]:
     """A jitted function, to be called outside of the recorder; `jitted` is one without options.
 
     It raises NotDirect where that cannot be. `active`: the positions of the leaves of which
     derivatives may be wanted.
     """
 
-    def form(*args: Any, **kwargs: Any) -> Told:
+    def form(*args: Any, **kwargs: Any) -> DirectResults:
         outside = _jax.current_trace(None).parent_trace
         types = jax.tree.map(jax.typeof, (args, kwargs))
         with _jax.set_current_trace(outside):
@@ -80,12 +58,12 @@ def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., Told]:
             computation = _computation(program)
             saving = linearised(computation, active) if computation.saves else None
         leaves = jax.tree.leaves((args, kwargs))
-        tree: Any = jax.tree.structure(shapes)
+        tree = jax.tree.structure(shapes)
         if saving is not None:
-            return Told(Origin(saving, saving.count, tree), saving.forward(*leaves))
+            return DirectResults(saving.forward(*leaves), saving, tree)
         if computation.run is None:
             raise NotDirect
-        return Told(Origin(computation, tree.num_leaves, tree), computation.run(*leaves))
+        return DirectResults(computation.run(*leaves), computation, tree)
 
     form.__name__ = form.__qualname__ = str(jitted.__name__)
     return jax.jit(form)

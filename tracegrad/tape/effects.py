@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.differentiation.push_forward import would_run_again
+from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 
 
 def reads_the_host(params: Mapping[str, Any]) -> bool:
@@ -60,11 +61,6 @@ def silence_in(graph: Graph, depth: int = 3) -> None:
             graph.erase(node, with_effects=True, everywhere=True)
             continue
         if node.effects and not node.regions:
-            raise NotImplementedError(
-                f"{Occurrence((), node)} gives results and stands in a loop or a branch: to "
-                "differentiate that, it would have to run once more. Call it outside, and pass "
-                "the results in, or "
-                "let a numpy_function that is pure say so (stateful=False)"
-            )
+            raise would_run_again(node)
         if node.effects:
             silence(node, depth)

@@ -15,7 +15,13 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import graph_of
-from tracegrad.tape.cotangents import BATCH_JACOBIAN, GRADIENT, JACOBIAN, SPARSE_GRADIENT, Kind
+from tracegrad.tape.cotangents import (
+    BATCH_JACOBIAN,
+    GRADIENT,
+    JACOBIAN,
+    SPARSE_GRADIENT,
+    Derivative,
+)
 from tracegrad.tape.leaves import (
     UnconnectedGradients,
     are_arrays,
@@ -26,11 +32,9 @@ from tracegrad.tape.leaves import (
     require_arrays,
     require_batches,
 )
-from tracegrad.tape.module_state import before_calls
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
-from tracegrad.tape.sources import cotangents_of
-from tracegrad.tape.unwatched import warn_of_unwatched
+from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unwatched
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -357,7 +361,7 @@ class GradientTape(Recording):
         variables: Mapping[Variable, Any],
         sources: Any,
         unconnected: UnconnectedGradients,
-        kind: Kind,
+        kind: Derivative,
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.lookups import with_slices
-from tracegrad.differentiation.pull_back import Aggregation, running_sum, tree_sum
-from tracegrad.tape.backward import seeds_for, sum_of_known, trace_backward
-from tracegrad.tape.block import block_between
-from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Kind, cotangents
+from tracegrad.differentiation.pull_back import (
+    Aggregation,
+    running_sum,
+    sum_of_known,
+    tree_sum,
+)
+from tracegrad.tape.backward import seeds_for
+from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorders import not_overridden, recorder_around, recorder_here, with_stand_ins
-from tracegrad.tape.replay import replay_of
+from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
@@ -281,7 +283,7 @@ def _pull_back(
     record: Record,
     targets: Sequence[Any],
     sources: Sequence[Any],
-    kind: Kind,
+    kind: Derivative,
     seeds: Sequence[Any] = (),
     stops: Sequence[Any] = (),
     aggregate: Aggregation = running_sum,
@@ -292,31 +294,8 @@ def _pull_back(
     ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
     record.refuse_to_stop(stopped, ends[1])
     recorder = recorder_around()
-    if recorder is not None and recorder.is_top:
-        # Nothing is being traced: one compiled program is faster than its operations.
-        return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated)
-    block = block_between(record.operations(), record.types(), *ends)
-    places = [i for i, slot in enumerate(block.slots) if slot in stopped]
-    replay = replay_of(block, places)
-    arrays = [record.arrays[slot] for slot in block.slots]
-    arrays = with_stand_ins(arrays, [i in replay.slots for i in range(len(arrays))])
-    program, connected, _ = trace_backward(
-        block, stopped=places, aggregate=aggregate, gated=gated, replay=replay
-    )
-    if not any(connected):
-        return [None] * len(sources)
-
-    def backward(arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-        # Bound one by one, so that gradients of gradients find every operation.
-        if kind.sparse:
-            found = with_slices(program, [True] * len(sources))(*arrays, *seeds)
-        else:
-            found = _jax.eval_program(program, [*arrays, *seeds])
-        return [ct for ct, linked in zip(found, connected, strict=True) if linked]
-
-    with not_overridden():
-        results = iter(kind.run(backward, arrays, seeds, list(map(jax.typeof, targets))))
-    return [next(results) if linked else None for linked in connected]
+    inline = recorder is None or not recorder.is_top
+    return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated, inline)
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

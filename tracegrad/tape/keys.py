@@ -16,11 +16,18 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
+from tracegrad._jax.caches import Cache, of_program
 from tracegrad.ir import CustomGradient, Source
 from tracegrad.ir.importer import lone_node
 
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
+
+# The programs that were made for what runs operation by operation, for the next like it: of tapes,
+# of calls with overridden gradients, and what `explain` runs. By all that they depend on; the first
+# part of a key says what was made. They save all of a step but its last hundred microseconds:
+# without them each would trace and compile its backward pass, and a jitted call with overrides
+# would take 70 ms and not 1 ms.
+PROGRAMS: Cache[Any, Any] = Cache(1024)
 
 
 class Structure:
@@ -59,8 +66,9 @@ class _ById:
 
 
 @dataclass(frozen=True, eq=False)
-class Within:
-    """The rules in whose faces a program stands, each in the faces of the one before (see `_who`).
+class Enclosing:
+    """The rules in whose faces a program stands, each in the faces of the one before
+    (each as `_rule_identity` tells it).
 
     `known`: keys of rules in those, to be asked for once each.
     """
@@ -68,35 +76,35 @@ class Within:
     rules: tuple[Any, ...] = ()
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def faces_of(self, rule: Any) -> Within:
-        return Within((*self.rules, rule), self.known)
+    def faces_of(self, rule: Any) -> Enclosing:
+        return Enclosing((*self.rules, rule), self.known)
 
 
 # How a key is made: of a function as it runs, or as it is differentiated any number of times.
 AS_RUN = None
-EXACT = Within()
+EXACT = Enclosing()
 
 
-def params_key(params: Mapping[str, Any], within: Within | None = EXACT) -> Any:
+def params_key(params: Mapping[str, Any], enclosing: Enclosing | None = EXACT) -> Any:
     """A key equal for parameters that mean the same function.
 
-    `within`: `AS_RUN` for the function as it runs, not as it is differentiated: then of custom
+    `enclosing`: `AS_RUN` for the function as it runs, not as it is differentiated: then of custom
     rules in its programs just the primal counts.
     """
     if "bwd" in params:
-        made = _made_rule_key(params, within)
+        made = _made_rule_key(params, enclosing)
         if made is not None:
             return made
     names = tuple(sorted(params))
-    return names, _value_keys([params[name] for name in names], within)
+    return names, _value_keys([params[name] for name in names], enclosing)
 
 
-def program_key(program: Any, within: Within | None = EXACT) -> Structure:
+def program_key(program: Any, enclosing: Enclosing | None = EXACT) -> Structure:
     """A key equal for programs of the same operations on the same constants (by identity)."""
-    if within is AS_RUN:
+    if enclosing is AS_RUN:
         return _key_as_run(program)
-    if within.rules and has_rules(_jax.program_facts(program)):
-        return Structure(_parts(program, within))
+    if enclosing.rules and has_rules(_jax.program_facts(program)):
+        return Structure(_parts(program, enclosing))
     return _exact_key(program)
 
 
@@ -120,23 +128,23 @@ def rule_keys(node: CustomGradient) -> tuple[Any, Any]:
     Its rule is Python code, which a call may have made just now. What it says is in its faces: the
     programs that it traces to.
     """
-    who = _who(node.primitive, node.params)
-    within = AS_RUN, EXACT if who is None else Within().faces_of(who)
+    rule = _rule_identity(node.primitive, node.params)
+    enclosing = AS_RUN, EXACT if rule is None else Enclosing().faces_of(rule)
     if "bwd" in node.params:
-        made = [_made_rule_key(node.params, each) for each in within]
+        made = [_made_rule_key(node.params, each) for each in enclosing]
         if None not in made:
             return made[0], made[1]
     if node.params.get("symbolic_zeros"):
         # It may do another thing where only some inputs are differentiated.
         by_identity = node.primitive, params_key(node.params)
         return by_identity, by_identity
-    once, exact = (_faces_key(node, each) for each in within)
+    once, exact = (_faces_key(node, each) for each in enclosing)
     return once, exact
 
 
-def _faces_key(node: CustomGradient, within: Within | None) -> Structure:
+def _faces_key(node: CustomGradient, enclosing: Enclosing | None) -> Structure:
     programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
-    keys = [program_key(program, within) for program in programs]
+    keys = [program_key(program, enclosing) for program in programs]
     returned = node.returned if node.kind == "vjp" else None  # which the programs do not tell
     return Structure((node.primitive, node.closed_over, returned, *keys))
 
@@ -146,7 +154,7 @@ def _faces_key(node: CustomGradient, within: Within | None) -> Structure:
 _MOST_INNER = 16
 
 
-def _inner_rule_key(equation: Any, within: Within) -> Any:
+def _inner_rule_key(equation: Any, enclosing: Enclosing) -> Any:
     """That of a rule in the faces of others; None if what it does cannot be told from its faces.
 
     Its faces have their faces in turn, and often have the rule itself: a function calls itself in
@@ -154,26 +162,26 @@ def _inner_rule_key(equation: Any, within: Within) -> Any:
     """
     primitive, params = equation.primitive, equation.params
     try:
-        who = _who(primitive, params)
-        if who is None or params.get("symbolic_zeros"):
+        rule = _rule_identity(primitive, params)
+        if rule is None or params.get("symbolic_zeros"):
             return None
-        if who in within.rules:
-            return RULES, len(within.rules) - within.rules.index(who)
-        place = who, within.rules
-        if place not in within.known:
-            if len(within.known) >= _MOST_INNER:
+        if rule in enclosing.rules:
+            return RULES, len(enclosing.rules) - enclosing.rules.index(rule)
+        place = rule, enclosing.rules
+        if place not in enclosing.known:
+            if len(enclosing.known) >= _MOST_INNER:
                 return None
-            within.known[place] = None
+            enclosing.known[place] = None
             avals = [atom.aval for atom in equation.invars]
             node = lone_node(primitive, params, avals, Source(equation.source_info, equation.ctx))
             assert isinstance(node, CustomGradient)
-            within.known[place] = _faces_key(node, within.faces_of(who))
-        return within.known[place]
+            enclosing.known[place] = _faces_key(node, enclosing.faces_of(rule))
+        return enclosing.known[place]
     except Exception:  # whoever differentiates it is told; or something in it cannot be compared
         return None
 
 
-def _who(primitive: Any, params: Mapping[str, Any]) -> Any:
+def _rule_identity(primitive: Any, params: Mapping[str, Any]) -> Any:
     """What is equal only for rules of the same functions on operands of the same types; None for
     rules of which that is not known."""
     names = ("fwd_jaxpr_thunk", "bwd") if primitive is _jax.CUSTOM_VJP else ("jvp_jaxpr_fun",)
@@ -213,7 +221,7 @@ def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
     backward.made_of = parts  # type: ignore[attr-defined]
 
 
-def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
+def _made_of(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
     """What a rule in a program was made of, and what is around it; None if it was not told."""
     if "bwd" not in params:
         return None
@@ -226,22 +234,22 @@ def _told(params: Mapping[str, Any]) -> tuple[MadeOf, tuple[Any, ...]] | None:
 _TOLD = frozenset({"bwd", "fwd_jaxpr_thunk", "out_trees"})
 
 
-def _made_rule_key(params: Mapping[str, Any], within: Within | None) -> Structure | None:
+def _made_rule_key(params: Mapping[str, Any], enclosing: Enclosing | None) -> Structure | None:
     """A key equal for the parameters of rules made of the same: then their derivatives of every
     order are (as they run: the first is). None for rules of which it was not told."""
-    told = _told(params)
-    if told is None:
+    known = _made_of(params)
+    if known is None:
         return None
-    parts, around = told
-    programs = tuple([program_key(program, within) for program in parts.programs])
-    rest = [(name, _items_key(params[name], within)) for name in sorted(params.keys() - _TOLD)]
-    return Structure((MadeOf, programs, parts.settings, _items_key(around, within), tuple(rest)))
+    parts, around = known
+    programs = tuple([program_key(program, enclosing) for program in parts.programs])
+    rest = [(name, _items_key(params[name], enclosing)) for name in sorted(params.keys() - _TOLD)]
+    return Structure((MadeOf, programs, parts.settings, _items_key(around, enclosing), tuple(rest)))
 
 
-def _items_key(value: Any, within: Within | None) -> Any:
+def _items_key(value: Any, enclosing: Enclosing | None) -> Any:
     if isinstance(value, tuple | list):
-        return tuple([_items_key(item, within) for item in value])
-    (key,) = _value_keys([value], within)
+        return tuple([_items_key(item, enclosing) for item in value])
+    (key,) = _value_keys([value], enclosing)
     return key
 
 
@@ -251,18 +259,18 @@ def _items_key(value: Any, within: Within | None) -> Any:
 _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 
 
-def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]:
+def _value_keys(values: Iterable[Any], enclosing: Enclosing | None) -> tuple[Any, ...]:
     keys: list[Any] = []
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             keys.append((kind, value))  # 1, 1.0 and True are equal, but not the same parameter
         elif isinstance(value, _jax.PROGRAM_TYPES):
-            keys.append(program_key(value, within))
+            keys.append(program_key(value, enclosing))
         elif isinstance(value, tuple | list) and any(
             isinstance(item, _jax.PROGRAM_TYPES) for item in value
         ):
-            keys.append((kind, _value_keys(value, within)))
+            keys.append((kind, _value_keys(value, enclosing)))
         else:
             try:
                 hash(value)
@@ -273,7 +281,7 @@ def _value_keys(values: Iterable[Any], within: Within | None) -> tuple[Any, ...]
     return tuple(keys)
 
 
-def _parts(program: Any, within: Within | None) -> Any:
+def _parts(program: Any, enclosing: Enclosing | None) -> Any:
     open_form, constants = _jax.parts_of(program)
     numbers: dict[Any, int] = {}
 
@@ -293,11 +301,11 @@ def _parts(program: Any, within: Within | None) -> Any:
     for equation in open_form.eqns:
         params, key = equation.params, None
         if equation.primitive in RULES:
-            if within is None:
+            if enclosing is None:
                 params = {"call_jaxpr": params["call_jaxpr"]}
-            elif within.rules and _told(params) is None:
-                key = _inner_rule_key(equation, within)
-        key = params_key(params, within) if key is None else key
+            elif enclosing.rules and _made_of(params) is None:
+                key = _inner_rule_key(equation, enclosing)
+        key = params_key(params, enclosing) if key is None else key
         ins = tuple(map(read, equation.invars))
         # The settings under which it was made (mesh, compute type, random numbers) JAX has once.
         parts.append((equation.primitive, key, equation.ctx, ins, define(equation.outvars)))
@@ -338,13 +346,8 @@ def _is_from_jax(value: Any) -> bool:
     return bool(module.partition(".")[0] == "jax")
 
 
-def settings_now() -> tuple[Any, ...]:
-    """What of JAX's settings a function of JAX may read while it is traced."""
-    settings: tuple[Any, ...] = _settings(jax.config)
-    return settings
-
-
-_settings = operator.attrgetter(
+# What of JAX's settings a function of JAX may read while it is traced.
+jax_settings = operator.attrgetter(
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_numpy_dtype_promotion",

@@ -16,8 +16,7 @@ from tracegrad._jax.caches import of_program
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Source
 from tracegrad.ir.dependence import Masks, data_flow, enter, spread
 from tracegrad.ir.importer import lone_node
-from tracegrad.lowering import Lowering
-from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.lowering import evaluate_node
 from tracegrad.tape.keys import params_key
 
 
@@ -63,7 +62,7 @@ def lift_anew(
         for region in node.regions.values():
             _replace_constants(region, places, operands)
         try:
-            return evaluate_node(node, list(operands[count:]), Lowering())
+            return evaluate_node(node, list(operands[count:]))
         finally:
             node.let_go()
 
@@ -100,15 +99,18 @@ def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:
     def rule(node: Node, ins: Masks) -> Masks:
         is_jvp = isinstance(node, CustomGradient) and node.kind == "jvp"
         if is_jvp and any(ins[: node.params.get("num_consts", 0)]):
-            raise ValueError(
-                f"the custom derivative of {node.name} closes over an array that a tape watches: "
-                "its rule cannot tell the derivative with respect to it. Pass the array as an "
-                "argument"
-            )
+            raise closes_over_watched(node.name)
         entered = enter(node, ins, run)
         return data_flow(node, ins) if entered is None else entered[0]
 
     rule(node, [0] * len(node.inputs))
+
+
+def closes_over_watched(function: str) -> ValueError:
+    return ValueError(
+        f"the custom derivative of {function} closes over an array that a tape watches: its rule "
+        "cannot tell the derivative with respect to it. Pass the array as an argument"
+    )
 
 
 def _replace_constants(graph: Graph, places: Mapping[int, int], operands: Sequence[Any]) -> None:

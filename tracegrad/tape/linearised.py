@@ -19,21 +19,16 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.differentiation.pull_back import node_vjp
+from tracegrad.differentiation.pull_back import node_vjp, sum_of_known
 from tracegrad.ir import Graph, Node, Source, Value
 from tracegrad.ir.dependence import joined, of_each
-from tracegrad.ir.importer import import_program, lone_node, make_node
-from tracegrad.lowering import Lowering, evaluate, evaluate_node
-from tracegrad.rewriting.host_calls import (
-    TO_HOST,
-    end_gradients_at_host,
-    end_gradients_in,
-)
+from tracegrad.ir.importer import import_program, lone_node
+from tracegrad.lowering import evaluate, evaluate_node, read
+from tracegrad.rewriting.host_calls import TO_HOST, end_gradients_at_host, end_gradients_in
 from tracegrad.rewriting.ports import with_steps
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.effects import silence, silence_in
-from tracegrad.tape.keys import RULES, has_rules
-from tracegrad.tape.programs import PROGRAMS
+from tracegrad.tape.keys import PROGRAMS, RULES, has_rules
 
 # As many derivatives as are taken of one another get what they need from the forward pass; a
 # further one runs it again.
@@ -82,14 +77,9 @@ class Linearised(Computation):
         passes: Sequence[_Pass],
         graph: Graph,
     ):
-        """Args:
-        of: what it is the forward pass of.
-        active: the positions of the operands of which derivatives may be wanted.
-        types: of all operands.
-        orders: as many derivatives of one another were to be given without running it again.
-        key: which key of `of` tells it from others: that of one derivative, or of all.
-        passes, graph: from `_trace_orders`.
-        """
+        """`types`: of all operands; `orders`: as many derivatives of one another were to be given
+        without running it again; `key`: which key of `of` tells it from others, that of one
+        derivative or of all; `passes`, `graph`: from `_trace_orders`."""
         self.original = of
         self.active = active
         self._has_rules = of.primitive in RULES or has_rules(_jax.facts_below(of.params))
@@ -98,7 +88,7 @@ class Linearised(Computation):
         self.count = passes[0].count
 
         def forward(*args: Any) -> list[Any]:
-            return self.run_forward(args)
+            return self.run_forward(*args)
 
         forward.__name__ = forward.__qualname__ = str(of.params.get("name", of.primitive.name))
         self.forward: Callable[..., list[Any]] = jax.jit(forward)
@@ -115,9 +105,9 @@ class Linearised(Computation):
         is_whole = self.original.primitive is _jax.REMAT  # see `linked_inputs`
         return len(self._graph.outputs) if is_whole else self.count
 
-    def run_forward(self, operands: Sequence[Any]) -> list[Any]:
+    def run_forward(self, *operands: Any) -> list[Any]:
         """The forward pass, operation by operation: ``(*results, *saved)``."""
-        return evaluate(self._graph, operands, Lowering())
+        return evaluate(self._graph, operands)
 
     def pull_back(
         self,
@@ -138,7 +128,7 @@ class Linearised(Computation):
             for first, part in self._parts(cotangents)
             if any(ct is not None for ct in part)
         ]
-        return [_sum(each) for each in zip(*terms, strict=True)]
+        return list(map(sum_of_known, zip(*terms, strict=True)))
 
     def _parts(self, cotangents: Sequence[Any]) -> list[tuple[int, list[Any]]]:
         """Which order's backward pass takes which of the cotangents; None for the others.
@@ -172,15 +162,16 @@ class Linearised(Computation):
             found = dict(zip(self.active, self._pull_back(one, node, values, cotangents)))
             return [found[i] for i in active]
         if order == 0:  # an operand that nobody watched when it ran
-            plain, known = self.as_called(node, values)
-            return node_vjp(walk, _silent(plain), known, cotangents[: self.count], active)
-        return node_vjp(walk, _silent(node), values, cotangents, active)
+            node, values = self.as_called(node, values)
+            cotangents = cotangents[: self.count]
+        silence(node)  # it runs once more to be differentiated: its effects have happened
+        return node_vjp(walk, node, values, cotangents, active)
 
     def _pull_back(
         self, one: _Pass, node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
-        every = [values[v] for v in (*node.inputs, *node.outputs) if isinstance(v, Value)]
-        residuals = [every[place] for place in one.residuals]
+        every = (*node.inputs, *node.outputs)
+        residuals = read([every[place] for place in one.residuals], values)
         results = zip(node.outputs[: one.count], cotangents)
         flowing = [ct for value, ct in results if _jax.has_gradient(value.aval)]
         given = joined(1 << i for i, ct in enumerate(flowing) if ct is not None)
@@ -192,26 +183,14 @@ class Linearised(Computation):
 
     def as_called(self, node: Node, values: Mapping[Value, Any]) -> tuple[Node, dict[Value, Any]]:
         """The node of the operation itself in the place of its forward pass, with its values."""
-        assert node.source is not None
-        graph = Graph(node.name)
-        inputs = tuple(graph.add_input(value.aval) for value in node.inputs)
-        of = self.original
-        plain = make_node(of.primitive, of.params, inputs, node.source, (), {})
-        end_gradients_at_host(plain)
-        graph.append(plain, [value.aval for value in node.outputs[: self.count]])
-        given = [values[v] for v in node.inputs if isinstance(v, Value)]
-        return plain, dict(zip(inputs, given, strict=True))
-
-
-def _sum(terms: Sequence[Any]) -> Any:
-    known = [term for term in terms if term is not None]
-    return sum(known[1:], known[0]) if known else None
-
-
-def _silent(node: Node) -> Node:
-    """A node that is run once more to differentiate it: its effects have happened."""
-    silence(node)
-    return node
+        of, source = self.original, node.source
+        assert source is not None
+        types = [value.aval for value in node.inputs]
+        results = [value.aval for value in node.outputs[: self.count]]
+        called = lone_node(of.primitive, of.params, types, source, results)
+        end_gradients_at_host(called)
+        known = zip(called.inputs, read(node.inputs, values), strict=True)
+        return called, {v: x for v, x in known if isinstance(v, Value)}
 
 
 def linearised(
@@ -277,7 +256,7 @@ def _trace_orders(
             end_gradients_in(graph)
 
         def run(operands: Sequence[Any], graph: Graph = graph) -> list[Any]:
-            return evaluate(graph, operands, Lowering())
+            return evaluate(graph, operands)
 
     return passes, graph
 
@@ -292,7 +271,7 @@ def _as_run(
     end_gradients_at_host(node)
 
     def run(operands: Sequence[Any]) -> list[Any]:
-        return evaluate_node(node, list(operands), Lowering())
+        return evaluate_node(node, list(operands))
 
     called = import_program(jax.make_jaxpr(lambda *operands: run(operands))(*types))
     if not of.has_effects:
@@ -301,7 +280,7 @@ def _as_run(
 
     def run_in_loops(operands: Sequence[Any]) -> list[Any]:
         further = [jnp.zeros(step.shape, step.dtype) for step in steps]
-        return evaluate(in_loops, [*operands, *further], Lowering())
+        return evaluate(in_loops, [*operands, *further])
 
     return run_in_loops, called
 
@@ -374,7 +353,7 @@ def _trace(
             silence_in(before)
 
         def transpose(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            needs = evaluate(before, saved, Lowering())
+            needs = evaluate(before, saved)
             return jax.tree.unflatten(transposes[-1], needs)(cotangents)
 
         return jax.make_jaxpr(transpose)(saved_types, [open_form.outvars[i].aval for i in chosen])

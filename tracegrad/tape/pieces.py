@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.differentiation.pull_back import Aggregation
-from tracegrad.tape.backward import sum_of_known
+from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.tape.block import Operation, on_the_way
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import is_on_values

@@ -1,22 +1,27 @@
 """What a tape remembers: the arrays of what touched something watched, and how they came about.
 
-Arrays are told apart by identity, and numbered by slots; the structure of the record is a path of
-steps that it shares with other records (see `structure`).
+Arrays are told apart by identity, and numbered by slots.
+
+The structure of a record is a path in a tree that all records share: each operation is one step on
+it, told by what it computes and the slots of its operands. Records of one structure go the same way
+and end at the same step, so that the last step says all about a record but the values, and what was
+made for one (its compiled backward) is found there for the next without looking at an operation
+again.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.tape.block import Operation, on_the_way
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, when_forgetting
 from tracegrad.tape.rules_on_values import Rule
-from tracegrad.tape.structure import Step, root
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
 
@@ -54,7 +59,7 @@ class Record:
         self.arrays: list[Any] = []  # by slot
         self.slots: dict[int, int] = {}  # by identity
         self.tracked: Any = set()  # identities
-        self.step: Step = root()
+        self.step = _root  # where every record begins
         self.steps: list[Step] = []
         self.source_infos: list[Any] = []  # of each step
         self.rules: dict[int, Rule] = {}  # on values, by the slot of the first result
@@ -231,7 +236,7 @@ class Record:
         self.reads.clear()
         self.steps.clear()
         self.source_infos.clear()
-        self.step = root()
+        self.step = _root
 
     # ------------------------------------------------------------------------------ what it has
 
@@ -247,3 +252,60 @@ class Record:
             for step, info in pairs
             if step.computation is not None
         ]
+
+
+# ------------------------------------------------------------------------------------- structure
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One operation of a structure, or (without a computation) an array that is followed from then
+    on.
+
+    Arrays are numbered by slots, in the order in which a record meets them: first the operands of
+    a step that are new, then its results.
+    """
+
+    computation: Computation | None
+    args: tuple[int, ...]
+    results: tuple[int, ...]
+    types: tuple[Any, ...]  # of the new operands and of the results
+    is_shared: bool
+    live: tuple[bool, ...] = ()  # for each result, whether it has a gradient: an integer ends it
+    next: dict[Any, Step] = field(default_factory=dict)
+    # What was compiled for records that end here, as long as others hold it.
+    programs: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        of_results = self.types[len(self.types) - len(self.results) :]
+        self.live = tuple(map(_jax.has_gradient, of_results))
+
+    def after(self, key: Any, step: Step) -> Step:
+        """Makes a step that follows this one, unless another thread was faster."""
+        if step.is_shared:
+            step = self.next.setdefault(key, step)
+            _count_step()
+        return step
+
+
+# A tree that would grow for ever (a loop whose structure is another at each turn) is left to the
+# records that are on it, and a new one begun.
+_LIMIT = 1 << 15
+_root = Step(None, (), (), (), is_shared=True)
+_steps = 0
+
+
+def _count_step() -> None:
+    global _steps
+    _steps += 1
+    if _steps > _LIMIT:
+        begin_anew()
+
+
+def begin_anew() -> None:
+    """Forgets all structures but those of the records that are on their way."""
+    global _root, _steps
+    _root, _steps = Step(None, (), (), (), is_shared=True), 0
+
+
+when_forgetting(begin_anew)  # structures hold computations

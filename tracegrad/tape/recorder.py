@@ -8,7 +8,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
     Computation,
+    JaxRuleCall,
     JittedCall,
     computation_of,
+    jax_rule_key,
     jitted_call,
     new_jitted_call,
     own_computation,
@@ -28,15 +30,14 @@ from tracegrad.tape.computations import (
 )
 from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import reads_the_host
-from tracegrad.tape.lifting import lift
-from tracegrad.tape.own_rules import OwnRule, own_rule_key
-from tracegrad.tape.programs import PROGRAMS
+from tracegrad.tape.keys import PROGRAMS
+from tracegrad.tape.lifting import closes_over_watched, lift
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import ON_VALUES, Rule
 from tracegrad.tape.running import PLAIN, Running, are_plain, refuse_references
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
-from tracegrad.variables.overriding import OverridingTrace
+from tracegrad.variables.overriding import Instead, OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
@@ -80,11 +81,8 @@ class Recorder(Running):
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         if self._overriding is not None:
-            with set_current_trace(self.parent_trace):
-                instead = self._overriding.instead(primitive, params, args)
-            if instead is not None:
-                with set_current_trace(self):
-                    results = instead(*args)
+            results = self._run_instead(self._overriding.instead, args, primitive, params, args)
+            if results is not None:
                 return results if primitive.multiple_results else results[0]
         # Called for every operation: what costs a microsecond here counts.
         if primitive is _JIT:
@@ -105,6 +103,17 @@ class Recorder(Running):
         if computation.run is None or not self.is_top or computation.saves:
             return self._process(computation, args, primitive, args, params)
         return self._run_compiled(computation, primitive, args)
+
+    def _run_instead(
+        self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
+    ) -> list[Any] | None:
+        """The results of what runs in the place of an operation; None if that itself runs."""
+        with set_current_trace(self.parent_trace):
+            instead = ask(*of)
+        if instead is None:
+            return None
+        with set_current_trace(self):
+            return instead(*args)
 
     def _run_compiled(self, computation: Computation, primitive: Any, args: Sequence[Any]) -> Any:
         """Runs a compiled operation and records it: its results are new arrays, and there is
@@ -146,14 +155,13 @@ class Recorder(Running):
         tell_of_assigned(operands)
         try:
             with set_current_trace(self.parent_trace):
-                told = form(*args, **kwargs)
+                found = form(*args, **kwargs)
         except NotDirect:
             forms[active] = NotDirect
             return None
-        origin, results = told.origin, told.results
-        origin.computation.is_used = True
-        record.add(origin.computation, operands, results, current_source_info())
-        return jax.tree.unflatten(origin.tree, results[: origin.count])
+        found.computation.is_used = True
+        record.add(found.computation, operands, found.arrays, current_source_info())
+        return jax.tree.unflatten(found.tree, found.arrays[: found.tree.num_leaves])
 
     def _process_closure(
         self, call: JittedCall, args: Sequence[Any], params: dict[str, Any]
@@ -199,14 +207,24 @@ class Recorder(Running):
                 break
         if computation.has_effects and primitive is _JIT and reads_the_host(params):
             return self._run_program(params["jaxpr"], args)
-        if computation.saves:
-            results = self.run_and_save(computation, operands, watching)
-            if results is not None:
-                return results if primitive.multiple_results else results[0]
-        out = self.run(computation, operands, primitive, args, params)
-        results = out if primitive.multiple_results else [out]
-        refuse_references(primitive, results)
-        results = self.record(computation, operands, results, watching)
+        return self._run_watched(computation, operands, primitive, args, params, watching)
+
+    def _run_watched(
+        self,
+        computation: Computation,
+        operands: Sequence[Any],
+        primitive: Any,
+        args: Sequence[Any],
+        params: dict[str, Any],
+        watching: Sequence[Record],
+    ) -> Any:
+        """The same of an operation that records track, on operands that they can hold."""
+        results = self.run_and_save(computation, operands, watching)
+        if results is None:
+            out = self.run(computation, operands, primitive, args, params)
+            results = out if primitive.multiple_results else [out]
+            refuse_references(primitive, results)
+            results = self.record(computation, operands, results, watching)
         return results if primitive.multiple_results else results[0]
 
     # ---------------------------------------------------------------------------- rules on values
@@ -269,16 +287,7 @@ class Recorder(Running):
                 computation = Computation(*computed, is_shared=False)
             else:
                 computation = computation_of(*computed)
-        if computation.saves:
-            found = self.run_and_save(computation, operands, watching)
-            if found is not None:
-                return found if primitive.multiple_results else found[0]
-        with set_current_trace(self.parent_trace):
-            out = primitive.bind(*args, **params)
-        results = list(out) if primitive.multiple_results else [out]
-        refuse_references(primitive, results)
-        results = self.record(computation, operands, results, watching)
-        return results if primitive.multiple_results else results[0]
+        return self._run_watched(computation, operands, primitive, args, params, watching)
 
     def sees(self, args: Sequence[Any]) -> bool:
         return bool(self.records)  # it may read a Variable
@@ -297,16 +306,15 @@ class Recorder(Running):
         """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
         it closes over shows as operands."""
         if self._overriding is not None:
-            with set_current_trace(self.parent_trace):
-                instead = self._overriding.rule_instead(primitive, subfuns, params, args)
-            if instead is not None:
-                with set_current_trace(self):
-                    return instead(*args)
+            ask = self._overriding.rule_instead
+            results = self._run_instead(ask, args, primitive, subfuns, params, args)
+            if results is not None:
+                return results
         if not self.records:
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         fun, rule = subfuns[:2]
-        key = own_rule_key(primitive, subfuns, args, params)
+        key = jax_rule_key(primitive, subfuns, args, params)
         known = None if key is None else PROGRAMS.get(key)
         if known is not None:
             _jax.leave_result_trees(fun, known.result_trees)
@@ -319,7 +327,7 @@ class Recorder(Running):
                 program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
                     *args
                 )
-            known = OwnRule(program, _jax.result_trees(fun))
+            known = JaxRuleCall(program, _jax.result_trees(fun))
             # What it closes over would be that of the first call only.
             if key is not None and not _jax.constants_of(program):
                 PROGRAMS.put(key, known)
@@ -358,18 +366,13 @@ class Recorder(Running):
                 return _jax.bind(primitive, args, params)
         constants = int(params.get("num_consts", 0))
         if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
-            raise ValueError(
-                f"the custom derivative of {_jax.function_of(params['call_jaxpr']).name} closes "
-                "over an array that a tape watches: its rule cannot tell the derivative with "
-                "respect to it. Pass the array as an argument"
-            )
+            raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
         args = self.own_operands(primitive, args)
         known = None if is_new else rule_computation(primitive, params, constants)
         computation = known or own_computation(equation)
-        if computation.saves:
-            found = self.run_and_save(computation, args, watching)
-            if found is not None:
-                return found
+        found = self.run_and_save(computation, args, watching)
+        if found is not None:
+            return found
         with set_current_trace(self.parent_trace):
             results = _jax.bind(primitive, args, params)
         return self.record(computation, args, results, watching)

@@ -59,13 +59,8 @@ class Running(ForwardingTrace):
             return None
         if rules_in_force() or not all(record.keeps_operations for record in watching):
             return None
-        active = tuple(
-            [
-                i
-                for i, operand in enumerate(operands)
-                if any(r.tracks((operand,)) for r in watching) and _jax.has_gradient(operand)
-            ]
-        )
+        flowing = [i for i, operand in enumerate(operands) if _jax.has_gradient(operand)]
+        active = tuple([i for i in flowing if any(r.tracks((operands[i],)) for r in watching)])
         if not active:
             return None
         # What a further derivative needs is dropped by XLA if nobody takes it; here it would be
@@ -84,10 +79,8 @@ class Running(ForwardingTrace):
             )
             if forward is None:
                 return None
-            if self.is_top:
-                results = forward.forward(*operands)
-            else:
-                results = forward.run_forward(operands)
+            run = forward.forward if self.is_top else forward.run_forward
+            results = run(*operands)
         if not (self.is_top and is_jit):
             results = self.own_results(operands, results)
         info = current_source_info()

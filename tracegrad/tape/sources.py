@@ -1,15 +1,23 @@
-"""What a record answers for sources: arrays, and Variables, each of which is all its reads."""
+"""What a record answers for sources: arrays, Variables, and what modules of flax.nnx have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
-from tracegrad.tape.backward import sum_of_known
-from tracegrad.tape.cotangents import Kind, cotangents
+from tracegrad._jax.caches import of_program
+from tracegrad.differentiation.pull_back import sum_of_known
+from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.wording import listed
+from tracegrad.tape.cotangents import Derivative, cotangents
+from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.record import Record
+from tracegrad.variables.leaves import Leaf, leaves_of
+from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
 
 
@@ -18,7 +26,7 @@ def cotangents_of(
     sources: Sequence[Any],
     targets: Sequence[Any],
     variables: Mapping[Variable, Any],
-    kind: Kind,
+    kind: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
     """The cotangents of sources; None for one that nothing connects to a target.
@@ -54,7 +62,7 @@ def _of_arrays(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
-    kind: Kind,
+    kind: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
     tracked = record.tracked
@@ -75,3 +83,110 @@ def _of_arrays(
         return found
     by_source = dict(zip(from_sources, found, strict=True))
     return [by_source.get(id(source)) for source in sources]
+
+
+# ------------------------------------------------------------------------- the state of nnx modules
+
+# A transformed function that is given a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`) gives all
+# of its state back, what it has not changed too: the module has other arrays after the call, and is
+# what it was. So its gradient is that of the arrays which it had before.
+
+
+def before_calls(record: Record, sources: Any) -> dict[int, Any]:
+    """For each array of a module that was handed on, by its identity, the one that it was before.
+
+    `sources`: a tree, in which that of a module is told from other arrays.
+    """
+    if nnx() is None:
+        return {}
+    came_from = dict(_handed_on(record))
+    if not came_from:
+        return {}
+
+    def before(slot: int) -> int:
+        while slot in came_from:
+            slot = came_from[slot]
+        return slot
+
+    arrays = jax.tree.leaves(sources)
+    return {
+        id(array): record.arrays[before(record.slots[id(array)])]
+        for array, leaf in zip(arrays, leaves_of(sources), strict=True)
+        if leaf.is_module_state and record.slots.get(id(array)) in came_from
+    }
+
+
+def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
+    """The slots of what functions have handed on, and of what each of these is."""
+    for operation in record.operations():
+        computation = operation.computation
+        if isinstance(computation, Linearised):
+            computation = computation.original
+        for place, at in _places_of(computation).items():
+            yield operation.results[place], operation.args[at]
+
+
+def _places_of(call: Any) -> Mapping[int, int]:
+    """Which results of an operation or equation are which of its operands, if it calls a program
+    with them (loops and branches JAX itself does not let hand on what they do not change)."""
+    if call.primitive not in _CALLS:
+        return {}
+    ((_, program),) = _jax.sub_programs(call.params)
+    return _places(program)
+
+
+_CALLS = frozenset({_jax.JIT, _jax.REMAT, _jax.CUSTOM_JVP, _jax.CUSTOM_VJP})
+
+
+@of_program
+def _places(program: Any) -> Mapping[int, int]:
+    """Which results of a program are which of its operands."""
+    open_form = _jax.opened(program)
+    at = {variable: place for place, variable in enumerate(open_form.invars)}
+    for equation in open_form.eqns:
+        for place, inner in _places_of(equation).items():
+            operand = equation.invars[inner]
+            if not hasattr(operand, "val") and operand in at:
+                at[equation.outvars[place]] = at[operand]
+    return {
+        place: at[atom]
+        for place, atom in enumerate(open_form.outvars)
+        if not hasattr(atom, "val") and atom in at
+    }
+
+
+# -------------------------------------------------------------------------------- what is unwatched
+
+
+def warn_of_unwatched(
+    record: Record, arrays: Sequence[Any], leaves: Sequence[Leaf], found: Sequence[Any]
+) -> None:
+    """Warns, at the user's line, of the sources whose gradients are None for want of a `watch`.
+
+    Not of what is left out on purpose: Variables, which say themselves whether they are watched;
+    what is used while the tape does not record; and what modules do not train.
+    """
+    names = [
+        f"sources.{leaf.name}" if leaf.name else "the source"
+        for array, leaf, gradient in zip(arrays, leaves, found, strict=True)
+        if gradient is None and _is_unwatched(record, array, leaf)
+    ]
+    if not names:
+        return
+    told, them, they_were = f"gradients of {listed(names, 3)} are", "them", "they were"
+    if len(names) == 1:
+        told, them, they_were = f"gradient of {names[0]} is", "it", "it was"
+    warn_where_called(
+        f"the {told} None, since the tape did not watch {them} when {they_were} used: call "
+        "tape.watch, with the arrays or with the model that they are in, in the tape's block and "
+        "before that",
+        UserWarning,
+    )
+
+
+def _is_unwatched(record: Record, array: Any, leaf: Leaf) -> bool:
+    if not isinstance(array, jax.Array) or not _jax.has_gradient(array):
+        return False
+    if leaf.is_module_state:  # a jitted function that was not followed may have given it back
+        return leaf.is_trained and id(array) not in record.tracked
+    return record.was_used_unfollowed(array)

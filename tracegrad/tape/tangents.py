@@ -13,10 +13,10 @@ from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, Source
 from tracegrad.ir.dependence import joined
-from tracegrad.ir.importer import make_node
+from tracegrad.ir.importer import lone_node
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.programs import PROGRAMS
+from tracegrad.tape.keys import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
 
@@ -193,14 +193,11 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
 
 def _graph_of(operation: _Ran) -> Graph:
     """One operation as a graph of its own; each operand is an input."""
-    computation = operation.computation
-    graph = Graph(computation.primitive.name)
-    inputs = tuple(graph.add_input(jax.typeof(arg)) for arg in operation.args)
-    source = Source(operation.source_info, None)
-    node = make_node(computation.primitive, computation.params, inputs, source, (), {})
-    if computation.hands_to_host:
+    of, source = operation.computation, Source(operation.source_info, None)
+    args, results = (list(map(jax.typeof, each)) for each in (operation.args, operation.results))
+    node = lone_node(of.primitive, of.params, args, source, results)
+    if of.hands_to_host:
         end_gradients_at_host(node)
-    graph.append(node, [jax.typeof(result) for result in operation.results])
-    for value in node.outputs:
-        graph.add_output(value)
-    return graph
+    assert node.graph is not None
+    node.graph.add_outputs(node.outputs)
+    return node.graph

@@ -7,7 +7,7 @@ does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -54,67 +54,54 @@ def backward_cure(
         return f"eps inside: `jnp.{op}(x + eps)`, or " + _DOUBLE_WHERE
     if op in operations.EXPONENTIALS:
         return _overflow(users)
-    if op in ("div", "integer_pow", "reciprocal"):
-        return "the divisor is (close to) zero: " + _DOUBLE_WHERE
-    if op in operations.INVERSES:
-        return (
-            f"the derivative of {op} is infinite at the end of its domain: clip the argument a "
-            "little inside, `jnp.clip(x, -1 + eps, 1 - eps)`"
-        )
-    if op == "atan2":
-        return "atan2(0, 0) has no derivative: " + _DOUBLE_WHERE
-    if op in ("eigh", "eig", "svd", "qr"):
-        return (
-            "equal eigenvalues (singular values) have no derivative of their vectors: use the "
-            "values alone, or add a small distinct diagonal"
-        )
-    if op in ("cholesky", "lu", "triangular_solve", "custom_linear_solve"):
-        return "the matrix is singular: add `eps * jnp.eye(n)`"
-    if op in ("mul", "dot_general"):
-        return (
-            "an operand is not finite (or the product overflows): see what made it; where a "
-            "`where` masks it, " + _DOUBLE_WHERE
-        )
+    if op in _BACKWARD:
+        return _BACKWARD[op].format(op=op)
     return _DOUBLE_WHERE if masked and not np.isfinite(first) else ""
 
 
-def forward_cure(op: str, operands: Sequence[str], users: Sequence[str]) -> str:
-    """The cure for an operation that made a NaN or Inf of finite numbers.
+def forward_cure(op: str, users: Sequence[str]) -> str:
+    """The cure for an operation that made a NaN or Inf of finite numbers, by its name; `users`: the
+    operations that use its result."""
+    return _overflow(users) if op in operations.EXPONENTIALS else _FORWARD.get(op, "").format(op=op)
 
-    Args:
-      op: the operation's name.
-      operands: the operations that made its operands.
-      users: the operations that use its result.
-    """
-    if op in operations.EXPONENTIALS:
-        return _overflow(users)
-    if op in operations.LOGARITHMS:
-        return (
-            "the argument is not positive: `jnp.log1p(x)` for log(1 + x), `jax.nn.log_softmax` for "
-            f"the log of a softmax, `jnp.{op}(x + eps)`, or " + _DOUBLE_WHERE
-        )
-    if op == "log1p":
-        return "the argument is not above -1: clip it, or " + _DOUBLE_WHERE
-    if op in ("sqrt", "rsqrt", "pow"):
-        return "the argument is negative (or zero): `jnp.maximum(x, eps)` inside"
-    if op in ("div", "rem", "integer_pow"):
-        return "the divisor is zero: add eps to it, or " + _DOUBLE_WHERE
-    if op == "sub":
-        return (
-            "inf - inf: in a softmax over a row that is masked as a whole, use a large negative "
-            "number for -inf, or leave such rows out by `where`"
-        )
-    if op in ("mul", "dot_general", "reduce_sum", "add", "cumsum", "cumprod", "reduce_prod"):
-        return (
-            "the numbers overflow (or an Inf meets a zero): normalise, or compute with logarithms"
-        )
-    if op in operations.INVERSES:
-        return "the argument is outside of the domain: clip it"
-    if op in ("cholesky", "eigh", "svd", "lu"):
-        return "the matrix is not (positive) definite: add `eps * jnp.eye(n)`"
-    if op == "convert_element_type":
-        return "the number does not fit the smaller dtype: scale it, or use bfloat16 or float32"
-    return ""
+
+def _by_name(cures: Mapping[str, str]) -> dict[str, str]:
+    """For each operation of several that are named together their cure."""
+    return {op: cure for ops, cure in cures.items() for op in ops.split()}
+
+
+_BACKWARD = _by_name(
+    {
+        "div integer_pow reciprocal": "the divisor is (close to) zero: " + _DOUBLE_WHERE,
+        " ".join(operations.INVERSES): "the derivative of {op} is infinite at the end of its "
+        "domain: clip the argument a little inside, `jnp.clip(x, -1 + eps, 1 - eps)`",
+        "atan2": "atan2(0, 0) has no derivative: " + _DOUBLE_WHERE,
+        "eigh eig svd qr": "equal eigenvalues (singular values) have no derivative of their "
+        "vectors: use the values alone, or add a small distinct diagonal",
+        "cholesky lu triangular_solve custom_linear_solve": "the matrix is singular: add "
+        "`eps * jnp.eye(n)`",
+        "mul dot_general": "an operand is not finite (or the product overflows): see what made "
+        "it; where a `where` masks it, " + _DOUBLE_WHERE,
+    }
+)
+_FORWARD = _by_name(
+    {
+        " ".join(operations.LOGARITHMS): "the argument is not positive: `jnp.log1p(x)` for "
+        "log(1 + x), `jax.nn.log_softmax` for the log of a softmax, `jnp.{op}(x + eps)`, or "
+        + _DOUBLE_WHERE,
+        "log1p": "the argument is not above -1: clip it, or " + _DOUBLE_WHERE,
+        "sqrt rsqrt pow": "the argument is negative (or zero): `jnp.maximum(x, eps)` inside",
+        "div rem integer_pow": "the divisor is zero: add eps to it, or " + _DOUBLE_WHERE,
+        "sub": "inf - inf: in a softmax over a row that is masked as a whole, use a large negative "
+        "number for -inf, or leave such rows out by `where`",
+        "mul dot_general reduce_sum add cumsum cumprod reduce_prod": "the numbers overflow (or an "
+        "Inf meets a zero): normalise, or compute with logarithms",
+        " ".join(operations.INVERSES): "the argument is outside of the domain: clip it",
+        "cholesky eigh svd lu": "the matrix is not (positive) definite: add `eps * jnp.eye(n)`",
+        "convert_element_type": "the number does not fit the smaller dtype: scale it, or use "
+        "bfloat16 or float32",
+    }
+)
 
 
 def _overflow(users: Sequence[str]) -> str:

@@ -16,12 +16,12 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.authors import code_of_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient
+from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import line_of_error
 

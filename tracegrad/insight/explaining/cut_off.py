@@ -16,6 +16,7 @@ from tracegrad.insight.explanation import Finding
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, Value, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
+from tracegrad.ir.wording import listed
 from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
@@ -73,7 +74,7 @@ def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
     if not others:
         return ""
     verb = "cuts" if len(others) == 1 else "cut"
-    return f"; on the same way {verb} {_listed(others)}, too: a gradient needs all of them gone"
+    return f"; on the same way {verb} {listed(others, 3)}, too: a gradient needs all of them gone"
 
 
 def _elsewhere(ways: Sequence[CutsOnWay]) -> str:
@@ -84,13 +85,7 @@ def _elsewhere(ways: Sequence[CutsOnWay]) -> str:
     if len(ways) == MOST_WAYS - 1:
         count = f"{len(ways)} or more other ways are"
     places = list(dict.fromkeys(place for cuts in ways for place in map(_place, cuts)))
-    return f"; {count} cut as well: {_listed(places)}"
-
-
-def _listed(places: Sequence[str]) -> str:
-    more = [f"{len(places) - 3} more"] if len(places) > 3 else []
-    *first, last = [*places[:3], *more]
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"; {count} cut as well: {listed(places, 3)}"
 
 
 def _cause_of_cut(cut: Cut) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
-from tracegrad.insight.explaining.authors import is_jaxs_rule
-from tracegrad.insight.explaining.compiled import compile_pass
 from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
+from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
@@ -24,8 +27,14 @@ from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, N
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
-from tracegrad.tape.keys import AS_RUN, program_key, rule_keys
-from tracegrad.tape.programs import PROGRAMS
+from tracegrad.ir.authors import is_jaxs_rule
+from tracegrad.tape.keys import AS_RUN, PROGRAMS, program_key, rule_keys
+
+# It runs once or a few times, and compiling is most of what it costs.
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+# Of the inputs of a graph and the cotangents of its outputs (or None) what was observed in it.
+Look = Callable[[Sequence[Any], Sequence[Any]], Observed]
 
 
 def explain_graph(
@@ -129,8 +138,43 @@ def _measure(
 ) -> Observed:
     seeded = tuple(seed is not None for seed in seeds)
     key = tuple(sources), seeded, close
-    look = known.or_made(key, lambda: compile_pass(program, sources, close))
+    look = known.or_made(key, lambda: _compile_pass(program, sources, close))
     return look(list(inputs), list(seeds)).in_graph(program)
+
+
+def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
+    """One compiled program for the passes.
+
+    Statistics of one shape leave it as one array: there are some thousand, and each array costs
+    more than the numbers in it.
+    """
+    measured = MeasuredPass(graph, sources, close)
+    # It is remembered, and holds what it finds while it runs or is traced. (What runs may explain.)
+    one_at_a_time = threading.RLock()
+
+    @functools.partial(jax.jit, compiler_options=_QUICK)
+    def stacked(args: Sequence[Any], seeds: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+        found = measured.run(args, seeds)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, stat in found.items():
+            alike.setdefault(stat.shape, []).append(number)
+        return {tuple(group): jnp.stack([found[n] for n in group]) for group in alike.values()}
+
+    def look(args: Sequence[Any], seeds: Sequence[Any]) -> Observed:
+        with one_at_a_time:
+            if close:
+                # Operation by operation: as one program it would be the largest of all, for a
+                # single run.
+                measured.lines.clear()
+                found = jax.device_get(measured.run(args, seeds))
+            else:
+                stacks = jax.device_get(stacked(args, seeds)).items()
+                found = {n: stat for group, stack in stacks for n, stat in zip(group, stack)}
+            keys = measured.keys
+            stats = {keys[number]: stat for number, stat in found.items()}
+            return Observed(graph, stats, dict(measured.refused), dict(measured.lines))
+
+    return look
 
 
 def _looks_bad(observed: Observed) -> bool:

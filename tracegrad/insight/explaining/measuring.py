@@ -25,7 +25,6 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
-from tracegrad.insight.explaining.authors import may_change
 from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
 from tracegrad.insight.explaining.observed import Key
 from tracegrad.insight.explaining.statistics import edge, exact, norms, units
@@ -39,6 +38,7 @@ from tracegrad.insight.explaining.visits import (
     zeros_of,
 )
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
+from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 

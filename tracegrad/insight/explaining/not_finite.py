@@ -120,7 +120,7 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
         words,
         touched,
         origin=found.origin,
-        cure=forward_cure(found.node.op, makers(observed, place), users(place)),
+        cure=forward_cure(found.node.op, users(place)),
         operation=found.node.op,
         step=place.step,
     )
