@@ -88,17 +88,10 @@ class Body:
         self.adopt(node, avals)
 
     def fill(
-        self,
-        nodes: Iterable[Node],
-        outputs: Iterable[Value | Literal] = (),
-        program: Any = None,
-        *,
-        closes_over: bool = False,
+        self, nodes: Iterable[Node], outputs: Sequence[Any], program: Any, closes_over: bool
     ) -> None:
-        """Gives a new graph all of its nodes, which it has adopted, and its outputs.
-
-        `program`: what it was imported from; with that it is clean.
-        """
+        """Gives a new graph its nodes, adopted before, and its outputs; with the program that it
+        was imported from it is clean."""
         self._set_nodes(nodes)
         self._outputs = tuple(outputs)
         self._program = program

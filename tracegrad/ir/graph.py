@@ -203,7 +203,7 @@ class Graph(Body):
         values: dict[Value, Value | Literal] = dict(zip(self._inputs, inputs, strict=True))
         nodes = new._splice(self, values)
         outputs = [values[v] if isinstance(v, Value) else v for v in self._outputs]
-        new.fill(nodes, outputs, self._program, closes_over=self.closes_over)
+        new.fill(nodes, outputs, self._program, self.closes_over)
         copies = dict(zip(self.nodes, new.nodes, strict=True))
         new._copies.update(copies)
         new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)

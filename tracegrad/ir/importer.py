@@ -81,7 +81,7 @@ def import_program(
     outputs = [
         Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars
     ]
-    graph.fill(nodes, outputs, program, closes_over=closes_over)
+    graph.fill(nodes, outputs, program, closes_over)
     return graph
 
 

@@ -139,7 +139,7 @@ def graph_of(
         graph.adopt(node, [types[slot] for slot in results])
         nodes.append(node)
         values.update(zip(results, node.outputs, strict=True))
-    graph.fill(nodes)
+    graph.fill(nodes, (), None, False)
     return graph, values, saving
 
 
