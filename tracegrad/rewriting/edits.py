@@ -89,8 +89,7 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
 
 def refuse_differentiated(match: Occurrence, rule: object) -> None:
     """Raises GraphError for what JAX has differentiated, naming where."""
-    steps = [node for node, _ in match.path] + [match.node]
-    for node in steps:
+    for node in match.steps:
         if "jvp" in scopes.transformations(scopes.around(node)):
             raise GraphError(
                 f"{rule!r}: {match} lies in code that JAX has differentiated already"
@@ -245,7 +244,7 @@ _READ = "get"  # of an array out of a Ref
 
 def place_name(match: Occurrence) -> str:
     """The scope of a match and its name: ``encoder/block_0/softmax``."""
-    stacks = (scopes.around(node) for node in (*(node for node, _ in match.path), match.node))
+    stacks = map(scopes.around, match.steps)
     mark = (scopes.UNDER_RULES, False)
     texts = (scopes.text([each for each in stack if each != mark]) for stack in stacks)
     scope = "/".join(filter(None, texts))
