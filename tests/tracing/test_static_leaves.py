@@ -249,6 +249,23 @@ def test_what_is_changed_inside_of_settings_is_met():
     assert count(names, 1.0) == 2.0
 
 
+@pytest.mark.any_jax
+def test_an_object_is_not_printed_at_each_call():
+    class Printed:
+        count = 0
+
+        def __repr__(self):
+            Printed.count += 1
+            return "a thousand arrays"
+
+    program = tg.trace(lambda settings, x: 2 * x)
+    settings = Printed()
+    program(settings, 1.0)
+    before = Printed.count
+    assert program(settings, 1.0) == 2.0
+    assert Printed.count == before
+
+
 class Raises:
     def __eq__(self, other):
         raise ZeroDivisionError

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from tracegrad._jax.caches import facts_of
 from tracegrad.variables.modules import Held
 from tracegrad.variables.nnx_objects import is_state
 from tracegrad.variables.variable import Variable
@@ -228,11 +229,15 @@ def is_array(leaf: Any) -> bool:
         return False
     if (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or hasattr(leaf, "__jax_array__"):
         return True
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
+    known = facts_of(type(leaf))
+    if "is array" not in known:  # JAX says no in words, for which it has the whole object printed
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            known["is array"] = False
+        else:
+            return True
+    return False
 
 
 def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
