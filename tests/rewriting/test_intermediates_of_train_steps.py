@@ -175,6 +175,30 @@ def test_calls_of_one_function_have_their_own_gradients_in_order():
             assert_close(got, wanted)
 
 
+@jax.jit
+def positive(x):
+    return jnp.maximum(x, 0)
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, positive])
+def test_of_a_jitted_function_in_a_scan_there_is_what_the_loss_computes_alone(function):
+    def loss(scales, shifts):
+        def layer(x, each):
+            return function(each[0] * x) + each[1], None
+
+        return jnp.sum(jax.lax.scan(layer, X, (scales, shifts))[0] ** 2)
+
+    def step(scales):
+        return jax.value_and_grad(loss)(scales, jnp.zeros((2, 4, 3)))[0]
+
+    name, scales = function.__name__, jnp.array([1.5, 0.5])
+    _, values = tg.intermediates(step, match.call(name))(scales)
+    assert list(values) == [name]
+    assert_close(values[name], [function(1.5 * X), function(0.75 * X)])
+    found = tg.intermediate_gradients(step, match.call(name))(scales)
+    assert_close(found[name], jax.grad(loss, 1)(scales, jnp.zeros((2, 4, 3))))
+
+
 def test_what_the_step_does_not_differentiate_raises():
     def step(w):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(X) @ w))(w)

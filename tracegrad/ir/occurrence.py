@@ -200,6 +200,15 @@ def is_under_rules(occurrence: Occurrence) -> bool:
     return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
+def is_of_nothing(occurrence: Occurrence) -> bool:
+    """Whether it is a call without operands, so that no gradient passes it.
+
+    Of a call in a scan that JAX differentiates it puts what is constant before the scan, in a call
+    of the same name, out of all scopes.
+    """
+    return bool(occurrence.node.regions) and not occurrence.node.inputs
+
+
 class Matches(list[Occurrence]):
     """The occurrences that were found, in the order of execution; prints one a line."""
 

@@ -198,6 +198,9 @@ class Grouping(Selector):
             elif id(group) not in started:
                 started.add(id(group))
                 label, members = group
+                # Of a call in a scan that it differentiates JAX leaves an empty one before it.
+                if not any(member.outputs or member.effects for member in members):
+                    continue
                 if label is None:
                     yield Occurrence(path, node)
                 else:

@@ -26,7 +26,7 @@ from tracegrad.ir import (
     scopes,
 )
 from tracegrad.ir.errors import NoMatchError
-from tracegrad.ir.occurrence import Path, is_own_file, is_under_rules
+from tracegrad.ir.occurrence import Path, is_of_nothing, is_own_file, is_under_rules
 from tracegrad.ir.selector import Selector
 
 # Edits a graph at some nodes of it, which an occurrence in the original has become.
@@ -50,8 +50,9 @@ def matches_of(
       where, graph: what is looked for, and in what.
       missing_ok: whether there may be none.
       asked: what is looked for by, for messages.
-      gradients: whether it is about gradients. Then those matches are left out that lie in a loss
-        to which `tracegrad.grad` and its like have applied the rules in force already.
+      gradients: whether it is about gradients. Then those matches are left out that no gradient
+        passes, and that lie in a loss to which `tracegrad.grad` and its like have applied the rules
+        in force already.
 
     Raises:
       NoMatchError: there is none, and that is not allowed.
@@ -60,7 +61,7 @@ def matches_of(
     """
     matches = where.look(graph).matches
     if gradients:
-        matches = [match for match in matches if not is_under_rules(match)]
+        matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
         for match in matches:
             refuse_differentiated(match, asked)
     for match in matches:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence
-from tracegrad.ir.occurrence import is_under_rules
+from tracegrad.ir.occurrence import is_of_nothing, is_under_rules
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import with_article
 from tracegrad.lowering import evaluate
@@ -78,7 +78,7 @@ def intermediates(
         may_miss = missing_ok or bool(inside)
         found = matches_of(where, program, may_miss, marks, gradients=False)
         if inside:  # what is left of it when it is differentiated is not asked for as well
-            found = [match for match in found if not is_under_rules(match)]
+            found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
         return _led_out(program, inside, found, args, kwargs)
 
     return with_values
@@ -236,7 +236,7 @@ def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
     for match in where.look(program).matches:
-        if not is_under_rules(match):
+        if not (is_under_rules(match) or is_of_nothing(match)):
             raise GraphError(
                 f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches in "
                 "what it differentiates: the gradients of its result may be meant, or those "
