@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from tracegrad.insight.explaining.explain_graph import explain_graph, merged
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir.engine import engine
 from tracegrad.tape.backward import seeds_for
-from tracegrad.tape.block import Operation, graph_of
+from tracegrad.tape.block import following, graph_of
 from tracegrad.tape.gradient_tape import GradientTape
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import as_traced
@@ -199,7 +199,7 @@ def _explain(
     slots = {path: record.slots[id(array)] for path, array in sources.items()}
     types, arrays = record.types(), list(record.arrays)
     operations = []
-    for operation in _following(record, slots.values()):
+    for operation in following(record.operations(), slots.values()):
         rule = record.rules.get(operation.results[0]) if operation.results else None
         if rule is not None:
             operation = as_traced(operation, rule, types, arrays, {})
@@ -240,17 +240,6 @@ _UNSEEN = (
     "see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
     "threads and in functions compiled ahead of time"
 )
-
-
-def _following(record: Record, sources: Iterable[int]) -> list[Operation]:
-    """The operations to which data flows from some slots."""
-    reached = set(sources)
-    found = []
-    for operation in record.operations():
-        if not reached.isdisjoint(operation.args):
-            found.append(operation)
-            reached.update(operation.results)
-    return found
 
 
 engine.explain_tape = explain_tape

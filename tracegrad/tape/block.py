@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +60,17 @@ def on_the_way(
             chosen.append(i)
             needed.update(operations[i].args)
     return chosen[::-1]
+
+
+def following(operations: Sequence[Operation], sources: Iterable[int]) -> list[Operation]:
+    """The operations to which data flows from some slots, in order."""
+    reached = set(sources)
+    found = []
+    for operation in operations:
+        if not reached.isdisjoint(operation.args):
+            found.append(operation)
+            reached.update(operation.results)
+    return found
 
 
 def block_between(

@@ -17,7 +17,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum
 from tracegrad.tape.backward import Traced, trace_backward
-from tracegrad.tape.block import Block, Operation, block_between
+from tracegrad.tape.block import Block, Operation, block_between, following
 from tracegrad.tape.keys import PROGRAMS, Structure
 from tracegrad.tape.pieces import Piece, pieces_between, pull_back_pieces
 from tracegrad.tape.record import Record
@@ -357,13 +357,8 @@ def _is_behind_a_rule(record: Record, last: int, sources: Collection[int]) -> bo
     and what it closes over, counts as the forward pass of that other rule computes it (see
     `replay`). So it is taken as it is where it is traced, and runs again as a part of one program.
     """
-    reached = set(sources)
-    for operation in record.operations()[:last]:
-        if not reached.isdisjoint(operation.args):
-            if has_a_rule(operation.computation):
-                return True
-            reached.update(operation.results)
-    return False
+    before = following(record.operations()[:last], sources)
+    return any(has_a_rule(operation.computation) for operation in before)
 
 
 def _as_traced(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,11 +115,9 @@ class Recording(Listener):
         renew(variable)
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> AbstractContextManager[None]:
     """No tape sees what is inside it: it goes to whatever is around the recorders."""
-    with set_current_trace(_jax.current_trace_outside_of(Recorder)):
-        yield
+    return set_current_trace(_jax.current_trace_outside_of(Recorder))
 
 
 def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
