@@ -857,6 +857,8 @@ def test_a_shard_map_outside_of_a_compiled_function():
     for gradient in (on_a_tape, tg.trace(on_a_tape), tg.trace(symbolic)):
         for got, wanted in zip(gradient(x, w), expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4)
+    with jax.disable_jit():
+        np.testing.assert_allclose(on_a_tape(x, w)[0], expected[0], rtol=1e-4)
 
 
 def test_a_variable_that_a_shard_map_reads_is_not_lost_in_silence():

@@ -138,10 +138,11 @@ class ForwardingTrace(jax.core.Trace):
             found.append(primitive.bind(*operands, subfuns=(fun,), **params))
             return list(found[0])
 
-        with _jax.set_current_trace(self.parent_trace):
-            program = jax.make_jaxpr(jax.jit(shard_map))(*args)
-        with _jax.set_current_trace(self):
-            results = _jax.eval_program(program, args)
+        with jax.disable_jit(False):
+            with _jax.set_current_trace(self.parent_trace):
+                program = jax.make_jaxpr(jax.jit(shard_map))(*args)
+            with _jax.set_current_trace(self):
+                results = _jax.eval_program(program, args)
         return found[0].update(results)  # in the tree of the function's results
 
     def sees(self, args: Sequence[Any]) -> bool:
