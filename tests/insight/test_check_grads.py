@@ -324,3 +324,17 @@ def test_nothing_is_not_right():
         check_grads(forgets, (1.0,))
     with pytest.raises(ValueError, match="returns none"):
         check_grads(lambda x: x > 0, (1.0,))
+
+
+def test_on_an_explicit_mesh():
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=explicit)
+
+    def split(array, *spec):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(array, sharding)
+
+    x, w = split(jnp.ones((4, 2)), "x", None), split(jnp.ones((2, 6)), None, "y")
+    with jax.set_mesh(mesh):
+        report = check_grads(lambda x, w: jnp.sin(x @ w), (x, w))
+    assert not report.wrong

@@ -211,11 +211,11 @@ def _check_leaves(
 
     def backward(given: Sequence[Any]) -> list[Any]:
         outs, vjp = _jax.vjp(of_flowing, list(given))
-        cts = [jnp.asarray(weights[i], out.dtype) for i, out in zip(flowing, outs, strict=True)]
+        cts = [_as_type_of(out, weights[i]) for i, out in zip(flowing, outs, strict=True)]
         return list(vjp(cts)[0])
 
     def forward(given: Sequence[Any]) -> list[Any]:
-        tangents = [jnp.asarray(d, leaf.dtype) for d, leaf in zip(directions, given, strict=True)]
+        tangents = [_as_type_of(leaf, d) for d, leaf in zip(directions, given, strict=True)]
         primal = [jnp.asarray(leaf) for leaf in given]
         return list(jvp(of_flowing, (primal,), (tangents,))[1])
 
@@ -246,6 +246,11 @@ def _check_leaves(
             yield from _check_leaves(
                 derivatives[mode], leaves, paths, order, modes, inexact, random, higher
             )
+
+
+def _as_type_of(value: Any, numbers: Any) -> Any:
+    """Numbers as an array that is split over an explicit mesh as a value is."""
+    return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
 
 
 def _without(program: Graph, names: set[str]) -> Graph:
