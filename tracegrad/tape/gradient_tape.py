@@ -140,12 +140,6 @@ class GradientTape(Recording):
             record.watch_read(variable, value)
         return value
 
-    def _is_further_inside(self, value: Any) -> bool:
-        """Whether a value belongs to a function that is being traced in the block, and is gone with
-        that: what this tape sees is the call of that function."""
-        trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
-        return any(around is self._recorder for around in _jax.outward(trace))
-
     def watched_variables(self) -> tuple[Variable, ...]:
         """The Variables that the tape watches, in the order in which it began to."""
         return tuple(self._record.reads)

@@ -98,6 +98,12 @@ class Recording(Listener):
                 f"there: use one {self._name} for each thread, or ask it when the block is over"
             )
 
+    def _is_further_inside(self, value: Any) -> bool:
+        """Whether a value belongs to a function that is being traced in the block, and is gone with
+        that: what is seen here is the call of that function."""
+        trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
+        return any(around is self._recorder for around in _jax.outward(trace))
+
     def _start_listening(self) -> None:
         self._has_read.clear()
         self._around = start_listening(self)[::-1]
