@@ -446,7 +446,6 @@ def test_python_on_a_traced_value_names_the_line_and_the_way_out(kind, wrap):
 REJECTED = {
     "not callable": (lambda wrap: wrap(3), TypeError),
     "generator": (lambda wrap: wrap(lambda x: (yield x)), TypeError),
-    "unknown option": (lambda wrap: wrap(jnp.sin, no_such=1), TypeError),
     "static position out of range": (
         lambda wrap: wrap(lambda x: x, static_argnums=3),
         ValueError,
