@@ -33,15 +33,17 @@ def is_inexact(dtype: Any) -> bool:
 
 
 _OF_64_BITS = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+_AS_IT_IS = nullcontext()
 
 
 def as_computed(arrays: Iterable[Any]) -> AbstractContextManager[None]:
     """A block that differentiates with as many bits as arrays were computed with: those of 64 may
     come out of a block of `jax.enable_x64`, after which JAX would mix them with some of 32."""
-    if jax.config.jax_enable_x64 or not any(array.dtype in _OF_64_BITS for array in arrays):
-        return nullcontext()
-    wide: AbstractContextManager[None] = jax.enable_x64(True)
-    return wide
+    for array in arrays:
+        if array.dtype in _OF_64_BITS and not jax.config.jax_enable_x64:
+            wide: AbstractContextManager[None] = jax.enable_x64(True)
+            return wide
+    return _AS_IT_IS
 
 
 def is_reference(aval: object) -> bool:
