@@ -12,6 +12,8 @@ import pytest
 import tracegrad as tg
 from tracegrad.insight import GradientError, check_grads
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.array([0.3, -1.2, 2.0])
 
 
@@ -34,7 +36,6 @@ def keep(x, y):
     return x**2 * y, (x, y)
 
 
-@pytest.mark.any_jax
 def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
     def f(params, x):
         def step(h, t):
@@ -83,7 +84,6 @@ def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
     assert "product, input 0" in str(caught.value)
 
 
-@pytest.mark.any_jax
 def test_the_gradient_of_a_numpy_function_is_checked_against_that_function():
     def sine(op, dy):
         return dy * jnp.cos(op.inputs[0]), None
@@ -212,7 +212,6 @@ def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(t
     assert wrong == ["square, input 0", "cube, input 0"]
 
 
-@pytest.mark.any_jax
 def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
     def loss(x):
         return jnp.sum(jnp.tanh(x) * jnp.sin(x))
@@ -241,7 +240,6 @@ def test_a_kink_is_not_judged_and_the_elements_beside_it_are():
     assert [c.status for c in alone.leaves] == ["not smooth"]
 
 
-@pytest.mark.any_jax
 def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no_value():
     with pytest.raises(GradientError, match=r"expected .*, got nan"):
         check_grads(lambda x: jnp.sqrt(jnp.sum(x**2)), (jnp.zeros(2),), order=1, modes=["rev"])
@@ -265,7 +263,6 @@ def test_single_precision_inside_widens_the_limits():
     assert check_grads(f, (X,), order=1).wrong == ()
 
 
-@pytest.mark.any_jax
 def test_a_cast_that_does_not_fit_double_precision_is_explained():
     def loss(w, x):
         return jax.lax.scan(lambda c, _: (c * w, None), x.astype("float32"), length=2)[0].sum()
@@ -315,7 +312,6 @@ def test_bad_arguments():
         check_grads(3, (1.0,))
 
 
-@pytest.mark.any_jax
 def test_nothing_is_not_right():
     def forgets(x):
         jnp.sin(x)

@@ -32,6 +32,8 @@ from tracegrad.planning.simulation import (
     simulate,
 )
 
+pytestmark = pytest.mark.any_jax
+
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -276,7 +278,6 @@ def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
         assert simulation.flops <= best + 0.2 * m.total_flops
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("transfer", [0.2, 1.0])
 def test_plans_that_offload_are_near_the_best_of_all(seed: int, transfer: float):
@@ -294,7 +295,6 @@ def test_plans_that_offload_are_near_the_best_of_all(seed: int, transfer: float)
         assert best <= simulation.flops <= best + 0.2 * m.total_flops
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.slow)])
 def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
     m = random_model(3, count)

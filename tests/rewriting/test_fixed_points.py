@@ -12,6 +12,8 @@ import tracegrad as tg
 from tests.harnesses import same_program
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.any_jax
+
 LOOPS = match.op("while")
 
 
@@ -197,7 +199,6 @@ def test_a_rule_that_keeps_zeros_does_not_make_zero_of_that():
     assert np.isnan(jax.jit(jax.grad(solved))(2.5))
 
 
-@pytest.mark.any_jax
 def test_explain_says_why_it_is_nan():
     (finding,) = tg.explain(implicit(bisected), 3.0).problems
     assert finding.cause == "NaN in the reverse pass"
@@ -207,7 +208,6 @@ def test_explain_says_why_it_is_nan():
     assert finding.origin.line == bisected.__code__.co_firstlineno + 6
 
 
-@pytest.mark.any_jax
 def test_without_derivatives_the_program_is_the_one_before():
     a, batch = jnp.asarray(4.0), jnp.ones(3)
     assert same_program(*(jax.jit(f).lower(a) for f in (implicit(babylonian), babylonian)))
@@ -276,7 +276,6 @@ def test_on_several_devices_each_solves_its_own_equation_and_common_ones_are_ref
     np.testing.assert_allclose(jnp.sum(jax.jit(jax.grad(implicit(loss)))(x)), along, rtol=1e-9)
 
 
-@pytest.mark.any_jax
 def test_what_solves_no_equation_is_refused():
     with pytest.raises(ValueError, match=r"'neumann', 'gmres' or a function .* not 'cholesky'"):
         rules.fixed_point(LOOPS, "cholesky")
