@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -247,6 +248,59 @@ def test_what_is_changed_inside_of_settings_is_met():
     assert count(names, 1.0) == 1.0
     names.add("b")
     assert count(names, 1.0) == 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    layers: list
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "settings",
+    [
+        types.SimpleNamespace(layers={"a": [1]}),
+        types.SimpleNamespace(layers=({"a": [1]},)),
+        types.SimpleNamespace(layers=[[Rate([1])]]),
+        types.SimpleNamespace(layers=collections.deque([[1]])),
+        Frozen([1]),
+        types.SimpleNamespace(layers=np.ones(1)),
+        types.SimpleNamespace(layers=[1], some=[[i] for i in range(2_000)]),
+    ],
+    ids=["dictionary", "tuple", "lists", "deque", "frozen", "numpy", "many"],
+)
+def test_what_is_changed_deep_inside_of_settings_is_met(settings):
+    def total(of):
+        if isinstance(of, Rate):
+            return total(of.rate)
+        if isinstance(of, dict):
+            return total(list(of.values()))
+        return sum(map(total, of)) if hasattr(of, "__iter__") else of
+
+    def innermost(of):
+        while not isinstance(of[0] if not isinstance(of, dict) else None, (int, float)):
+            of = of["a"] if isinstance(of, dict) else of[0]
+            of = of.rate if isinstance(of, Rate) else of
+        return of
+
+    program = tg.trace(lambda settings, x: total(settings.layers) * x)
+    assert program(settings, 2.0) == program(settings, 2.0) == 2.0
+    assert program.cache_info().count == 1
+    innermost(settings.layers)[0] = 5
+    assert program(settings, 2.0) == 10.0
+    innermost(settings.layers)[0] = 5.0
+    assert program(settings, 2.0) == 10.0
+
+
+@pytest.mark.any_jax
+def test_settings_that_hold_themselves_are_met():
+    settings = types.SimpleNamespace(rates=[2.0])
+    settings.own = [settings]
+    program = tg.trace(lambda settings, x: settings.rates[0] * x)
+    assert program(settings, 1.0) == 2.0
+    settings.rates[0] = 3.0
+    assert program(settings, 1.0) == 3.0
+    assert program.cache_info().count == 2
 
 
 @pytest.mark.any_jax

@@ -9,7 +9,6 @@ an array it could not say what to compute, and would be trained. So is a Variabl
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from tracegrad._jax.caches import facts_of
 from tracegrad.variables.modules import Held
 from tracegrad.variables.nnx_objects import is_state
+from tracegrad.variables.snapshots import is_same, snapshot
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -72,17 +72,17 @@ class Static(Part):
 
     JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
     equal and of one type, or the same object, where it has no equality or hash of its own. One with
-    equality and no hash (a dataclass, a namespace, a set) is meant to be changed: the same object
-    after that is another one.
+    equality and no hash (a dataclass, a namespace, a set) can be changed: the same object after
+    that is another one.
     """
 
-    __slots__ = ("_hash", "_leaf", "_ref", "_state", "_text")
+    __slots__ = ("_hash", "_leaf", "_now", "_ref", "_text")
 
     def __init__(self, leaf: Any, *, is_result: bool = False):
         kind: Any = type(leaf)
         self._leaf, self._hash = leaf, object.__hash__(leaf)
         self._ref: Any = None
-        self._state: Any = None
+        self._now: Any = None
         self._text = f"<{kind.__name__} that is gone>"
         if kind.__eq__ is object.__eq__:
             # JAX's caches keep this, and may not keep an argument that they can tell by identity.
@@ -91,11 +91,10 @@ class Static(Part):
                     self._leaf, self._ref = None, weakref.ref(leaf)
         else:
             _check_comparable(leaf)
-            if kind.__hash__ is None:
-                self._state = None if is_result else _state(leaf)
-                return
-            with suppress(TypeError):  # then it is known by identity
+            try:
                 self._hash = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+            except TypeError:
+                self._now = None if is_result else snapshot(leaf)
 
     @property
     def leaf(self) -> Any:
@@ -107,15 +106,8 @@ class Static(Part):
         mine, others = self.leaf, other.leaf
         if mine is others:
             is_there = self._ref is None or mine is not None
-            return is_there and _is_same_state(self._state, other._state)
-        if type(mine) is not type(others) or type(mine).__hash__ is None:
-            return False
-        if isinstance(mine, (float, complex)):  # 0.0 == -0.0, nan != nan
-            return repr(mine) == repr(others)
-        try:
-            return bool(mine == others)
-        except Exception:  # each is comparable with itself, and that is how it is known
-            return False
+            return is_there and is_same(self._now, other._now)
+        return self._now is other._now is None and is_same(mine, others)
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,53 +118,14 @@ class Static(Part):
 
     def __repr__(self) -> str:
         leaf = self.leaf
-        if self._state is not None:  # as it was
-            return _state_text(self._state)
+        if self._now is not None:
+            return repr(self._now)
         return self._text if leaf is None else repr(leaf)
 
 
 jax.tree_util.register_pytree_node(
     Static, lambda static: ((), static), lambda static, _: static.leaf
 )
-
-
-_MUTABLE = (dict, list, set, bytearray)
-
-
-def _state(leaf: Any, depth: int = 4) -> dict[str, Any]:
-    """What can be changed in an object without a hash and in those in it, as it is now."""
-    attributes: Any = object.__getstate__(leaf)  # a dictionary, or a pair with that of the slots
-    parts = {"": leaf if isinstance(leaf, _MUTABLE) else type(leaf)}
-    for part in attributes if isinstance(attributes, tuple) else (attributes,):
-        parts.update(part or {})
-    for name, value in parts.items():
-        if isinstance(value, _MUTABLE):
-            if len(value) <= 1000:  # this is asked at each call: a larger one goes by identity
-                parts[name] = copy.copy(value)
-        elif type(value).__hash__ is None and not is_array(value) and depth:
-            parts[name] = _state(value, depth - 1)
-    return parts
-
-
-def _state_text(state: dict[str, Any]) -> str:
-    contents, *attributes = state.values()
-    if not isinstance(contents, type):
-        return repr(contents)
-    texts = (_state_text(v) if isinstance(v, dict) and "" in v else repr(v) for v in attributes)
-    named = (f"{name}={text}" for name, text in zip(list(state)[1:], texts, strict=True))
-    return f"{contents.__name__}({', '.join(named)})"
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    try:
-        return one.keys() == other.keys() and all(
-            a is b or (type(a) is type(b) and bool(a == b))
-            for a, b in zip(one.values(), map(other.get, one), strict=True)
-        )
-    except Exception:  # of arrays
-        return False
 
 
 def _check_comparable(leaf: Any) -> None:
