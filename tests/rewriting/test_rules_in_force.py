@@ -76,6 +76,9 @@ WAYS = {
     )[0],
     "equinox.filter_grad": lambda x: eqx.filter_grad(loss)(x),
     "equinox.filter_vjp": lambda x: eqx.filter_vjp(loss, x)[1](1.0)[0],
+    "equinox.filter_jvp": lambda x: jax.vmap(lambda v: eqx.filter_jvp(loss, (x,), (v,))[1])(
+        jnp.eye(3)
+    ),
     "nnx.grad": lambda x: nnx.grad(lambda w: loss(w[...]))(nnx.Param(x))[...],
     "in a traced function": lambda x: tg.trace(lambda x: tg.grad(loss)(x))(x),
 }
@@ -105,8 +108,18 @@ def test_a_rule_reaches_every_way_of_differentiating(way):
         lambda x: tg.jacobian(tg.grad(loss))(x),
         lambda x: jax.hessian(loss)(x),
         lambda x: jax.jacfwd(jax.grad(loss))(x),
+        lambda x: jax.vmap(lambda v: eqx.filter_jvp(eqx.filter_grad(loss), (x,), (v,))[1])(
+            jnp.eye(3)
+        ),
     ],
-    ids=["hessian", "hvp", "jacobian of grad", "jax.hessian", "jax.jacfwd of jax.grad"],
+    ids=[
+        "hessian",
+        "hvp",
+        "jacobian of grad",
+        "jax.hessian",
+        "jax.jacfwd of jax.grad",
+        "equinox.filter_jvp of equinox.filter_grad",
+    ],
 )
 def test_second_derivatives_go_by_the_rule(way):
     expected = jax.jacobian(jax.grad(scaled_by_rule))(X)
@@ -256,6 +269,17 @@ def test_a_rule_that_matched_nothing_keeps_no_program():
 def test_rewrite_reaches_what_is_differentiated_inside_as_trace_does():
     edited = tg.rewrite(lambda x: jax.value_and_grad(loss)(x)[1], TRIPLE)
     np.testing.assert_allclose(edited(X), EXPECTED, rtol=1e-6)
+
+
+@pytest.mark.any_jax
+def test_filter_jvp_has_none_for_what_does_not_move():
+    def step(x):
+        return eqx.filter_jvp(lambda x, y: (loss(x), loss(y), 2, jnp.arange(2)), (x, x), (x, None))
+
+    value, tangents = tg.trace(step, rules=[TRIPLE])(X)
+    np.testing.assert_allclose(value[:2], [loss(X)] * 2, rtol=1e-6)
+    np.testing.assert_allclose(tangents[0], EXPECTED @ X, rtol=1e-5)
+    assert (value[2], *tangents[1:]) == (2, None, None, None)
 
 
 def test_static_arguments_keywords_and_python_values_reach_the_loss_as_they_are():

@@ -13,6 +13,7 @@ that match in it (see `rewriting.edits`).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,27 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     def derivative(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if in_force.rules_in_force():
             edited = in_force.under_rules(fun, function_name(fun), lower)
+            if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
+                edited = _parted_anew(edited)
             fun = functools.wraps(fun, updated=())(edited)
         return original(fun, *args, **kwargs)
 
     return derivative
+
+
+def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
+    """What `equinox.filter_jvp` differentiates: a function that itself says which of its results
+    have tangents, those that are tracers of the derivative. While its graph is made none is."""
+
+    def is_moving(result: Any) -> bool:
+        return _jax.is_tracer(result) and _jax.trace_of(result) is _jax.current_trace(None)
+
+    def parted(*args: Any) -> tuple[Any, Any, Any]:
+        _, arrays, others = edited(*args)
+        equinox = sys.modules["equinox"]
+        return *equinox.partition(arrays, is_moving), others
+
+    return parted
 
 
 _PLACES = tuple(

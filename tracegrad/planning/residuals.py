@@ -67,7 +67,8 @@ class NodeResiduals:
             except Exception as error:
                 raise ValueError(
                     "cannot plan what to recompute for a program without a gradient: "
-                    f"{Occurrence((), node)} has no reverse-mode derivative ({error})"
+                    f"{Occurrence((), node)} has no reverse-mode derivative ({error}). If none is "
+                    "needed through it, give it jax.lax.stop_gradient of what it takes"
                 ) from error
         return self._known[key]
 
