@@ -636,6 +636,34 @@ def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
     assert "in test_modules" in note or "test_modules.py" in note
 
 
+def hijax_watched(model):
+    with tg.GradientTape() as tape:
+        tape.watch(model)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: tg.trace(model_sum)(model),
+        lambda model: tg.grad(model_sum)(model),
+        lambda model: tg.explain(model_sum, model),
+        hijax_watched,
+    ],
+    ids=["trace", "grad", "explain", "watch"],
+)
+def test_a_model_of_hijax_variables_is_refused_with_what_to_do(use):
+    with nnx.var_defaults(hijax=True):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"nnx\.with_vars\(model, hijax=False\)"):
+        use(model)
+    use(nnx.with_vars(model, hijax=False))
+
+
+def model_sum(model):
+    return jnp.sum(model(jnp.ones(2)))
+
+
 def test_a_module_is_not_saved_as_an_argument(tmp_path):
     model = Plain(nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"the argument model has a module .* closes over it"):

@@ -6,6 +6,7 @@ hand for `jax.jit`, which takes and returns the values.
 
 import functools
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -1017,6 +1018,33 @@ def test_steps_on_several_threads_lose_nothing():
         thread.join()
     assert errors == []
     assert float(w[0]) == 101.0
+
+
+@pytest.mark.any_jax
+def test_what_several_threads_add_is_all_there():
+    v, ours = tg.Variable(0.0), jnp.float32(1.0)
+
+    def work():
+        for _ in range(50):
+            v.assign_add(1.0)
+            v.assign_sub(ours)
+            v.assign_add(ours)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert float(v) == 150
+    with pytest.raises(ValueError, match="shape"):
+        v.assign_add(jnp.ones(2))
+    tg.trace(lambda: v.assign_add(1.0))()  # it is nobody's after that
+    assert float(v) == 151 and float(ours) == 1
 
 
 def test_a_thread_that_only_looks_is_not_disturbed_by_one_that_trains():

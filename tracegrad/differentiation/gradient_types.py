@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.variables.nnx_objects import refuse_hijax
 
 
 def zeros_for(leaf: Any) -> Any:
@@ -46,6 +47,7 @@ def is_differentiable(leaf: Any) -> bool:
 
 def type_of(leaf: Any) -> Any:
     """The JAX type of a leaf; None if it has none."""
+    refuse_hijax(leaf)
     try:
         return jax.typeof(leaf)
     except TypeError:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad.ir.wording import brief, with_article
+from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -63,6 +64,7 @@ def are_arrays(tree: Any) -> list[bool]:
 def _is_setting(path: Sequence[Any], leaf: Any) -> bool:
     if not path or isinstance(leaf, (jax.Array, Variable)):
         return False
+    refuse_hijax(leaf)
     return callable(leaf) or isinstance(path[-1], _ATTRIBUTES)
 
 

@@ -24,6 +24,7 @@ from tracegrad.variables.nnx_objects import (
     is_kind_of_module,
     nnx,
     path_text,
+    refuse_hijax,
     static_attributes,
 )
 from tracegrad.variables.variable import Variable
@@ -288,6 +289,7 @@ class Structure:
             for i, (key, array) in enumerate(inner):
                 at = start + i
                 if at >= len(reading.arrays) or reading.arrays[at] is not array:
+                    refuse_hijax(leaf)
                     name = type(modules[path[0]]).__name__
                     raise TypeError(
                         f"JAX and flax disagree about what is in {name}: {path_text(path[1:])} is "

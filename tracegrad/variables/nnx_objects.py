@@ -43,6 +43,16 @@ def is_variable_of_nnx(node: object) -> bool:
     return flax is not None and isinstance(node, flax.Variable)
 
 
+def refuse_hijax(leaf: object) -> None:
+    """Raises TypeError for an nnx.Variable that is no tree to JAX, but a value of a type of its own
+    (an experiment of flax and JAX, under which `nnx.jit` does not run on all versions)."""
+    if is_variable_of_nnx(leaf) and not is_module(leaf):
+        raise TypeError(
+            "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
+            "supported: give the model as nnx.with_vars(model, hijax=False) makes it"
+        )
+
+
 def is_state(node: object) -> bool:
     """Whether an object is an nnx.State: a tree like others, of which a function gets a copy, as
     under `jax.jit`."""

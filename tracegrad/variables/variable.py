@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.lending import keep, store, stored
+from tracegrad.variables.lending import hold, settle, store, stored, take_back
 from tracegrad.variables.listening import heard_assignment, heard_read, listeners
 
 T = TypeVar("T")
@@ -158,7 +158,8 @@ class Variable:
         return self
 
     def assign_add(self, delta: Any) -> Variable:
-        """Adds to the value; as `assign` of ``value + delta``."""
+        """Adds to the value; as `assign` of ``value + delta``. What several threads add is all
+        there in the end, unless tapes record it."""
         return self._assign_sum(operator.add, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
@@ -219,13 +220,17 @@ class Variable:
     def _assign_sum(self, apply: _Operator, delta: Any) -> Variable:
         """Assigns what an operator makes of its value and of `delta`."""
         delta = jnp.asarray(delta) if isinstance(delta, list | tuple) else _operand(delta)
-        value = apply(self.value, delta)
         # Of what is neither an array nor a number the sum may be anything, and anybody's.
-        kind = type(self._value)
-        is_new = type(value) is kind and (type(delta) is kind or isinstance(delta, _NUMBERS))
+        is_new = type(delta) is type(self._value) or isinstance(delta, _NUMBERS)
         if listeners() or not is_new or not _jax.is_top_level():
-            return self.assign(value)
-        keep(self, self._checked(value))  # an array that nobody else has: it needs no alias
+            return self.assign(apply(self.value, delta))
+        (value,) = hold([self])  # what other threads add meanwhile is added after this
+        try:
+            total = self._checked(apply(value, delta))
+        except BaseException:
+            take_back([self])
+            raise
+        settle([self], [total])  # an array that nobody else has: it needs no alias
         return self
 
     # ------------------------------------------------------------------------------- what it is
