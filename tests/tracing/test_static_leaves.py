@@ -182,11 +182,18 @@ def test_a_graph_is_for_the_static_leaves_that_it_was_made_for():
         run(jnp.cos, 2.0)
 
 
-def test_objects_without_equality_are_told_apart_and_not_kept():
-    class Scale:
-        def __init__(self, factor):
-            self.factor = factor
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
 
+
+@dataclasses.dataclass
+class ScaleWithEquality:
+    factor: object
+
+
+@pytest.mark.parametrize("Scale", [Scale, ScaleWithEquality])
+def test_objects_without_equality_or_hash_are_told_apart_and_not_kept(Scale):
     program = tg.trace(lambda scale, x: scale.factor * x)
     objects = [Scale(2.0), Scale(3.0)]
     assert [program(scale, 1.0) for scale in objects] == [2.0, 3.0]
@@ -194,7 +201,12 @@ def test_objects_without_equality_are_told_apart_and_not_kept():
     objects.clear()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    assert program(Scale(5.0), 1.0) == 5.0
+    factor = jnp.float32(5.0)
+    assert program(Scale(factor), 1.0) == 5.0
+    kept = weakref.ref(factor)  # by the program, as a constant
+    del program, factor
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_has_no_hash_goes_by_identity():

@@ -84,17 +84,21 @@ class Static(Part):
         self._ref: Any = None
         self._now: Any = None
         self._text = f"<{kind.__name__} that is gone>"
-        if kind.__eq__ is object.__eq__:
-            # JAX's caches keep this, and may not keep an argument that they can tell by identity.
-            if not is_result:
-                with suppress(TypeError):
-                    self._leaf, self._ref = None, weakref.ref(leaf)
-        else:
+        is_told_by_identity = kind.__eq__ is object.__eq__
+        if not is_told_by_identity:
             _check_comparable(leaf)
             try:
                 self._hash = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
             except TypeError:
+                is_told_by_identity = True
                 self._now = None if is_result else snapshot(leaf)
+        # JAX's caches keep this, and may not keep an argument that they can tell by identity.
+        if is_told_by_identity and not is_result:
+            with suppress(TypeError):
+                self._leaf, self._ref = None, weakref.ref(leaf, self._forget)
+
+    def _forget(self, _: object) -> None:
+        self._now = None
 
     @property
     def leaf(self) -> Any:
