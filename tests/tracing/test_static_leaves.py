@@ -209,6 +209,23 @@ def test_objects_without_equality_or_hash_are_told_apart_and_not_kept(Scale):
     assert kept() is None
 
 
+@pytest.mark.any_jax
+def test_what_a_call_asks_of_settings_is_gone_after_it_without_a_search_for_cycles():
+    settings = ScaleWithEquality([jnp.float32(2.0)])
+    program = tg.trace(lambda settings, x: settings.factor[0] * x)
+    program(settings, 1.0)
+    program(settings, 1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_referrers(settings.factor[0]))
+        for _ in range(3):
+            program(settings, 1.0)
+        assert len(gc.get_referrers(settings.factor[0])) == before
+    finally:
+        gc.enable()
+
+
 def test_what_has_no_hash_goes_by_identity():
     names = {"a", "b"}  # a set is a leaf
     program = tg.trace(lambda names, x: x * len(names))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import NoneType
 from typing import Any, TypeVar
@@ -76,7 +76,7 @@ class Static(Part):
     that is another one.
     """
 
-    __slots__ = ("_hash", "_leaf", "_now", "_ref", "_text")
+    __slots__ = ("__weakref__", "_hash", "_leaf", "_now", "_ref", "_text")
 
     def __init__(self, leaf: Any, *, is_result: bool = False):
         kind: Any = type(leaf)
@@ -95,10 +95,21 @@ class Static(Part):
         # JAX's caches keep this, and may not keep an argument that they can tell by identity.
         if is_told_by_identity and not is_result:
             with suppress(TypeError):
-                self._leaf, self._ref = None, weakref.ref(leaf, self._forget)
+                self._leaf, self._ref = None, weakref.ref(leaf, self._forgetting())
 
-    def _forget(self, _: object) -> None:
-        self._now = None
+    def _forgetting(self) -> Callable[[object], None] | None:
+        """What drops what was in an object when the object is gone. It does not hold this, which is
+        made at each call and goes without a search for cycles."""
+        if self._now is None:
+            return None
+        me = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            static = me()
+            if static is not None:
+                static._now = None
+
+        return forget
 
     @property
     def leaf(self) -> Any:
