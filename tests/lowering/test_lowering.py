@@ -310,6 +310,30 @@ def test_an_edit_of_all_faces_is_seen_with_and_without_differentiation(rule, fac
     close(jax.vmap(jax.value_and_grad(f))(jnp.full(2, 2.0))[1], np.full(2, gradient))
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("rule", "faces"),
+    [(sevenfold, ("call_jaxpr", "forward")), (ninefold, ("call_jaxpr", "jvp"))],
+    ids=["vjp", "jvp"],
+)
+def test_an_edit_of_faces_that_closes_over_what_is_differentiated_is_refused(rule, faces):
+    def edited(scale, x):
+        graph = tg.graph(lambda x: rule(x))(x)
+        node = rule_of(graph).node
+        for face in map(node.region, faces):
+            sine = next(node for node in face.nodes if node.op == "sin")
+            (scaled,) = face.insert(lambda y: scale * y, sine.outputs, after=sine)
+            face.replace_uses(sine.outputs[0], scaled)
+        return graph.to_callable()(x)
+
+    close(edited(3.0, 2.0), 6 * np.sin(2.0))
+    for arguments in (0, (0, 1)):
+        with pytest.raises(tg.GraphError, match=rf"{rule.__name__} closes over a value.*Close ov"):
+            jax.grad(edited, arguments)(3.0, 2.0)
+    stopped = jax.grad(lambda scale, x: edited(jax.lax.stop_gradient(scale), x), (0, 1))(3.0, 2.0)
+    close(stopped, (0.0, jax.grad(rule)(2.0)))
+
+
 def test_the_faces_of_a_rule_are_what_the_rule_computes():
     graph = tg.graph(lambda x: sevenfold(x))(2.0)
     rule = rule_of(graph).node

@@ -170,7 +170,7 @@ def _bind_rule(
             return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
 
         rule.defjvp(jvp)
-        return list(rule(*args))
+        return _called(rule, args, node)
 
     node.face("backward")
     forward, backward = function_of("forward"), function_of("backward")
@@ -194,7 +194,18 @@ def _bind_rule(
         return tuple(given_back)
 
     rule_vjp.defvjp(fwd, bwd)
-    return list(rule_vjp(*args))
+    return _called(rule_vjp, args, node)
+
+
+def _called(rule: Callable[..., list[Any]], args: list[Any], node: CustomGradient) -> list[Any]:
+    try:
+        return list(rule(*args))
+    except jax.errors.UnexpectedTracerError as error:
+        raise GraphError(
+            f"an edit in a face of the custom gradient {node.name} closes over a value that is "
+            "being differentiated, and the rule has no gradient for it. Close over "
+            f"jax.lax.stop_gradient(value), or edit outside of the rule: {Occurrence((), node)}"
+        ) from error
 
 
 def _is_written_zero(value: Value | Literal) -> bool:
