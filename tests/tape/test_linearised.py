@@ -220,3 +220,45 @@ def test_a_rule_in_a_compiled_function_reaches_what_its_function_does_not_use():
         tape.watch(y)
         z = compiled(x, y) ** 2
     assert np.isclose(tape.gradient(z, y), 2 * (2 * jnp.sin(0.5)) * 6)
+
+
+@pytest.mark.any_jax
+def test_a_loop_that_has_no_derivative_by_one_operand_has_that_by_another():
+    @jax.custom_jvp
+    def refused(x):
+        return x
+
+    @refused.defjvp
+    def _(primals, tangents):
+        raise RuntimeError("no derivative")
+
+    calls = []
+
+    def host(x):
+        calls.append(x)
+        return np.asarray(x)
+
+    @jax.jit
+    def loop(a, b):
+        def body(c, _):
+            met = tg.numpy_function(host, [b], jnp.float32, grad=lambda op, dy: dy)
+            return c * b + met + refused(a), None
+
+        return jax.lax.scan(body, b, None, 3)[0]
+
+    a, b = jnp.float32(1.0), jnp.float32(2.0)
+
+    def gradient(watched):
+        with tg.GradientTape() as tape:
+            tape.watch(watched)
+            y = loop(a, b)
+        return tape.gradient(y, watched)
+
+    # b**4 + (b + a) * (b**2 + b + 1)
+    expected = 4 * 8.0 + 7.0 + 3.0 * 5.0
+    np.testing.assert_allclose(gradient(b), expected)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        gradient(a)
+    calls.clear()
+    np.testing.assert_allclose(gradient(b), expected)
+    assert len(calls) == 3

@@ -214,9 +214,9 @@ def linearised(
       is_last: whether at most one derivative is taken of it.
     """
     key = active, None if types is None else tuple(types), orders
-    known: Linearised | None = of.saved.get(key)
-    if known is not None:
-        return known
+    saved: dict[Any, Linearised | None] = of.saved
+    if key in saved:
+        return saved[key]
     if types is None:
         types = [v.aval for v in _jax.opened(of.params["jaxpr"]).invars]
     orders = min(orders, _MOST_ORDERS)
@@ -226,13 +226,13 @@ def linearised(
         known = None if everywhere is None else PROGRAMS.get(everywhere)
         traced = _trace_orders(of, active, types, orders) if known is None else None
     except Exception:
-        of.saves = of.is_run_once = False
+        saved[key] = None  # with respect to other operands it may have one
         return None
     if traced is not None:
         known = Linearised(of, active, types, orders, own_key, *traced)
     if everywhere is not None:
         PROGRAMS.put(everywhere, known)
-    return of.saved.setdefault(key, known)
+    return saved.setdefault(key, known)
 
 
 def _trace_orders(
