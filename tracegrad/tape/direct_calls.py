@@ -10,7 +10,7 @@ types of the arguments and all settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,31 +24,31 @@ class NotDirect(Exception):
     """A call of this function must be seen by the trace: it has effects, or closes over arrays."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(eq=False, slots=True)
-class DirectResults:
-    """Results, and how they came about: a part of their structure, which JAX keeps beside the
-    program.
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False, slots=True)
+class DirectCall:
+    """How results came about: a part of their structure, which JAX keeps beside the program.
 
     Attributes:
-      arrays: the function's own results, then what its derivative needs.
       computation: what has run, as a record has it: it takes the leaves of the arguments.
       tree: the structure of the function's own results.
     """
 
-    arrays: Sequence[Any]
-    computation: Computation = field(metadata={"static": True})
-    tree: Any = field(metadata={"static": True})
+    computation: Computation
+    tree: Any
 
 
-def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., DirectResults]:
+def direct_form(
+    jitted: Any, active: tuple[int, ...]
+) -> Callable[..., tuple[Sequence[Any], DirectCall]]:
     """A jitted function, to be called outside of the recorder; `jitted` is one without options.
 
-    It raises NotDirect where that cannot be. `active`: the positions of the leaves of which
+    Its results are those of the function, flat, then what the derivative needs; and how they came
+    about. It raises NotDirect where that cannot be. `active`: the positions of the leaves of which
     derivatives may be wanted.
     """
 
-    def form(*args: Any, **kwargs: Any) -> DirectResults:
+    def form(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], DirectCall]:
         outside = _jax.current_trace(None).parent_trace
         types = jax.tree.map(jax.typeof, (args, kwargs))
         with _jax.set_current_trace(outside):
@@ -60,10 +60,10 @@ def direct_form(jitted: Any, active: tuple[int, ...]) -> Callable[..., DirectRes
         leaves = jax.tree.leaves((args, kwargs))
         tree = jax.tree.structure(shapes)
         if saving is not None:
-            return DirectResults(saving.forward(*leaves), saving, tree)
+            return saving.forward(*leaves), DirectCall(saving, tree)
         if computation.run is None:
             raise NotDirect
-        return DirectResults(computation.run(*leaves), computation, tree)
+        return computation.run(*leaves), DirectCall(computation, tree)
 
     form.__name__ = form.__qualname__ = str(jitted.__name__)
     return jax.jit(form)

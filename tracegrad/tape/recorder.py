@@ -155,13 +155,13 @@ class Recorder(Running):
         tell_of_assigned(operands)
         try:
             with set_current_trace(self.parent_trace):
-                found = form(*args, **kwargs)
+                arrays, call = form(*args, **kwargs)
         except NotDirect:
             forms[active] = NotDirect
             return None
-        found.computation.is_used = True
-        record.add(found.computation, operands, found.arrays, current_source_info())
-        return jax.tree.unflatten(found.tree, found.arrays[: found.tree.num_leaves])
+        call.computation.is_used = True
+        record.add(call.computation, operands, arrays, current_source_info())
+        return jax.tree.unflatten(call.tree, arrays[: call.tree.num_leaves])
 
     def _process_closure(
         self, call: JittedCall, args: Sequence[Any], params: dict[str, Any]
