@@ -163,16 +163,30 @@ def test_symbolic_gradients_are_asked_for_in_a_block():
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"a": "b"})])
+@pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"sin": "b"})])
 def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(other):
     block, inner = tg.gradient_override_map(HUNDREDFOLD), other()
     block.__enter__()
     inner.__enter__()
+    jnp.sin(X)
     with pytest.raises(RuntimeError, match=r"map\('sin'\) is left before another"):
         block.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
     np.testing.assert_allclose(tg.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+
+
+@pytest.mark.any_jax
+def test_names_that_no_operation_has_are_told():
+    names = {"cbrt": "b", "sine": "b", "exp2": "b"}
+    telling = pytest.warns(UserWarning, match=r"no operation 'sine' was .*\{'cbrt': 'b'.*primitives")
+    with telling, tg.gradient_override_map(names):
+        jnp.cbrt(X)
+        jax.lax.scan(lambda c, y: (c, jnp.exp2(y)), 0.0, X)
+    with tg.gradient_override_map({"cbrt": "b"}):  # as where all in it was compiled in another
+        pass
+    with pytest.raises(ZeroDivisionError), tg.gradient_override_map({"sine": "b"}):
+        raise ZeroDivisionError
 
 
 @pytest.mark.any_jax

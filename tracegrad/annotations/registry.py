@@ -21,7 +21,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, match, scopes
 from tracegrad.ir.importer import import_program
-from tracegrad.ir.occurrence import calling_line
+from tracegrad.ir.occurrence import calling_line, warn_where_called
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.edits import of_arrays
@@ -37,6 +37,7 @@ G = TypeVar("G", bound=Callable[..., Any])
 _lock = threading.Lock()
 # By name, for as long as the process lives: no cache.
 _registered: dict[str, Callable[..., Any]] = {}
+_met: set[str] = set()  # names of operations that some block has overridden
 _used: set[str] = set()  # names that some block has had, so that compiled programs may hold them
 
 
@@ -122,6 +123,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     functions, loops and branches, but not into custom rules. Of several blocks the innermost wins.
     A block is that of its thread: what other coroutines compute meanwhile is in it as well.
 
+    Warns, once per place, of names of which no operation was met in this block or any before.
+
     Raises:
       TypeError: `overrides` is no mapping from names to names.
       GraphError: such an operation is differentiated inside the block by a `jax.grad` (or another
@@ -159,6 +162,13 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         trace.end()
+    if unmet := [name for name in named if name not in _met]:
+        warn_where_called(
+            f"no operation {' or '.join(map(repr, unmet))} was computed or differentiated in a block "
+            f"of gradient_override_map({dict(overrides)!r}). Names are those of primitives, jitted "
+            "functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
+            UserWarning,
+        )
 
 
 # ------------------------------------------------------------------------------ as rules on graphs
@@ -208,6 +218,7 @@ class _Registered:
 
 def _override(name: str, grad: _Registered) -> MatchRule:
     def edit(graph: Graph, nodes: Sequence[Node], found: Occurrence) -> None:
+        _met.add(name)
         override(graph, nodes[0], grad, found, name=f"{_MARK}{name}")
 
     where = match.where(functools.partial(_is_named, name))
@@ -262,7 +273,7 @@ class _Overrides(OverridingTrace):
     ) -> Callable[..., list[Any]] | None:
         """What is to run in the place of an operation; None: the operation itself."""
         name = str(params.get("name", primitive.name)) if primitive is _jax.JIT else primitive.name
-        gradient = self._overrides.get(name) or self._overrides.get(primitive.name)
+        gradient = self._gradient_of(name, primitive.name)
         if gradient is not None:
             self._refuse_differentiated(name)
             return with_gradient(
@@ -320,7 +331,7 @@ class _Overrides(OverridingTrace):
         """The same for a function with a rule of its own."""
         function = _jax.rule_functions(subfuns)[0][0]
         name = getattr(function, "__name__", "")
-        gradient = self._overrides.get(name) or self._overrides.get(primitive.name)
+        gradient = self._gradient_of(name, primitive.name)
         if gradient is None:
             return None
         self._refuse_differentiated(name)
@@ -337,6 +348,13 @@ class _Overrides(OverridingTrace):
         return with_gradient(
             _named(primal, f"{_MARK}{name}"), gradient, params, name, calling_line()
         )
+
+    def _gradient_of(self, *names: str) -> _Registered | None:
+        """The gradient that one of the names of an operation has in this block."""
+        for name in filter(self._overrides.__contains__, names):
+            _met.add(name)
+            return self._overrides[name]
+        return None
 
     def _refuse_differentiated(self, name: str) -> None:
         if _times_differentiated() > self._differentiated:
