@@ -199,6 +199,31 @@ def test_of_a_jitted_function_in_a_scan_there_is_what_the_loss_computes_alone(fu
     assert_close(found[name], jax.grad(loss, 1)(scales, jnp.zeros((2, 4, 3))))
 
 
+@pytest.mark.parametrize("layers", [None, 2], ids=["once", "in a scan"])
+def test_statistics_that_leave_a_scope_beside_activations_get_zeros(layers):
+    def loss(w, x):
+        def layer(x, _=None):
+            with jax.named_scope("norm"):
+                mean = jnp.mean(jax.lax.stop_gradient(x), 0)
+                x = w * (x - jnp.mean(x, 0))
+            return x, 0.9 * mean
+
+        x, statistics = layer(x) if layers is None else jax.lax.scan(layer, x, None, layers)
+        return jnp.sum(x**3), statistics
+
+    def step(w, x):
+        return jax.value_and_grad(loss, has_aux=True)(w, x)
+
+    norm = match.scope("norm")
+    expected = tg.intermediate_gradients(loss, norm, has_aux=True)(jnp.float32(0.7), X)[0]
+    found = tg.intermediate_gradients(step, norm)(jnp.float32(0.7), X)
+    assert list(found) == list(expected) == ["norm"]
+    shapes = [array.shape[-2:] for array in found["norm"]]
+    assert len(shapes) == 2 and (4, 3) in shapes
+    for array, other in zip(found["norm"], expected["norm"], strict=True):
+        assert_close(array, other)
+
+
 def test_what_the_step_does_not_differentiate_raises():
     def step(w):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(X) @ w))(w)

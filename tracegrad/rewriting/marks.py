@@ -24,6 +24,7 @@ from tracegrad.tracing.in_force import Force, in_force
 # Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
 # value; the cotangent that arrives at one; a value that is differentiated; one that is not.
 _MARK = _jax.identity_primitive("mark")
+_RULE = _jax.CUSTOM_VJP.name
 _VALUE, _COTANGENT, _DIFFERENTIATED, _CONSTANT = "value", "cotangent", "differentiated", "constant"
 
 
@@ -85,18 +86,21 @@ class Marks:
         if not self._gradients:
             kinds = [(_VALUE, False)]
         else:
-            kinds = [(_COTANGENT, False), (_DIFFERENTIATED, True)]
+            kinds = [(_COTANGENT, False), (_DIFFERENTIATED, True), (_CONSTANT, True)]
         answer = []
         for place, (name, text, count) in enumerate(self._places):
             ways: list[list[Shown]] = []
+            is_computed = not count
             for index in range(count):
                 here = [
                     [Shown(at, is_zero) for at in found.get((what, place, index), ())]
                     for what, is_zero in kinds
                 ]
                 ways.append(next(filter(None, here), []))
-                if not ways[-1] and (_CONSTANT, place, index) in found:
-                    raise GraphError(_not_computed(self, text))
+                # Of some that leave one match (statistics beside activations) it may be constant.
+                is_computed |= not here[-1] or ways[-1] is not here[-1]
+            if self._gradients and not is_computed:
+                raise GraphError(_not_computed(self, text))
             # Not one if what was traced has become no part of the program; many if it is called.
             for all_of_one in zip(*ways, strict=False):
                 answer.append((name, list(all_of_one)))
@@ -109,6 +113,9 @@ def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:
             what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
+            if what == _CONSTANT and occurrence.path and occurrence.path[-1][0].op == _RULE:
+                # Still inside of the rule that was not needed, which nothing leaves but results.
+                occurrence = Occurrence(occurrence.path[:-1], occurrence.path[-1][0])
             # What is computed again for the backward pass is what it was.
             is_again = any(map(scopes.is_backward, occurrence.steps))
             if what == _COTANGENT or not is_again:
