@@ -830,6 +830,30 @@ def test_sharded_arrays():
     assert dx.sharding.is_equivalent_to(sharding, 1)
 
 
+def test_arrays_on_different_devices():
+    """As a model that is put on two devices by hand: `jax.grad` differentiates it where it runs."""
+    here, there = jax.devices()[1:3]
+    x = jax.device_put(jnp.arange(1.0, 4.0), here)
+    w = jax.device_put(jnp.arange(2.0, 5.0), there)
+
+    def loss(x, w):
+        return jnp.sum(jax.device_put(jnp.sin(x) * x, there) ** 2 * w)
+
+    with GradientTape() as outer:
+        outer.watch((x, w))
+        with GradientTape(persistent=True) as tape:
+            tape.watch((x, w))
+            y = loss(x, w)
+        gradients = tape.gradient(y, (x, w))
+    expected = jax.grad(loss, (0, 1))(x, w)
+    for got, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        assert got.devices() == wanted.devices()
+    np.testing.assert_allclose(tape.jacobian(y, x), expected[0], rtol=1e-5)
+    second = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, w)))(x)
+    np.testing.assert_allclose(outer.gradient(gradients[0], x), second, rtol=1e-5)
+
+
 def of_shards(fun, **specs):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(fun, mesh=mesh, **{"in_specs": P("i"), "out_specs": P("i"), **specs})

@@ -195,12 +195,27 @@ def _run(
     arrays = list(map(by_slot.__getitem__, slots.taken))
     if any(slots.stood_in):
         arrays = with_stand_ins(arrays, slots.stood_in)
-    run = not_overridden()(compiled.run) if rules_in_force() else compiled.run
-    found = run(*arrays, *[seed for seed in seeds if seed is not None])
+    arrays += [seed for seed in seeds if seed is not None]
+
+    def run(backward: Callable[..., list[Any]]) -> list[Any]:
+        return (not_overridden()(backward) if rules_in_force() else backward)(*arrays)
+
+    try:
+        found = run(compiled.run)
+    except ValueError:
+        if not _lie_apart(by_slot):
+            raise
+        found = run(compiled.run.__wrapped__)  # operation by operation, as they were computed
     if all(compiled.connected):
         return found
     each = iter(found)
     return [next(each) if linked else None for linked in compiled.connected]
+
+
+def _lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether arrays are on different devices, for which JAX compiles no program."""
+    committed = [x for x in arrays if not _jax.is_tracer(x) and getattr(x, "committed", False)]
+    return len({frozenset(x.sharding.device_set) for x in committed}) > 1
 
 
 def _anew(
