@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
+from jax.experimental import hijax, io_callback
 from jax.sharding import PartitionSpec as P
 
 import tracegrad as tg
@@ -399,6 +399,42 @@ def test_the_second_derivative_by_what_a_rule_closes_over():
         d = inner.gradient(y, x)
     assert d == 6.0
     assert outer.gradient(d, [x, w]) == [3.0, 2.0]
+
+
+class Scaled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
+    """The square, with 50 times its derivative."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return x * x
+
+    def vjp_fwd(self, _, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, dy):
+        return (100.0 * x * dy,)
+
+    def jvp(self, primals, tangents):
+        return self(*primals), 100.0 * primals[0] * tangents[0]
+
+
+def as_operation(x):
+    return 2.0 * Scaled(jax.typeof(x))(x)
+
+
+@pytest.mark.parametrize("f", [as_operation, lambda x: jnp.ldexp(x, 2), lambda x: jnp.frexp(x)[0]])
+def test_operations_with_rules_of_their_own(f):
+    x = F32(3.0)
+    expected = jax.grad(f)(x)
+    for function in (f, jax.jit(f)):
+        with GradientTape() as tape, tg.ForwardAccumulator(x, F32(1.0)) as accumulator:
+            tape.watch(x)
+            y = function(x)
+        assert tape.gradient(y, x) == accumulator.jvp(y) == expected
+    assert tg.trace(lambda x: tg.gradients(f(x), [x]))(x) == [expected]
 
 
 # --------------------------------------------------------------------------------------- aliasing

@@ -48,6 +48,9 @@ class ForwardingTrace(jax.core.Trace):
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
+        # Operations with rules of their own (`jax.experimental.hijax`, in JAX 0.12 `jnp.ldexp`) are
+        # seen as they are, not as what they compute, which is differentiated otherwise.
+        self.requires_low = False
         self.is_installed = False
         self._as_current: AbstractContextManager[None] | None = None
         self._is_hidden = False  # from flax
