@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -205,7 +206,7 @@ def _run(
     except ValueError:
         if not _lie_apart(by_slot):
             raise
-        found = run(compiled.run.__wrapped__)  # operation by operation, as they were computed
+        found = run(inspect.unwrap(compiled.run))  # operation by operation, as they were computed
     if all(compiled.connected):
         return found
     each = iter(found)
