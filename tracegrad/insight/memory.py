@@ -66,6 +66,7 @@ class MemoryReport:
       temporary: of these the ones beside arguments and results.
       measured_on: the backend and the JAX whose XLA says so, and how many devices there are, of
         each of which bytes are; "" where the two are the model's.
+      why_not_measured: why they are, in JAX's or XLA's words; "" where XLA says them.
       modelled: bytes at the peak in the model, which `lines` add up to.
       at: the operation at which the model's peak is.
       lines: what is alive there, what holds most first; arguments and constants last.
@@ -77,6 +78,7 @@ class MemoryReport:
     total: int
     temporary: int
     measured_on: str
+    why_not_measured: str
     modelled: int
     at: str
     lines: tuple[Line, ...]
@@ -110,7 +112,9 @@ class MemoryReport:
     __repr__ = __str__
 
     def _headline(self) -> str:
-        by = f"XLA: {self.measured_on}" if self.measured_on else "by the model, not by XLA"
+        by = f"XLA: {self.measured_on}"
+        if self.why_not_measured:
+            by = f"by the model, not by XLA: {self.why_not_measured}"
         return (
             f"memory of {self.function}: {in_units(self.total)} at once, "
             f"{in_units(self.temporary)} beside arguments and results ({by})"
@@ -189,12 +193,14 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
         lines = _lines(peak)
         total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""
+        stats, why_not = None, f"{_jax.compiled_by()} does not say what a program holds"
         try:
             lowering = fun if hasattr(fun, "lower") else trace(fun)
             stats = lowering.lower(*args, **kwargs).compile().memory_analysis()
-        except Exception:  # it cannot be compiled by itself: the model's, and it says so
-            stats = None
+        except Exception as error:  # it cannot be compiled by itself: the model's, and it says so
+            why_not = f"{type(error).__name__}: {error}".splitlines()[0]
         if stats is not None:
+            why_not = ""
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
             measured_on = f"{_jax.compiled_by()}{_on_each(args, kwargs)}"
@@ -203,6 +209,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             total=total,
             temporary=temporary,
             measured_on=measured_on,
+            why_not_measured=why_not,
             modelled=sum(line.size for line in lines),
             at="" if peak.at is None else _place(peak.at),
             lines=tuple(lines),
