@@ -4,25 +4,26 @@
 2. For the segment between any two of them, save sets by minimum cuts at all prices of a byte
    (`cuts.Network.hull`); segments that are alike are solved once. Where little is run again, the
    backward pass of a segment may also go from one place inside to the next.
-3. Dynamic programming from the first to the last operation (`paths`) chooses among all of these.
+3. Dynamic programming from the first to the last cut chooses among all of these. A label is what
+   one way to a cut costs, and what it leaves in memory for the rest: a row of numbers.
 
 Everything is deterministic.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.model import MemoryModel, alive
-from tracegrad.planning.paths import Choices, Paths, pareto
 from tracegrad.planning.simulation import (
     Local,
     Piece,
@@ -35,13 +36,34 @@ from tracegrad.planning.simulation import (
 from tracegrad.planning.tuning import TUNING
 
 
+@dataclass(frozen=True)
+class _Ways:
+    """The ways to run parts of a program that are alike, one row of the table for each.
+
+    A way is one segment, counted from the part's start. The columns of `table` are the
+    extra FLOPs, the bytes of the forward and of the backward peak, and those that stay for the
+    part's backward pass. `leaves[k]` has the values that others read and the way does not keep for
+    itself.
+    """
+
+    segments: list[Segment]
+    table: np.ndarray
+    leaves: list[tuple[int, ...]]
+
+
+# The columns of a label: the FLOPs, the bytes that are kept during the forward pass, and where it
+# came from: a cut, the row there, and the way for the part between. Then, for each cut, the bytes
+# that are kept during the backward pass of a part from here to that cut.
+_FLOPS, _KEPT, _FROM, _HELD = 0, 1, slice(2, 5), 5
+
+
 class Planner:
     """Plans for one program, for any number of budgets."""
 
     def __init__(self, model: MemoryModel):
         self.model = model
         self.kept = keep_all(model)
-        self._alike: dict[Hashable, Choices] = {}
+        self._alike: dict[Hashable, _Ways] = {}
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> tuple[list[Segment], Simulation] | None:
@@ -66,22 +88,77 @@ class Planner:
         return high
 
     def _cheapest(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes; None if there is
-        none."""
-        return self._paths.cheapest(budget - self.model.gathered[-1])
+        """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
+        the one that keeps least; None if there is none."""
+        at = self._labels(budget - self.model.gathered[-1])
+        final = at[-1]
+        if not len(final):
+            return None
+        row: int = np.lexsort((final[:, _KEPT], final[:, _FLOPS]))[0].item()
+        segments: list[Segment] = []
+        i = len(self._cuts) - 1
+        while i > 0:
+            before, row, chosen = at[i][row, _FROM].astype(int).tolist()
+            way = self._parts[before, i][0].segments[chosen]
+            segments.append(way.shifted(self._cuts[before]))
+            i = before
+        return segments[::-1]
+
+    def _labels(self, budget: int) -> list[np.ndarray]:
+        """The labels of every cut, one row for each way to it that is within `budget` bytes,
+        counted above what the gradients of arguments that wait at the last cut take."""
+        count = len(self._cuts)
+        gathered = [self.model.gathered[cut - 1] for cut in self._cuts]
+        found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
+        at: list[np.ndarray] = []
+        for i in range(count):
+            here = np.concatenate(found[i])
+            here = here[frontier(here[:, _FLOPS], here[:, _KEPT], TUNING.labels)]
+            at.append(here)
+            found[i] = []
+            for j in range(i + 1, count):
+                if (i, j) not in self._parts or not len(here):
+                    continue
+                part, deltas = self._parts[i, j]
+                flops, forward, backward, _ = part.table.T
+                above = gathered[j] - gathered[-1]
+                forwards = here[:, _KEPT, None] + forward
+                backwards = here[:, _HELD + j, None] + backward + above
+                rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
+                delta = deltas[ways]
+                origin = np.column_stack([np.full(len(rows), i), rows, ways])
+                flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
+                held = here[rows, _HELD:] + delta[:, :-1]
+                found[j].append(np.column_stack([flops, kept, origin, held]))
+        return at
 
     @functools.cached_property
-    def _paths(self) -> Paths:
-        cuts = self._places()
-        choices: dict[tuple[int, int], Choices] = {}
+    def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
+        """The ways to run the part between two cuts, and what each leaves (see `_left`), for all
+        parts that may be a segment."""
+        cuts = self._cuts
+        found = {}
         for i, j in itertools.combinations(range(len(cuts)), 2):
             if j - i <= TUNING.longest:
                 is_small = cuts[j] - cuts[i] <= TUNING.most_in_pieces
                 inner = tuple(cut - cuts[i] for cut in cuts[i + 1 : j]) if is_small else ()
-                choices[i, j] = self._choices_of(cuts[i], cuts[j], inner)
-        return Paths(self.model, cuts, choices)
+                ways = self._ways(cuts[i], cuts[j], inner)
+                found[i, j] = ways, self._left(ways, cuts[i], cuts[j])
+        return found
 
-    def _places(self) -> tuple[int, ...]:
+    def _left(self, ways: _Ways, start: int, stop: int) -> np.ndarray:
+        """For each way of a part the bytes that it leaves for the backward pass of a part that ends
+        at each of the cuts (read by nobody before it, a value is not there any more), and last what
+        it leaves in the forward pass."""
+        delta = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
+        for k, leaves in enumerate(ways.leaves):
+            for v in leaves:
+                first = next(u for u in self.model.uses[start + v] if u >= stop)
+                delta[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
+        return delta
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[int, ...]:
         """The operations before which a segment may begin, and the end."""
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
@@ -104,7 +181,7 @@ class Planner:
                 heapq.heappush(pieces, (before[left] - before[right], left, right))
         return tuple(sorted(chosen))
 
-    def _choices_of(self, start: int, stop: int, inner: tuple[int, ...]) -> Choices:
+    def _ways(self, start: int, stop: int, inner: tuple[int, ...]) -> _Ways:
         """The ways to run a part as one segment, none of which another is as good as in every
         respect.
 
@@ -125,7 +202,7 @@ class Planner:
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)
             leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
-            self._alike[key] = Choices(
+            self._alike[key] = _Ways(
                 [runs[k][0] for k in chosen],
                 table[chosen],
                 [tuple(v for v in leaving if v not in runs[k][1].stored) for k in chosen],
@@ -134,7 +211,7 @@ class Planner:
 
 
 def _costs(local: Local) -> list[int]:
-    """A row of `Choices.table`."""
+    """A row of `_Ways.table`."""
     backward, staying = local.backward_peak - local.unread, local.staying - local.unread
     return [local.flops, local.forward_peak, backward, staying]
 
@@ -178,3 +255,31 @@ def _tokens(model: MemoryModel) -> list[int]:
         )
         tokens.append(seen.setdefault(token, len(seen)))
     return tokens
+
+
+def pareto(table: np.ndarray) -> list[int]:
+    """The rows than which no other is as small in every column, in the order of the first; of equal
+    rows the first."""
+    order = np.lexsort(table.T[::-1])
+    chosen: list[int] = []
+    kept = np.empty((0, table.shape[1]))
+    for k in order:
+        if not len(kept) or not np.any(np.all(kept <= table[k], axis=1)):
+            chosen.append(int(k))
+            kept = np.vstack([kept, table[k]])
+    return chosen
+
+
+def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
+    """Rows of ever fewer bytes for ever more FLOPs, at most so many, spread over the bytes."""
+    order = np.lexsort((size, flops))
+    smallest = np.minimum.accumulate(size[order])
+    is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]
+    chosen = order[is_new]
+    if len(chosen) > most:
+        low, high = size[chosen].min(), size[chosen].max()
+        bucket = np.floor((size[chosen] - low) / (high - low) * (most - 1e-9)).astype(int)
+        # The least FLOPs of each bucket, which come first, and the fewest bytes of all.
+        _, firsts = np.unique(bucket, return_index=True)
+        chosen = chosen[sorted({*firsts.tolist(), len(chosen) - 1})]
+    return [int(k) for k in chosen]

@@ -25,8 +25,7 @@ from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import handed_bytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.planning.paths import frontier
-from tracegrad.planning.planner import Planner, recomputing
+from tracegrad.planning.planner import Planner, frontier, recomputing
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
