@@ -98,7 +98,6 @@ class Piece:
     def __init__(self, model: MemoryModel, start: int, stop: int):
         within = range(start, stop)
         last = model.gathered[stop - 1]
-        self.start = start
         self.sizes = model.sizes[start:stop]
         self.flops = model.flops[start:stop]
         self.extra = model.extra[start:stop]
@@ -266,24 +265,7 @@ def _read_alone(model: MemoryModel, start: int, stop: int) -> list[int]:
     ]
 
 
-def run_segment(model: MemoryModel, segment: Segment) -> Local:
-    """Simulates one segment."""
-    start = segment.start
-    return Piece(model, start, segment.stop).run(segment.shifted(-start)).shifted(start)
-
-
 # ------------------------------------------------------------------------------------ whole plans
-
-
-def until_read(model: MemoryModel, segment: Segment, local: Local) -> list[tuple[int, int]]:
-    """What a segment leaves for later ones, and does not keep for itself: the first operation that
-    reads it, after whose segment it goes, and the bytes."""
-    left = []
-    for v in range(segment.start, segment.stop):
-        uses = model.uses[v]
-        if uses and uses[-1] >= segment.stop and v not in local.stored and model.sizes[v]:
-            left.append((next(u for u in uses if u >= segment.stop), model.sizes[v]))
-    return left
 
 
 @dataclass(frozen=True)
@@ -303,20 +285,28 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
     """Runs a plan: its segments are in order and cover the program."""
     kept = 0  # bytes of all that earlier segments leave behind, for the forward pass
     staying = 0  # and of that what is there in a segment's backward pass
+    # What they leave and do not keep for themselves: what reads it first, after whose segment it
+    # goes, and the bytes.
     waiting: list[tuple[int, int]] = []
     forward: list[int] = []
     backward: list[list[int]] = []
     found, peaks = [], []
     for segment in plan:
-        local = run_segment(model, segment)
-        staying += sum(size for first, size in waiting if first < segment.stop)
-        waiting = [(first, size) for first, size in waiting if first >= segment.stop]
+        start, stop = segment.start, segment.stop
+        piece = Piece(model, start, stop)
+        local = piece.run(segment.shifted(-start)).shifted(start)
+        staying += sum(size for first, size in waiting if first < stop)
+        waiting = [(first, size) for first, size in waiting if first >= stop]
         staying -= local.unread
-        held = staying + model.gathered[segment.stop - 1]
+        held = staying + model.gathered[stop - 1]
         forward += [kept + size for size in local.forward]
         backward.append([held + size for size in local.backward])
         peaks.append(max(kept + local.forward_peak, held + local.backward_peak))
-        left = until_read(model, segment, local)
+        left = [
+            (next(u for u in model.uses[v] if u >= stop), model.sizes[v])
+            for v in range(start, stop)
+            if piece.leaves[v - start] and v not in local.stored
+        ]
         staying += local.staying
         waiting += left
         kept += local.staying + sum(size for _, size in left) - local.unread
