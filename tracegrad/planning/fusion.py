@@ -199,22 +199,11 @@ def operands(node: Node) -> list[Value]:
 
 
 def handed_bytes(scan: Node) -> int:
-    """Bytes of what a kernel or a loop inside an iteration needs for itself of what comes into it:
-    the slices that are cut out for it, and, for slices and constants, the gradients that it writes
-    before they are put in their places or added up."""
+    """Bytes of what an iteration has of its own of what comes into it: the slices that are cut out
+    for it and, of slices and constants, the gradients that it writes before they are put in their
+    places or added up."""
     body = scan.regions["jaxpr"]
     constants, carried = _jax.scan_split(scan.params)
-    read = [v for v in body.inputs[:constants] if _is_read_by_kernel(v)]
-    cut = [v for v in body.inputs[constants + carried :] if _is_read_by_kernel(v)]
+    read, cut = body.inputs[:constants], body.inputs[constants + carried :]
     gradients = [v for v in (*read, *cut) if v.has_gradient]
     return sum(nbytes(v.aval) for v in (*cut, *gradients))
-
-
-def _is_read_by_kernel(value: Value) -> bool:
-    for user in value._uses:
-        category = category_of(user)
-        if category == "kernel" or (
-            category == "view" and any(map(_is_read_by_kernel, user.outputs))
-        ):
-            return True
-    return False
