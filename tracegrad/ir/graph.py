@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import grouping, match, text, verification, walking
+from tracegrad.ir import copying, grouping, match, text, verification, walking
 from tracegrad.ir.body import Body, leave
-from tracegrad.ir.engine import engine
+from tracegrad.ir.engine import Insertable, engine
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.nodes import (
     Call,
-    CustomGradient,
     Literal,
     Node,
     Recompute,
@@ -34,7 +33,7 @@ from tracegrad.ir.nodes import (
     same_type,
     set_field,
 )
-from tracegrad.ir.occurrence import Matches, Occurrence, written_out
+from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import some
 
@@ -139,23 +138,10 @@ class Graph(Body):
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
         return Matches(selector.look(self).matches)
 
-    def name_values(self) -> None:
-        """Names every value that has no name yet: from the argument, else from the operation."""
-        for value in (*self._inputs, *self.constants):
-            self._name(value, value.hint or "arg")
-        for node in self.nodes:
-            for value in node.outputs:
-                self._name(value, value.hint or node.name)
-
-    def _name(self, value: Value, hint: str) -> None:
-        if value._name is not None:
-            return
-        base, name = text.readable(hint)
-        while name in self._names:  # `x_1` may be an argument's own name
-            self._names[base] = self._names.get(base, 0) + 1
-            name = f"{base}_{self._names[base]}"
-        self._names.setdefault(name, 0)
-        value._name = name
+    def name_values(self, *erased: Value) -> None:
+        """Names every value that has no name yet, and those of nodes that were erased: from the
+        argument, else from the operation."""
+        text.name_values(self, erased)
 
     def __str__(self) -> str:
         return text.format_graph(self)
@@ -194,48 +180,18 @@ class Graph(Body):
 
         Occurrences found in the original are good in the copy, through `own`.
         """
-        new = Graph(self.name, function_source=self.function_source)
-        new.in_tree, new.out_tree, new.signature = self.in_tree, self.out_tree, self.signature
-        new.variables, new.assigned, new.taps = self.variables, self.assigned, self.taps
-        new.updates, new.settings, new.loses = self.updates, self.settings, self.loses
-        new.surroundings = self.surroundings
-        inputs = new.add_inputs(self.in_avals, [value.hint for value in self._inputs])
-        values: dict[Value, Value | Literal] = dict(zip(self._inputs, inputs, strict=True))
-        nodes = new._splice(self, values)
-        outputs = [values[v] if isinstance(v, Value) else v for v in self._outputs]
-        new.fill(nodes, outputs, self._program, self.closes_over)
-        copies = dict(zip(self.nodes, new.nodes, strict=True))
-        new._copies.update(copies)
-        new._copies.update((old, copies[now]) for old, now in self._copies.items() if now in copies)
-        return new
+        return copying.copy(self)
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: object) -> Graph:
         return self.copy()
 
-    def _splice(
-        self, graph: Graph, values: dict[Value, Value | Literal], beside: Node | None = None
-    ) -> list[Node]:
-        """Copies the nodes of another graph for this one, without putting them anywhere.
-
-        `values` holds what stands for its inputs, and grows by what every other value has become.
-        `beside`: the node whose line they have, unless they are what it calls; None: each its own.
-        """
-        is_call = isinstance(beside, RegionNode) and graph in beside.regions.values()
-        for value, array in graph.constants.items():
-            values[value] = self.add_constant(array, value.aval, value.hint)
-        nodes = []
-        for node in graph.nodes:
-            new = copied(node, [values[v] if isinstance(v, Value) else v for v in node.inputs])
-            if beside is not None and beside.source is not None:
-                set_field(new, "source", written_out(beside, node) if is_call else beside.source)
-            self.adopt(new, [value.aval for value in node.outputs])
-            for old_value, new_value in zip(node.outputs, new.outputs, strict=True):
-                new_value.hint = old_value.hint
-                values[old_value] = new_value
-            nodes.append(new)
-        return nodes
+    def written_into(
+        self, place: Graph, inputs: Sequence[Value | Literal], beside: Node | None
+    ) -> tuple[list[Node], list[Value | Literal]]:
+        """Its nodes as nodes of another graph; see `tracegrad.ir.copying`."""
+        return copying.written(self, place, inputs, beside)
 
     def own(self, occurrence: Occurrence) -> Occurrence:
         """The occurrence in regions that nobody else enters: copies those on its path that are
@@ -245,18 +201,7 @@ class Graph(Body):
         Takes occurrences found before other edits, or in the graph that this one was copied from.
         Raises GraphError if the node was erased or is of another graph.
         """
-        graph: Graph = self
-        path: list[tuple[Node, str]] = []
-        for step, name in occurrence.path:
-            node = graph.node_here(step)
-            assert isinstance(node, RegionNode)
-            path.append((node, name))
-            graph = _own_region(node, name)
-        here = graph.node_here(occurrence.node)
-        if isinstance(here, CustomGradient):  # its edit concerns all of them
-            for name in tuple(here._regions):
-                _own_region(here, name)
-        return Occurrence(tuple(path), here)
+        return copying.own(self, occurrence)
 
     def node_here(self, node: Node) -> Node:
         """What a node of the graph that this one was copied from has become.
@@ -303,27 +248,40 @@ class Graph(Body):
         """
         if before is not None and after is not None:
             raise ValueError("give `before` or `after`, not both")
-        beside = before or after
+        return self._write(self._for_here(program, inputs), inputs, before, after)
+
+    def _for_here(
+        self, program: Graph | Callable[..., Any], inputs: Sequence[Value | Literal]
+    ) -> Insertable:
+        """A graph that takes these inputs, or what a function of them is traced to."""
+        self._check_mine(*inputs)
         if not isinstance(program, Graph):
-            program = engine.trace_at(program, [value.aval for value in inputs], self)
+            return engine.trace_at(program, [value.aval for value in inputs], self)
         if len(inputs) != len(program.inputs):
             raise GraphError(
                 f"{program.name} takes {len(program.inputs)} inputs, {len(inputs)} were given"
             )
-        self._check_mine(*inputs)
         for given, expected in zip(inputs, program.inputs, strict=True):
             if not same_type(given.aval, expected.aval):
                 raise GraphError(f"{program.name} takes {expected!r}, not {given!r}")
-        index = len(self._nodes)
+        return program
+
+    def _write(
+        self,
+        program: Insertable,
+        inputs: Sequence[Value | Literal],
+        before: Node | None,
+        after: Node | None,
+    ) -> list[Value | Literal]:
+        beside, index = before or after, len(self._nodes)
         if beside is not None:
             self._check_node(beside)
             index = self._nodes.index(beside) + (after is not None)
-        values: dict[Value, Value | Literal] = dict(zip(program.inputs, inputs, strict=True))
         self._edited()
-        new = self._splice(program, values, beside)
+        new, outputs = program.written_into(self, inputs, beside)
         self._set_nodes([*self._nodes[:index], *new, *self._nodes[index:]])
         self._tell_owners(frozenset().union(*(node.effects for node in new)))
-        return [values[v] if isinstance(v, Value) else v for v in program.outputs]
+        return outputs
 
     def replace(
         self,
@@ -343,22 +301,21 @@ class Graph(Body):
         """
         self._check_node(node)
         inputs = node.inputs if inputs is None else inputs
-        if not isinstance(program, Graph):
-            program = engine.trace_at(program, [value.aval for value in inputs], self)
-        given, wanted = program.out_avals, [value.aval for value in node.outputs]
+        new = self._for_here(program, inputs)
+        given, wanted = new.out_avals, [value.aval for value in node.outputs]
         if len(given) != len(wanted) or not all(map(same_type, given, wanted)):
             raise GraphError(
-                f"{program!r} gives other values than {Occurrence((), node)}, in whose place it is "
-                "to stand"
+                f"{new!r} gives other values than {Occurrence((), node)}, in whose place it is to "
+                "stand"
             )
-        if {*map(type, node.effects)} - {*map(type, program.effects)}:
+        if {*map(type, node.effects)} - {*map(type, new.effects)}:
             raise GraphError(
                 f"cannot replace {Occurrence((), node)}: it has effects {set(node.effects)}, which "
                 "an edit must not drop"
             )
-        results = self.insert(program, inputs, before=node)
-        for old, new in zip(node.outputs, results, strict=True):
-            self.replace_uses(old, new)
+        results = self._write(new, inputs, before=node, after=None)
+        for old, result in zip(node.outputs, results, strict=True):
+            self.replace_uses(old, result)
         self.erase(node, with_effects=True)
 
     def widen(
@@ -437,13 +394,3 @@ class Graph(Body):
         of effects.
         """
         return grouping.group(self, nodes, recompute, policy, name)
-
-
-def _own_region(node: RegionNode, name: str) -> Graph:
-    region = node.region(name)
-    if region.is_shared:  # the copy computes the same, so this is no edit yet
-        copy = node._regions[name] = region.copy()
-        copy.add_owner(node)
-        leave(node, region)
-        return copy
-    return region

@@ -49,30 +49,70 @@ def import_program(
     open_form, constants = _jax.parts_of(program)
     graph = Graph(name or function.name, function_source=function.source)
     seen[id(program)] = graph
-    values: dict[Any, Value] = {}
-    for var, constant in zip(open_form.constvars, constants, strict=True):
-        values[var] = graph.add_constant(constant, var.aval)
     count, names = len(open_form.invars), function.arguments
     if len(names) != count:  # JAX does not know them: then as the caller calls its operands
         names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
     names = names if len(names) == count else ("",) * count
     arguments = graph.add_inputs([var.aval for var in open_form.invars], names)
-    values.update(zip(open_form.invars, arguments, strict=True))
+    nodes, outputs = _written(open_form, constants, graph, arguments, seen)
+    closes_over = any(isinstance(node, RegionNode) and node.closes_over for node in nodes)
+    graph.fill(nodes, outputs, program, closes_over)
+    return graph
 
+
+class TracedProgram:
+    """A program that JAX has traced for a place in a graph, where it is imported.
+
+    Attributes:
+      out_avals: the types of its outputs.
+      effects: its side effects.
+    """
+
+    def __init__(self, program: Any, name: str):
+        self._parts = _jax.parts_of(program)
+        self._name = name
+        self.out_avals: list[Any] = list(program.out_avals)
+        self.effects = program.effects
+
+    def __repr__(self) -> str:
+        return f"{self._name} -> ({', '.join(map(_jax.type_text, self.out_avals))})"
+
+    def written_into(
+        self, place: Graph, inputs: Sequence[Value | Literal], beside: Node | None
+    ) -> tuple[list[Node], list[Value | Literal]]:
+        """See `tracegrad.ir.engine.Insertable`."""
+        source = None if beside is None else beside.source
+        return _written(*self._parts, place, inputs, {}, source)
+
+
+def _written(
+    open_form: Any,
+    constants: Sequence[Any],
+    graph: Graph,
+    inputs: Sequence[Value | Literal],
+    seen: dict[int, Graph],
+    source: Source | None = None,
+) -> tuple[list[Node], list[Value | Literal]]:
+    """The equations of a program as nodes of a graph, where they stand nowhere yet; its outputs.
+
+    `inputs`: what stands for its own. `source`: that of all nodes; None: each its own.
+    """
+    values: dict[Any, Value | Literal] = dict(zip(open_form.invars, inputs, strict=True))
+    for var, constant in zip(open_form.constvars, constants, strict=True):
+        values[var] = graph.add_constant(constant, var.aval)
     nodes: list[Node] = []
-    closes_over = False
     for equation in open_form.eqns:
         primitive, params = equation.primitive, equation.params
         inputs = tuple(
             [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in equation.invars]
         )
-        origin, effects = Source(equation.source_info, equation.ctx), equation.effects
+        origin = source or Source(equation.source_info, equation.ctx)
+        effects = equation.effects
         held = (v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
         if primitive is _jax.STOP_GRADIENT or any(
             isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items
         ):
             node = make_node(primitive, params, inputs, origin, effects, seen)
-            closes_over |= isinstance(node, RegionNode) and node.closes_over
         else:  # nearly all: without another call
             node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
         graph.adopt(node, [var.aval for var in equation.outvars])
@@ -81,8 +121,7 @@ def import_program(
     outputs = [
         Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars
     ]
-    graph.fill(nodes, outputs, program, closes_over)
-    return graph
+    return nodes, outputs
 
 
 def make_node(

@@ -53,9 +53,7 @@ class Value:
     def name(self) -> str:
         """Its name in the text form, unique in its graph: ``w``, ``dot_general_1``."""
         if self._name is None:
-            self.graph.name_values()
-        if self._name is None:  # of a node that was erased
-            self.graph._name(self, self.hint or (self.producer.name if self.producer else "value"))
+            self.graph.name_values(self)
         assert self._name is not None
         return self._name
 

@@ -151,7 +151,24 @@ def label(node: Node) -> str:
     return f"{node.op} {node.name}" if node.regions and node.name != node.op else node.op
 
 
-def readable(hint: str) -> tuple[str, str]:
+def name_values(graph: Graph, erased: Sequence[Value]) -> None:
+    """See `Graph.name_values`."""
+    made = [value for node in graph.nodes for value in node.outputs]
+    for value in (*graph.inputs, *graph.constants, *made, *erased):
+        if value._name is None:
+            kind = "arg" if value.producer is None else value.producer.name
+            value._name = _unique(graph, *_readable(value.hint or kind))
+
+
+def _unique(graph: Graph, base: str, name: str) -> str:
+    while name in graph._names:  # `x_1` may be an argument's own name
+        graph._names[base] = graph._names.get(base, 0) + 1
+        name = f"{base}_{graph._names[base]}"
+    graph._names.setdefault(name, 0)
+    return name
+
+
+def _readable(hint: str) -> tuple[str, str]:
     """What the name of a value begins with, made from an argument's or an operation's; and a name
     of it that a reader can type, as torch.fx has it.
 

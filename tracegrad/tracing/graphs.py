@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.engine import engine
 from tracegrad.ir.frames import CALLS_TRACED
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import TracedProgram, import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names
@@ -160,7 +160,7 @@ def _lost(
     return (*changes.structures, *lost)
 
 
-def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Graph:
+def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> TracedProgram:
     def flat(*args: Any) -> list[Any]:
         return jax.tree.leaves(fun(*args))
 
@@ -173,7 +173,7 @@ def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> Gr
         if node.op == "shard_map":
             trace = _inside(node, trace)
     trace()
-    return import_program(programs[0], name=function_name(fun))
+    return TracedProgram(programs[0], function_name(fun))
 
 
 def _inside(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
