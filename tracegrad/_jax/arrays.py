@@ -179,9 +179,9 @@ def is_tracer(value: object) -> bool:
 
 
 def undifferentiated(value: Any) -> Any:
-    """The value without what is being differentiated of it: of what only a derivative's tracer
+    """A traced value without what is being differentiated of it: of what only a derivative's tracer
     stands around, the plain value."""
-    if is_tracer(value) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         # JAX stops nothing there, since keys have no gradient; a rule's results have a tracer.
         bits = jax.lax.stop_gradient(jax.random.key_data(value))
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))

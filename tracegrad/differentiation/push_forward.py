@@ -14,11 +14,12 @@ import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, RegionNode, Value
 from tracegrad.ir.dependence import dependence, spread_below
 from tracegrad.ir.importer import import_program
 from tracegrad.lowering import evaluate
 from tracegrad.rewriting.forward_mode import with_forward_mode
+from tracegrad.rewriting.host_calls import would_run_again
 
 
 class PushForward(NamedTuple):
@@ -105,12 +106,3 @@ def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Grap
                 raise would_run_again(node)
             result.erase(here, with_effects=True)
     return result
-
-
-def would_run_again(node: Node) -> NotImplementedError:
-    """What is raised of a node that has had an effect and gave results."""
-    return NotImplementedError(
-        f"{Occurrence((), node)} gives results and stands in a compiled function, a loop or a "
-        "branch: to differentiate that, it would have to run once more. Call it outside, and pass "
-        "the results in, or let a numpy_function that is pure say so (stateful=False)"
-    )

@@ -7,7 +7,7 @@ error; to a tape, and to `gradients()`, it ends what is connected, as `stop_grad
 from __future__ import annotations
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 
 
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
@@ -40,6 +40,15 @@ def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
 TO_HOST = _jax.identity_primitive(
     "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
 )
+
+
+def would_run_again(node: Node) -> NotImplementedError:
+    """What is raised of a node that has had an effect and gave results."""
+    return NotImplementedError(
+        f"{Occurrence((), node)} gives results and stands in a compiled function, a loop or a "
+        "branch: to differentiate that, it would have to run once more. Call it outside, and pass "
+        "the results in, or let a numpy_function that is pure say so (stateful=False)"
+    )
 
 
 def end_gradients_at_host(node: Node) -> None:

@@ -25,7 +25,7 @@ from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tape.block import Block, graph_of, refuse_saved
 from tracegrad.tape.effects import silence
 from tracegrad.tape.replay import NOTHING, PullBack, Replay, run_again, with_stand_in
-from tracegrad.tracing.in_force import Force, apply_in_force, rules_for_recorded
+from tracegrad.tracing.in_force import Force, apply_in_force
 
 
 class Traced(NamedTuple):
@@ -50,6 +50,7 @@ def trace_backward(
     aggregate: Aggregation = running_sum,
     gated: bool = False,
     replay: Replay = NOTHING,
+    rules: Sequence[Force] = (),
 ) -> Traced:
     """Traces the reverse pass over a block.
 
@@ -58,8 +59,8 @@ def trace_backward(
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
       replay: what runs again, if the cotangents may be differentiated. In the place of the arrays
         of its slots stand-ins are given (see `with_stand_in`).
+      rules: those in force that act on what was recorded.
     """
-    rules = rules_for_recorded()
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
     places = {value: slot for slot, value in values.items()}
     if rules:

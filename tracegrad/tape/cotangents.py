@@ -266,7 +266,7 @@ def _compiled(
 def _of_block(block: Block, request: _Request) -> _Compiled:
     """The compiled backward of a block, remembered by its structure."""
     stops = frozenset([i for i, slot in enumerate(block.slots) if slot in request.stopped])
-    replay = NOTHING if request.only_runs else replay_of(block, stops)
+    replay = NOTHING if request.only_runs else replay_of(block, stops, request.rules)
     structure = block.key if request.only_runs else block.exact_key
     key = Structure((request._replace(stopped=stops, only_runs=False), structure, replay))
     known: _Compiled | None = PROGRAMS.get(key)
@@ -277,6 +277,7 @@ def _of_block(block: Block, request: _Request) -> _Compiled:
             aggregate=request.aggregate,
             gated=request.gated,
             replay=replay,
+            rules=request.rules,
         )
         known = _compile(block, traced, request, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.differentiation.push_forward import would_run_again
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
+from tracegrad.rewriting.host_calls import would_run_again
 
 
 def reads_the_host(params: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from tracegrad.lowering import evaluate_node, read
 from tracegrad.tape.block import Block
 from tracegrad.tape.keys import RULES, is_jaxs_own
 from tracegrad.tape.linearised import Linearised
-from tracegrad.tracing.in_force import rules_for_recorded
+from tracegrad.tracing.in_force import Force
 
 # From the cotangents of results of a node to those of operands.
 PullBack = Callable[[Sequence[Any]], list[Any]]
@@ -48,13 +48,13 @@ class Replay(NamedTuple):
 NOTHING = Replay()
 
 
-def replay_of(block: Block, stopped: Collection[int]) -> Replay:
+def replay_of(block: Block, stopped: Collection[int], rules: Sequence[Force]) -> Replay:
     """What of a block runs again: what has a rule, if another operation reads its results, and
     what comes after it. `stopped`: slots of the block that count as constants.
 
-    With rules in force all of it does, and of what it gives only sources have their places.
+    With `rules` in force all of it does, and of what it gives only sources have their places.
     """
-    if rules_for_recorded():
+    if rules:
         made = {slot for operation in block.operations for slot in operation.results}
         return Replay((), frozenset(made.intersection(block.sources).difference(stopped)))
     if not any(has_a_rule(operation.computation) for operation in block.operations):

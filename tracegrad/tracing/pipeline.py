@@ -23,7 +23,6 @@ from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.walking import dissolve
 from tracegrad.ir.wording import changes_lost
-from tracegrad.lowering import Lowering
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donation
@@ -292,7 +291,7 @@ class Pipeline:
 
     def done_with(self, graph: Graph) -> None:
         """Takes apart a graph of a call, unless somebody may have it, or functions made of it."""
-        if not self.rules and Lowering().keeps(graph):
+        if not self.rules and not graph.closes_over:  # lowered to the program that it came from
             dissolve(graph)
 
     def warn_of_merging(self) -> None:

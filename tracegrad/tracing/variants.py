@@ -262,7 +262,7 @@ class Variant:
             self._unpacked = jax.jit(Body(pipeline, use, packs=False), **options)
         self.direct: Callable[..., Any] | None = None
         if use.is_plain:
-            self.direct = self._direct(self.nested, self.outermost)
+            self.direct = self._direct(lambda jitted: jitted)
 
     @functools.cached_property
     def nested(self) -> Any:
@@ -270,16 +270,14 @@ class Variant:
 
     def handling_misses(self, handle: _jax.Handle) -> Callable[..., Any]:
         """`direct`, for calls that come from nowhere else; see `_jax.handling_misses`."""
-        return self._direct(
-            _jax.handling_misses(self.nested, handle, explain),
-            _jax.handling_misses(self.outermost, handle, explain),
-        )
+        return self._direct(lambda jitted: _jax.handling_misses(jitted, handle, explain))
 
-    def _direct(
-        self, nested: Callable[..., Any], outermost: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _direct(self, called: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+        """What a call is, where a jit is what `called` makes of it."""
+        nested = called(self.nested)
         if not self.use.recomputes:
             return nested
+        outermost = called(self.outermost)
         # A warm call costs as little more than the jit's as Python allows, hence the local names.
         warn, current, top_level = self._warn, _jax.current_trace, _jax.TopLevelTrace
 

@@ -212,7 +212,8 @@ class Capture:
         return value
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        if _jax.staging_trace() is not self._trace:
+        here = _jax.current_trace(None)
+        if here is not self._trace and _jax.staging_trace() is not self._trace:
             raise RuntimeError(
                 f"the Variable {variable.name!r} is assigned inside the body of a loop, a branch, "
                 "a checkpoint or a nested jit, from where the value cannot get out. Carry the "
@@ -225,7 +226,8 @@ class Capture:
             # Another object, for tapes; and an assignment is not differentiated: of a value that
             # is being differentiated here, JAX gives the plain value.
             value = _jax.undifferentiated(value)
-            self._refuse_inner(variable, value)
+            if here is not self._trace and _jax.is_tracer(value):
+                self._refuse_inner(variable, value)
         else:
             value = _jax.fresh_alias(value)
         self._current[variable] = value
@@ -239,7 +241,7 @@ class Capture:
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
         """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""
         for trace in _jax.outward(_jax.current_trace(None), self._trace):
-            if _jax.is_tracer(value) and _jax.trace_of(value) is trace:
+            if _jax.trace_of(value) is trace:
                 raise RuntimeError(
                     f"the Variable {variable.name!r} is assigned inside {_name(trace)} a value "
                     f"that exists only there ({_jax.type_text(value.aval)} of each). Return the "
