@@ -131,7 +131,8 @@ class Capture:
             return outside()  # a function further inside closes over what was made in this one
         if _active.telling:
             return self._value_inside(variable)
-        where = _jax.staging_trace()
+        here = _jax.current_trace(None)
+        where = here if here is self._trace else _jax.staging_trace()
         if where is None:
             raise RuntimeError(
                 f"the Variable {variable.name!r} is read inside a traced function, where something "
