@@ -263,13 +263,28 @@ def test_single_precision_inside_widens_the_limits():
     assert check_grads(f, (X,), order=1).wrong == ()
 
 
-def test_a_cast_that_does_not_fit_double_precision_is_explained():
-    def loss(w, x):
-        return jax.lax.scan(lambda c, _: (c * w, None), x.astype("float32"), length=2)[0].sum()
+def test_a_function_that_does_not_run_in_double_precision_is_checked_in_single():
+    @jax.custom_vjp
+    def half_wrong(x):
+        return x * x
 
-    with pytest.raises(TypeError, match="carry") as caught:
-        check_grads(loss, (X, X), order=1)
-    assert any("in double precision" in note for note in caught.value.__notes__)
+    half_wrong.defvjp(lambda x: (x * x, x), lambda x, dy: (dy * x,))
+
+    def loss(w, x, inner=jnp.sin):
+        first = jnp.zeros(x.shape, "float32")  # as the first state of a recurrent layer
+        return jax.lax.scan(lambda c, _: (inner(c * w + x), None), first, length=3)[0].sum()
+
+    report = check_grads(loss, (X, X), order=2)
+    assert report.wrong == () and {check.status for check in report.leaves} == {"right"}
+    assert "right (in single precision, since in double: scan body" in str(report)
+    with pytest.raises(GradientError, match=r"half_wrong, input 0 at .*expected .*, got "):
+        check_grads(lambda w, x: loss(w, x, half_wrong), (X, X), order=1)
+    with pytest.raises(ValueError, match="neither"):
+        check_grads(refuse, (X,))
+
+
+def refuse(x):
+    raise ValueError("neither in the one nor in the other")
 
 
 def test_complex_numbers_and_integers_beside_them():

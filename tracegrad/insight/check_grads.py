@@ -44,13 +44,6 @@ class GradientError(AssertionError):
         super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}")
 
 
-_DOUBLE = (
-    "check_grads computes in double precision, and this function casts some of it to a dtype of "
-    "its own, as layers do that were made with one (flax.nnx.Embed keeps that of its table). Cast "
-    "to the dtype of the other operand, `x.astype(y.dtype)`, or check the parts."
-)
-
-
 def check_grads(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -62,7 +55,9 @@ def check_grads(
     atol: float | None = None,
     seed: int = 0,
 ) -> GradCheck:
-    """Checks the derivatives of a function against finite differences, in double precision.
+    """Checks the derivatives of a function against finite differences, in double precision; in
+    single precision where that cannot be, since the function makes arrays of a dtype of its own
+    (the first state of flax's recurrent layers). The report says so.
 
     First each custom rule in it (`jax.custom_vjp`, `jax.custom_jvp`, `tracegrad.custom_gradient`;
     JAX's own are left out) by itself, at the values that flow there, inside of loops at the first
@@ -73,7 +68,8 @@ def check_grads(
 
     Args:
       fun: a function of pytrees whose floating leaves are differentiated.
-      args: a tuple of its arguments. They are made float64 (complex128) inside a local x64 scope.
+      args: a tuple of its arguments. They are made float64 (complex128) inside a local x64 scope,
+        or float32 (complex64).
       order: 1, 2, ...: the derivatives of derivatives too.
       modes: ``"fwd"``, ``"rev"``, or both; of a higher order every sequence of them.
       deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
@@ -120,15 +116,17 @@ def check_grads(
     if not callable(fun):
         raise TypeError(f"expected a function to check the derivatives of, got {brief(fun)}")
     declared = _predicate(deliberate)
-    with jax.enable_x64(True):
-        random = np.random.default_rng(seed)
-        flat, leaves, paths = _flat(fun, args)
+    note = ""
+    try:
+        program, leaves, paths = _traced(fun, args, double=True)
+    except (TypeError, ValueError) as error:
         try:
-            program = graph(flat)(leaves)
-        except TypeError as error:
-            if "float64" in str(error):
-                error.add_note(_DOUBLE)
-            raise
+            program, leaves, paths = _traced(fun, args, double=False)
+        except Exception:
+            raise error from None
+        note = "in single precision, since in double: " + str(error).split("\n")[0]
+    random = np.random.default_rng(seed)
+    with jax.enable_x64(not note):
         if not any(_jax.has_gradient(out.aval) for out in program.outputs):
             raise ValueError(
                 f"check_grads compares derivatives of floats, and {function_name(fun)} returns "
@@ -143,7 +141,7 @@ def check_grads(
             return evaluate(whole, [*given, *values], Lowering(rebuild=True))
 
         checks = tuple(_check_leaves(run, leaves, paths, order, tuple(modes), limits, random))
-    report = GradCheck(function_name(fun), rules, checks)
+    report = GradCheck(function_name(fun), rules, checks, note)
     if report.wrong:
         raise GradientError(report)
     return report
@@ -156,10 +154,10 @@ def _predicate(declared: Declared) -> Callable[[str], Any]:
     return lambda name: name in names
 
 
-def _flat(
-    fun: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Callable[[list[Any]], list[Any]], list[Any], list[str]]:
-    """The function of its floating leaves alone, those in double precision, and their paths."""
+def _traced(
+    fun: Callable[..., Any], args: Sequence[Any], *, double: bool
+) -> tuple[Graph, list[Any], list[str]]:
+    """The function of its floating leaves alone, as a graph; those in a precision; their paths."""
     selection = resolve(fun, tuple(range(len(args))), tuple(args), {}) if args else None
     chosen = selection and selection.refined(selection.differentiable)
     if not chosen or not chosen.leaves:
@@ -169,11 +167,12 @@ def _flat(
         return jax.tree.leaves(chosen.call(leaves))
 
     flat.__name__ = function_name(fun)
-    leaves = [
-        jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
-        for leaf in chosen.leaves
-    ]
-    return flat, leaves, chosen.names
+    with jax.enable_x64(double):
+        leaves = [
+            jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
+            for leaf in chosen.leaves
+        ]
+        return graph(flat)(leaves), leaves, chosen.names
 
 
 # ------------------------------------------------------------------------------ the whole function

@@ -39,11 +39,13 @@ class Checked:
 
 @dataclass(frozen=True, repr=False)
 class GradCheck:
-    """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`."""
+    """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`;
+    `note` says why it was not in double precision."""
 
     function: str
     rules: tuple[Checked, ...]
     leaves: tuple[Checked, ...]
+    note: str = ""
 
     @property
     def wrong(self) -> tuple[Checked, ...]:
@@ -59,6 +61,7 @@ class GradCheck:
         lines = [
             f"derivatives of {self.function}: "
             + (f"{len(self.wrong)} wrong" if self.wrong else "right")
+            + (f" ({self.note})" if self.note else "")
         ]
         marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "not smooth": "?", "none": "–"}
         for check in (*self.rules, *self.leaves):
