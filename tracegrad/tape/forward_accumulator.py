@@ -63,6 +63,7 @@ class ForwardAccumulator(Recording):
     _name = "accumulator"
 
     def __init__(self, primals: Any, tangents: Any):
+        super().__init__()
         self._tangents = Tangents()
         self._variables: dict[int, tuple[Variable, Any]] = {}
         for primal, tangent in _paired(primals, tangents):

@@ -80,13 +80,14 @@ class GradientTape(Recording):
     """
 
     _name = "tape"
-    _recording = False
-    _used = False
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
+        super().__init__()
         self._persistent = persistent
         self._watch_accessed = watch_accessed_variables
         self._record = Record(orders=2 if persistent else 1)
+        self._recording = False
+        self._used = False
 
     def __repr__(self) -> str:
         state = "used up" if self._used else "recording" if self._recording else "not recording"
@@ -194,7 +195,7 @@ class GradientTape(Recording):
         """Forgets everything, what is watched too; inside the block recording goes on."""
         self._check_thread()
         self._record.clear()
-        self._has_read = set()
+        self._has_read.clear()
         self._used = False
 
     def graph(self) -> Graph:

@@ -72,11 +72,13 @@ class Recording(Listener):
     """A block that records, on the thread that entered it, and hears of what Variables are read."""
 
     _name: str  # in messages
-    _recorder: Recorder | None = None  # inside the block
-    _is_top = False  # whether what runs in the block runs at once
-    _thread: int | None = None
-    _around: Sequence[Listener] = ()  # who listens outside of it, innermost first
-    _has_read: set[Variable]  # since it began to listen
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None  # inside the block
+        self._is_top = False  # whether what runs in the block runs at once
+        self._thread: int | None = None
+        self._around: Sequence[Listener] = ()  # who listens outside of it, innermost first
+        self._has_read: set[Variable] = set()  # since it began to listen
 
     def _begin(self) -> Recorder:
         """Begins the block."""
@@ -103,7 +105,7 @@ class Recording(Listener):
         return any(around is self._recorder for around in _jax.outward(trace))
 
     def _start_listening(self) -> None:
-        self._has_read = set()
+        self._has_read.clear()
         self._around = start_listening(self)[::-1]
 
     def _stop_listening(self) -> None:
