@@ -672,3 +672,12 @@ def test_threads_may_explain_the_same_program_at_the_same_time():
     finally:
         sys.setswitchinterval(interval)
     assert set(texts) == {alone}
+
+
+@pytest.mark.any_jax
+def test_what_is_used_by_another_path_is_said_to_be_that():
+    weight = jnp.ones(3)
+    report = tg.explain(lambda p: jnp.sum(p["head"] ** 2), {"head": weight, "table": weight})
+    (finding,) = report.findings
+    assert (finding.cause, finding.sources) == ("unused", ("p.table",))
+    assert finding.what == "nothing uses it by this path; p.head is the same array"

@@ -85,7 +85,9 @@ def explain_graph(
             if path in updated and not cuts[i]:
                 findings.append(state_of_model(path))
             else:
-                findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
+                tied = [p for p, j in sources.items() if j in reached and inputs[j] is inputs[i]]
+                why = f"nothing uses it by this path; {tied[0]} is the same array" if tied else None
+                findings += cut_off(program, inputs, path, i, cuts[i], why_unused or why)
     observed = _measure(program, flowing, inputs, seeds, known, close=False)
     findings += refusals(observed)
     if _looks_bad(observed):
