@@ -291,7 +291,8 @@ class Pipeline:
 
     def done_with(self, graph: Graph) -> None:
         """Takes apart a graph of a call, unless somebody may have it, or functions made of it."""
-        if not self.rules and not graph.closes_over:  # lowered to the program that it came from
+        # (Rules around the call may have edited it, too.) What is clean is lowered to its program.
+        if not self.rules and graph.is_clean and not graph.closes_over:
             dissolve(graph)
 
     def warn_of_merging(self) -> None:
