@@ -470,7 +470,7 @@ def on_demand(m: MemoryModel, saved: frozenset[int]) -> tuple[int, int]:
             for v in m.args[i]:
                 reads[v] -= 1
                 live -= 0 if reads[v] else m.sizes[v]
-        peak = max(peak, live + m.cotangents[step] + m.gathered[step])
+        peak = max(peak, live + m.cotangents[step])
         for v in m.needs[step]:
             reads[v] -= 1
             live -= 0 if reads[v] else m.sizes[v]

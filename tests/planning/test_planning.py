@@ -51,14 +51,18 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
         chosen = rng.choice(near, size=min(len(near), rng.integers(1, 3)), replace=False)
         args.append(tuple(sorted(int(v) for v in chosen)))
         needs.append(tuple(v for v in (*args[i], i) if rng.random() < 0.7))
+    sizes, flops, cotangents = (
+        rng.integers(low, high, count) for low, high in ((1, 9), (1, 20), (1, 4))
+    )
+    extra = rng.integers(0, 4, count) * (rng.random(count) < 0.2)
+    cotangents += np.sort(rng.integers(0, 6, count))[::-1]  # more in the last steps
     return MemoryModel(
-        sizes=[int(s) for s in rng.integers(1, 9, count)],
-        flops=[int(f) for f in rng.integers(1, 20, count)],
+        sizes=sizes.tolist(),
+        flops=flops.tolist(),
         args=args,
         needs=needs,
-        cotangents=[int(s) for s in rng.integers(1, 4, count)],
-        extra=[int(e) for e in rng.integers(0, 4, count) * (rng.random(count) < 0.2)],
-        gathered=sorted((int(g) for g in rng.integers(0, 6, count)), reverse=True),
+        cotangents=cotangents.tolist(),
+        extra=extra.tolist(),
         behind=[
             tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
         ],
@@ -206,7 +210,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             made_before |= {made} - {None}
             read_later = set().union(*(reads for _, reads, _ in events[now:]))
             alive = {c for c in made_before if c in read_later or c == made}
-            size = base + sum(m.sizes[v] for _, v in alive) + m.cotangents[step] + m.gathered[step]
+            size = base + sum(m.sizes[v] for _, v in alive) + m.cotangents[step]
             own = {v for kind, v in made_before if kind == "own"}
             is_left = own if s.recompute else range(s.start, s.stop)
             size += sum(m.extra[i] for i in is_left if i <= step)

@@ -201,6 +201,15 @@ def test_memory_falls_as_planned_where_a_backward_pass_goes_piece_by_piece():
     assert share == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
 
 
+@pytest.mark.any_jax
+def test_terms_of_a_weights_gradient_that_wait_for_each_other_leave_room_for_a_plan():
+    shapes = recurrent_shapes(4, 32, 64)  # the weights are wide beside the batch
+    plan = plan_recompute(recurrent, "85%")(*shapes)
+    assert plan.held is not None
+    assert plan.held <= plan.budget
+    assert 0 < plan.flops < 0.05 * plan.forward_flops
+
+
 def normalised_layers(weights: Any, x: jax.Array) -> jax.Array:
     """What is centred is written, for the sum of its squares, and computed again all the same: it
     reads one array beside a broadcast."""

@@ -84,10 +84,9 @@ def step_bytes(whole: MemoryModel, step: int) -> int:
     change, what it does so outside."""
     needs = whole.needs[step]
     if _is_scan(whole, step):
-        waiting = whole.gathered[step + 1] if step + 1 < len(whole) else 0
-        return sum(whole.sizes[v] for v in needs if v != step) + waiting
+        return sum(whole.sizes[v] for v in needs if v != step)
     reads = sum(whole.sizes[v] for v in needs)
-    return reads + whole.cotangents[step] + whole.gathered[step] + whole.extra[step]
+    return reads + whole.cotangents[step] + whole.extra[step]
 
 
 def _body_bytes(whole: MemoryModel, step: int) -> int:

@@ -24,7 +24,6 @@ class MemoryModel:
       behind: those that it reads as well where its segment is kept, if they are of the segment or
         came into it: XLA computes there again, inside what reads it, what is written as well.
       cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
-      gathered: bytes of gradients of arguments that wait during its step for further terms.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
         the operation is recomputed, and kept only where nothing around it is.
       cuts: for each operation, the position in `graph.nodes` before which a region begins with it.
@@ -43,7 +42,6 @@ class MemoryModel:
     args: list[tuple[int, ...]]
     needs: list[tuple[int, ...]]
     cotangents: list[int]
-    gathered: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
@@ -56,7 +54,6 @@ class MemoryModel:
 
     def __post_init__(self) -> None:
         count = len(self.sizes)
-        self.gathered = self.gathered or [0] * count
         self.extra = self.extra or [0] * count
         self.behind = self.behind or [()] * count
         self.fixed = self.fixed or [False] * count

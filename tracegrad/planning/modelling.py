@@ -116,12 +116,11 @@ class _Modelling:
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
-        cotangents, gathered = self._cotangent_bytes()
+        cotangents = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
         behind: list[set[int]] = [set() for _ in ops]
         extra = [0] * len(ops)
         peaks = [0] * len(ops)
-        waiting = [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before: its backward step takes the node's too
         for node in self.graph.nodes if ops else ():
@@ -129,16 +128,12 @@ class _Modelling:
             at = max(step, 0)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], cotangents.get(node, 0))
-            waiting[at] = max(waiting[at], gathered.get(node, 0))
             if node in self.fusion.read:
                 for value in self.fusion.read_back(node):
                     needs[at] |= self.roots_back[value]
                     if not self.fusion.reads_memory_back(node):
                         behind[at] |= self.behind[value]
                 extra[at] += self.fusion.read[node].extra + self._divisor_bytes(node)
-        # What waits grows while the backward pass goes on.
-        for i in reversed(range(len(ops) - 1)):
-            waiting[i] = max(waiting[i], waiting[i + 1])
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
             flops=[
@@ -150,7 +145,6 @@ class _Modelling:
             needs=[_sorted(found) for found in needs],
             behind=[_sorted(more - found) for more, found in zip(behind, needs, strict=True)],
             cotangents=peaks,
-            gathered=waiting,
             extra=extra,
             fixed=fixed,
             cuts=self._cuts(),
@@ -160,25 +154,15 @@ class _Modelling:
             residuals=self.residuals,
         )
 
-    def _cotangent_bytes(self) -> tuple[dict[Node, int], dict[Node, int]]:
-        """Bytes alive while each node is pulled back: of cotangents of what it computed or was
-        computed from, and of the terms of gradients of arguments.
-
-        The terms of an argument's gradient are added up at once when all of them are there: XLA
-        makes one kernel of the additions.
-        """
-        argument = self._arguments()
-        left: dict[Value, int] = {}  # terms that are to come
-        for node in self.fusion.read:
-            if node.outputs[0] not in argument:
-                for value in {argument[v] for v in operands(node) if v in argument}:
-                    left[value] = left.get(value, 0) + 1
-        waits: dict[Value, int] = {}
+    def _cotangent_bytes(self) -> dict[Node, int]:
+        """Bytes alive while each node is pulled back, of cotangents of what it computed or was
+        computed from. Not of arguments: their terms wait for each other whatever the plan is, and
+        what is seen of that in a compiled program corrects the plan."""
+        arguments = self._arguments()
         buffer: dict[Value, list[int]] = {}  # [bytes, how many values share it]
-        live = waiting = 0
+        live = 0
         during: dict[Node, int] = {}
-        gathered: dict[Node, int] = {}
-        for value in self.is_output.intersection(self.active).difference(argument):
+        for value in self.is_output.intersection(self.active).difference(arguments):
             buffer[value] = [nbytes(value.aval), 1]
             live += nbytes(value.aval)
         for node in reversed(self.graph.nodes):
@@ -196,20 +180,11 @@ class _Modelling:
             made = 0
             taken = node in self.fusion.read
             made += self.work(node) if taken else 0
-            for value in dict.fromkeys(argument.get(v, v) for v in operands(node)) if taken else ():
+            for value in dict.fromkeys(operands(node)) if taken else ():
                 size = nbytes(value.aval)
-                if value not in self.active:
+                if value not in self.active or value in arguments:
                     continue
-                if value in left:
-                    # Of a slice the part waits: what is around it is zeros, which nobody writes.
-                    part = sum(share for share, _ in given)
-                    term = min(size, part) if self.fusion.category[node] == "view" else size
-                    left[value] -= 1
-                    waits[value] = waits.get(value, 0) + term
-                    waiting += term
-                    if left[value] == 0:
-                        waiting -= waits[value]
-                elif value in buffer and buffer[value][1] == 1:
+                if value in buffer and buffer[value][1] == 1:
                     made += 0 if in_place else size  # beside the one that it is added to
                 elif value in buffer:  # the sum goes to a buffer of its own
                     buffer[value][1] -= 1
@@ -224,18 +199,15 @@ class _Modelling:
                     buffer[value] = [size, 1]
                     live += size
             during[node] = max(peak, live + made + (0 if in_place else freed))
-            gathered[node] = waiting
-        return during, gathered
+        return during
 
-    def _arguments(self) -> dict[Value, Value]:
-        """The arguments and constants, and for those in another shape which they are: of these
-        the gradient is written at once to where that of the argument belongs."""
-        found = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
+    def _arguments(self) -> set[Value]:
+        """The arguments and constants, and what they are in another shape."""
+        found = {*self.graph.inputs, *self.graph.constants}
         for node in self.graph.nodes:
-            if node.op in operations.RESHAPES and node.outputs[0] not in self.is_output:
-                source = node.inputs[0]
-                if isinstance(source, Value) and source in found:
-                    found[node.outputs[0]] = found[source]
+            is_inside = node.op in operations.RESHAPES and node.outputs[0] not in self.is_output
+            if is_inside and node.inputs[0] in found:
+                found.add(node.outputs[0])
         return found
 
     def _divisor_bytes(self, node: Node) -> int:

@@ -90,7 +90,7 @@ class Planner:
     def _cheapest(self, budget: int) -> list[Segment] | None:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
         the one that keeps least; None if there is none."""
-        at = self._labels(budget - self.model.gathered[-1])
+        at = self._labels(budget)
         final = at[-1]
         if not len(final):
             return None
@@ -105,10 +105,8 @@ class Planner:
         return segments[::-1]
 
     def _labels(self, budget: int) -> list[np.ndarray]:
-        """The labels of every cut, one row for each way to it that is within `budget` bytes,
-        counted above what the gradients of arguments that wait at the last cut take."""
+        """The labels of every cut, one row for each way to it that is within `budget` bytes."""
         count = len(self._cuts)
-        gathered = [self.model.gathered[cut - 1] for cut in self._cuts]
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
         at: list[np.ndarray] = []
         for i in range(count):
@@ -121,9 +119,8 @@ class Planner:
                     continue
                 part, deltas = self._parts[i, j]
                 flops, forward, backward, _ = part.table.T
-                above = gathered[j] - gathered[-1]
                 forwards = here[:, _KEPT, None] + forward
-                backwards = here[:, _HELD + j, None] + backward + above
+                backwards = here[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 delta = deltas[ways]
                 origin = np.column_stack([np.full(len(rows), i), rows, ways])
@@ -240,14 +237,12 @@ def _tokens(model: MemoryModel) -> list[int]:
     seen: dict[Hashable, int] = {}
     tokens = []
     for i in range(len(model)):
-        grows = model.gathered[i] - (model.gathered[i + 1] if i + 1 < len(model) else 0)
         token = (
             model.sizes[i],
             model.flops[i],
             model.extra[i],
             model.cotangents[i],
             model.fixed[i],
-            grows,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
             tuple(i - v for v in model.behind[i]),

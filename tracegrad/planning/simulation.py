@@ -59,8 +59,7 @@ class Local:
       staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
       forward: bytes of its own buffers alive at each operation.
-      backward: bytes of its own buffers and of cotangents alive at each step, the last one first,
-        and of what it adds to the gradients of arguments that wait.
+      backward: bytes of its own buffers and of cotangents alive at each step, the last one first.
     """
 
     flops: int
@@ -97,13 +96,12 @@ class Piece:
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
         within = range(start, stop)
-        last = model.gathered[stop - 1]
         self.sizes = model.sizes[start:stop]
         self.flops = model.flops[start:stop]
         self.extra = model.extra[start:stop]
         self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
         self.needs = [[v - start for v in model.needs[i] if v >= start] for i in within]
-        self.cotangents = [model.cotangents[i] + model.gathered[i] - last for i in within]
+        self.cotangents = model.cotangents[start:stop]
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
         self.transfer = model.transfer
@@ -298,10 +296,9 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
         staying += sum(size for first, size in waiting if first < stop)
         waiting = [(first, size) for first, size in waiting if first >= stop]
         staying -= local.unread
-        held = staying + model.gathered[stop - 1]
         forward += [kept + size for size in local.forward]
-        backward.append([held + size for size in local.backward])
-        peaks.append(max(kept + local.forward_peak, held + local.backward_peak))
+        backward.append([staying + size for size in local.backward])
+        peaks.append(max(kept + local.forward_peak, staying + local.backward_peak))
         left = [
             (next(u for u in model.uses[v] if u >= stop), model.sizes[v])
             for v in range(start, stop)
