@@ -323,6 +323,47 @@ def test_a_derivative_in_a_gradient_function_is_not_under_the_rule_that_has_it()
     np.testing.assert_allclose(step(X), jax.grad(by_hand(2.0))(X), rtol=1e-6)
 
 
+@jax.custom_vjp
+def sine_by_vjp(x):
+    return jnp.cos(x - jnp.pi / 2)
+
+
+sine_by_vjp.defvjp(
+    lambda x: (sine_by_vjp(x), x), lambda x, dy: jax.vjp(lambda x: jnp.sin(x), x)[1](dy)
+)
+
+
+@jax.custom_jvp
+def sine_by_jvp(x):
+    return jnp.cos(x - jnp.pi / 2)
+
+
+sine_by_jvp.defjvp(lambda primals, tangents: jax.jvp(lambda x: jnp.sin(x), primals, tangents))
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("sine", [sine_by_vjp, sine_by_jvp])
+def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
+    """The edit of the function that the rule is of does not reach it either."""
+
+    def nested(x):
+        return jnp.sum(jnp.sin(sine(x)))
+
+    def on_a_tape(x):
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = nested(x)
+        return tape.gradient(y, x)
+
+    def directional(x):
+        return jnp.stack([tg.jvp(nested, (x,), (v,))[1] for v in jnp.eye(3)])
+
+    plain = jax.grad(nested)(X)
+    np.testing.assert_allclose(jax.grad(tg.rewrite(nested, TRIPLE))(X), 3 * plain, rtol=1e-5)
+    for gradient in (lambda x: jax.grad(nested)(x), tg.grad(nested), on_a_tape, directional):
+        np.testing.assert_allclose(tg.trace(gradient, rules=[TRIPLE])(X), 3 * plain, rtol=1e-5)
+
+
 def test_a_match_that_jax_has_differentiated_raises_and_says_where():
     def step(x):
         return grad_by_name(loss)(x)  # here

@@ -44,14 +44,27 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     """JAX's function, given what the rules in force make of the function that it is given."""
     lower = (lambda graph: to_callable(with_forward_mode(graph))) if forward else to_callable
 
+    def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:
+        if not in_force.rules_in_force():
+            return take(fun)
+        edited = in_force.under_rules(fun, function_name(fun), lower)
+        if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
+            edited = _parted_anew(edited)
+        with in_force.without_rules():
+            return take(functools.wraps(fun, updated=())(edited))
+
     @functools.wraps(original)
     def derivative(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if in_force.rules_in_force():
-            edited = in_force.under_rules(fun, function_name(fun), lower)
-            if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
-                edited = _parted_anew(edited)
-            fun = functools.wraps(fun, updated=())(edited)
-        return original(fun, *args, **kwargs)
+        if not in_force.rules_in_force():
+            return original(fun, *args, **kwargs)
+        if original in _AT_ONCE:
+            return by_rules(lambda fun: original(fun, *args, **kwargs), fun)
+
+        @functools.wraps(original(fun, *args, **kwargs))
+        def called(*of: Any, **named: Any) -> Any:
+            return by_rules(lambda fun: original(fun, *args, **kwargs)(*of, **named), fun)
+
+        return called
 
     return derivative
 
@@ -71,6 +84,7 @@ def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     return parted
 
 
+_AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)  # the others return functions
 _PLACES = tuple(
     (jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()
 )

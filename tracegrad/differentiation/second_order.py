@@ -25,6 +25,7 @@ from tracegrad.differentiation.selection import Wrt
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
+from tracegrad.tracing.in_force import without_rules
 
 
 def hessian(
@@ -69,9 +70,10 @@ def hessian(
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = call.chosen.leaves
-        program = to_callable(with_forward_mode(graph(first)(leaves)))
-        forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
-        blocks, beside = forward(leaves)
+        with without_rules():
+            program = to_callable(with_forward_mode(graph(first)(leaves)))
+            forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
+            blocks, beside = forward(leaves)
         aux = call.settle(beside)
         structure, shapes = shape_of_result
         answer = jax.tree.unflatten(
@@ -150,7 +152,8 @@ def hvp(
 
     def gradient(leaves: list[Any]) -> Any:
         scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome))
-        return _jax.grad(scalar, has_aux=True)(leaves)
+        with without_rules():
+            return _jax.grad(scalar, has_aux=True)(leaves)
 
     _, product, beside = jvp(gradient, (leaves,), (vector,), has_aux=True)
     call.settle(beside)

@@ -59,7 +59,7 @@ def trace_backward(
       stopped, aggregate, gated: as for `pull_back`; `stopped` are slots of the block.
       replay: what runs again, if the cotangents may be differentiated. In the place of the arrays
         of its slots stand-ins are given (see `with_stand_in`).
-      rules: those in force that act on what was recorded.
+      rules: what is applied to the block; called where none are in force.
     """
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
     places = {value: slot for slot, value in values.items()}

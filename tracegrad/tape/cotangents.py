@@ -26,7 +26,7 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden, with_stand_ins
 from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
 from tracegrad.tape.rules_on_values import as_traced, refusing_values
-from tracegrad.tracing.in_force import Force, rules_for_recorded, rules_in_force
+from tracegrad.tracing.in_force import Force, rules_for_recorded, rules_in_force, without_rules
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
 Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -271,14 +271,15 @@ def _of_block(block: Block, request: _Request) -> _Compiled:
     key = Structure((request._replace(stopped=stops, only_runs=False), structure, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
-        traced = trace_backward(
-            block,
-            stopped=stops,
-            aggregate=request.aggregate,
-            gated=request.gated,
-            replay=replay,
-            rules=request.rules,
-        )
+        with without_rules():
+            traced = trace_backward(
+                block,
+                stopped=stops,
+                aggregate=request.aggregate,
+                gated=request.gated,
+                replay=replay,
+                rules=request.rules,
+            )
         known = _compile(block, traced, request, replay, key)
         # A rule made under a transformation may hold values of it, which would outlive it here.
         rule_free = all(o.computation.rule is None for o in block.operations)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -59,7 +59,8 @@ class Force:
         """Applies them to what is about to be differentiated: a rule may match nothing there."""
         for place, rule in enumerate(self.rules):
             try:
-                program = _applied(rule, program)
+                with without_rules():
+                    program = _applied(rule, program)
             except NoMatchError as error:
                 if not self.everywhere:  # else nobody asks
                     self._missed[place] = error.with_traceback(None)
@@ -110,14 +111,20 @@ def in_force(force: Force) -> Iterator[None]:
     if not force.rules:
         yield
         return
-    before = _in_force.forces
-    _in_force.forces = (force, *before)
     try:
-        with _key(tuple([each.key for each in _in_force.forces])), engine.derivatives_by_rules():
+        with _only((force, *_in_force.forces)), engine.derivatives_by_rules():
             yield
     except BaseException:
         force._missed.clear()  # nobody will ask
         raise
+
+
+@contextmanager
+def _only(forces: tuple[Force, ...]) -> Iterator[None]:
+    before, _in_force.forces = _in_force.forces, forces
+    try:
+        with _key(tuple([force.key for force in forces])):
+            yield
     finally:
         _in_force.forces = before
 
@@ -138,15 +145,11 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: boo
     return graph
 
 
-@contextmanager
-def without_rules() -> Iterator[None]:
-    """A block in which none is in force: a gradient that somebody wrote is theirs as it is."""
-    before, _in_force.forces = _in_force.forces, ()
-    try:
-        with _key(()):
-            yield
-    finally:
-        _in_force.forces = before
+def without_rules() -> AbstractContextManager[None]:
+    """A block in which none is in force: a gradient that somebody wrote is theirs as it is, and so
+    is what JAX's rules, and those of libraries for their operations, differentiate in their turn.
+    """
+    return _only(())
 
 
 def rules_in_force() -> tuple[Force, ...]:
@@ -178,14 +181,15 @@ def under_rules(
     name: str,
     lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
 ) -> Callable[..., Any]:
-    """A function as it is to be differentiated: with the rules in force applied to it.
+    """A function as it is to be differentiated `without_rules`: with those in force applied to it.
 
     Args:
       fun: takes and returns trees, of which what is traced is differentiated.
       name: what the program is called in messages.
       lower: how the edited program becomes a function again.
     """
-    if not _in_force.forces:
+    forces = _in_force.forces
+    if not forces:
         return fun
 
     def edited(*args: Any, **kwargs: Any) -> Any:
@@ -199,8 +203,10 @@ def under_rules(
             return results
 
         of_traced.__name__ = of_traced.__qualname__ = name
-        program = apply_in_force(graph(of_traced)(*given))
-        results = under_rules_already(lower(program))(*given)
+        with _only(forces):
+            program = apply_in_force(graph(of_traced)(*given))
+            run = under_rules_already(lower(program))
+        results = run(*given)
         (with_others,) = others
         return with_others(results)
 
