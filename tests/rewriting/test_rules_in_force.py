@@ -360,7 +360,14 @@ def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
 
     plain = jax.grad(nested)(X)
     np.testing.assert_allclose(jax.grad(tg.rewrite(nested, TRIPLE))(X), 3 * plain, rtol=1e-5)
-    for gradient in (lambda x: jax.grad(nested)(x), tg.grad(nested), on_a_tape, directional):
+    ways = (
+        lambda x: jax.grad(nested)(x),
+        lambda x: jax.vjp(nested, x)[1](1.0)[0],
+        tg.grad(nested),
+        on_a_tape,
+        directional,
+    )
+    for gradient in ways:
         np.testing.assert_allclose(tg.trace(gradient, rules=[TRIPLE])(X), 3 * plain, rtol=1e-5)
 
 

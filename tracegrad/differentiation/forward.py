@@ -11,7 +11,7 @@ from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import apply_in_force, under_rules_already, without_rules
+from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
 from tracegrad.variables.statics import are_traced, is_none, place_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
 
@@ -88,7 +88,7 @@ def jvp(
         return with_statics(outputs), aux
 
     starts, steps = [values[i] for i in moving], [directions[i] for i in moving]
-    with without_rules():
+    with differentiating():
         outputs, out_tangents, aux = _jax.jvp(along, (starts,), (steps,), has_aux=True)
     leaves, tree = jax.tree.flatten(out_tangents)  # what is no array stands in both
     kept = zip(leaves, are_traced(leaves, tree), strict=True)

@@ -50,7 +50,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
         edited = in_force.under_rules(fun, function_name(fun), lower)
         if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
             edited = _parted_anew(edited)
-        with in_force.without_rules():
+        with in_force.differentiating():
             return take(functools.wraps(fun, updated=())(edited))
 
     @functools.wraps(original)
@@ -58,7 +58,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
         if not in_force.rules_in_force():
             return original(fun, *args, **kwargs)
         if original in _AT_ONCE:
-            return by_rules(lambda fun: original(fun, *args, **kwargs), fun)
+            found = by_rules(lambda fun: original(fun, *args, **kwargs), fun)
+            return (found[0], _Pullback(found[1]), *found[2:]) if original is _jax.vjp else found
 
         @functools.wraps(original(fun, *args, **kwargs))
         def called(*of: Any, **named: Any) -> Any:
@@ -67,6 +68,28 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
         return called
 
     return derivative
+
+
+@jax.tree_util.register_pytree_node_class
+class _Pullback:
+    """What `jax.vjp` returns, which runs rules of derivatives when it is called."""
+
+    def __init__(self, pullback: Any):
+        self.pullback = pullback
+
+    def __call__(self, *cotangents: Any) -> Any:
+        with in_force.differentiating():
+            return self.pullback(*cotangents)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pullback, name)
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.pullback,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> _Pullback:
+        return cls(*children)
 
 
 def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:

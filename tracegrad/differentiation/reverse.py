@@ -29,7 +29,7 @@ from tracegrad.differentiation.selection import Selection, Wrt
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import without_rules
+from tracegrad.tracing.in_force import differentiating
 from tracegrad.tracing.user_errors import explaining
 
 
@@ -173,7 +173,7 @@ def value_and_grad(
             scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
         leaves = call.chosen.leaves
-        with explaining(), without_rules():
+        with explaining(), differentiating():
             given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
             (results,) = _marked(call.chosen, scalar, unconnected, [results])
@@ -234,7 +234,7 @@ def jacobian(
         leaves = call.chosen.leaves
         if leaves:
             run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
-            with explaining(), without_rules():
+            with explaining(), differentiating():
                 rows, beside = run(leaves)
         else:  # which `jax.jacrev` does not take
             outputs, beside = flat([])

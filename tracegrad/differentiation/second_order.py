@@ -25,7 +25,7 @@ from tracegrad.differentiation.selection import Wrt
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import without_rules
+from tracegrad.tracing.in_force import differentiating
 
 
 def hessian(
@@ -70,7 +70,7 @@ def hessian(
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
         first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
         leaves = call.chosen.leaves
-        with without_rules():
+        with differentiating():
             program = to_callable(with_forward_mode(graph(first)(leaves)))
             forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
             blocks, beside = forward(leaves)
@@ -152,7 +152,7 @@ def hvp(
 
     def gradient(leaves: list[Any]) -> Any:
         scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome))
-        with without_rules():
+        with differentiating():
             return _jax.grad(scalar, has_aux=True)(leaves)
 
     _, product, beside = jvp(gradient, (leaves,), (vector,), has_aux=True)

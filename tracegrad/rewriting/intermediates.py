@@ -26,7 +26,7 @@ from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.rewriting.ports import with_outputs, with_taps
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import apply_in_force, under_rules_already, without_rules
+from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
 from tracegrad.variables.trees import given
 
 _TAP = "intermediate"
@@ -167,7 +167,7 @@ def intermediate_gradients(
         # The rules in force were applied; who applies them to what is around it leaves it alone.
         marked = under_rules_already(result)
         zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
-        with without_rules():
+        with differentiating():
             cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
         output = settle_call(program, arguments, results)
         by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}

@@ -24,7 +24,7 @@ from tracegrad.ir.importer import lone_node
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.keys import is_jaxs_own, jax_settings, params_key, rule_keys
 from tracegrad.tape.lifting import lift_anew, refused_to_lift
-from tracegrad.tracing.in_force import without_rules
+from tracegrad.tracing.in_force import differentiating
 
 _JIT = _jax.JIT
 jit_settings = _jax.jit_settings
@@ -128,7 +128,7 @@ class Computation:
                 key = self.primitive, params_key(self.params), self.constants
                 self._keys = key, key
             else:
-                with without_rules():
+                with differentiating():
                     once, exact = rule_keys(self.rule)
                 self._keys = (once, self.constants), (exact, self.constants)
         return self._keys

@@ -26,7 +26,7 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden, with_stand_ins
 from tracegrad.tape.replay import NOTHING, Replay, has_a_rule, replay_of
 from tracegrad.tape.rules_on_values import as_traced, refusing_values
-from tracegrad.tracing.in_force import Force, rules_for_recorded, rules_in_force, without_rules
+from tracegrad.tracing.in_force import Force, differentiating, rules_for_recorded, rules_in_force
 
 # From the arrays of a block and the seeds of its targets to the cotangents of the sources.
 Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -271,7 +271,7 @@ def _of_block(block: Block, request: _Request) -> _Compiled:
     key = Structure((request._replace(stopped=stops, only_runs=False), structure, replay))
     known: _Compiled | None = PROGRAMS.get(key)
     if known is None:
-        with without_rules():
+        with differentiating():
             traced = trace_backward(
                 block,
                 stopped=stops,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ class Force:
         """Applies them to what is about to be differentiated: a rule may match nothing there."""
         for place, rule in enumerate(self.rules):
             try:
-                with without_rules():
+                with differentiating():
                     program = _applied(rule, program)
             except NoMatchError as error:
                 if not self.everywhere:  # else nobody asks
@@ -120,10 +120,10 @@ def in_force(force: Force) -> Iterator[None]:
 
 
 @contextmanager
-def _only(forces: tuple[Force, ...]) -> Iterator[None]:
+def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None]:
     before, _in_force.forces = _in_force.forces, forces
     try:
-        with _key(tuple([force.key for force in forces])):
+        with nullcontext() if same_key else _key(tuple([force.key for force in forces])):
             yield
     finally:
         _in_force.forces = before
@@ -146,10 +146,18 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: boo
 
 
 def without_rules() -> AbstractContextManager[None]:
-    """A block in which none is in force: a gradient that somebody wrote is theirs as it is, and so
-    is what JAX's rules, and those of libraries for their operations, differentiate in their turn.
-    """
+    """A block in which none is in force: a gradient that somebody wrote is theirs as it is."""
     return _only(())
+
+
+def differentiating() -> AbstractContextManager[None]:
+    """A block in which JAX differentiates what was edited: what its rules, and those of libraries
+    for their operations, differentiate in their turn is theirs as it is.
+
+    JAX's caches are those of the rules: a rule of `jax.custom_jvp` is to return what the function
+    has returned, in whose tree libraries have programs that JAX traced.
+    """
+    return _only((), same_key=True)
 
 
 def rules_in_force() -> tuple[Force, ...]:
@@ -181,7 +189,7 @@ def under_rules(
     name: str,
     lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
 ) -> Callable[..., Any]:
-    """A function as it is to be differentiated `without_rules`: with those in force applied to it.
+    """A function as it is to be `differentiating`: with the rules in force applied to it.
 
     Args:
       fun: takes and returns trees, of which what is traced is differentiated.
