@@ -219,7 +219,8 @@ def test_statistics_that_leave_a_scope_beside_activations_get_zeros(layers):
     found = tg.intermediate_gradients(step, norm)(jnp.float32(0.7), X)
     assert list(found) == list(expected) == ["norm"]
     shapes = [array.shape[-2:] for array in found["norm"]]
-    assert len(shapes) == 2 and (4, 3) in shapes
+    assert len(shapes) == 2
+    assert (4, 3) in shapes
     for array, other in zip(found["norm"], expected["norm"], strict=True):
         assert_close(array, other)
 

@@ -1044,7 +1044,7 @@ def test_what_several_threads_add_is_all_there():
     with pytest.raises(ValueError, match="shape"):
         v.assign_add(jnp.ones(2))
     tg.trace(lambda: v.assign_add(1.0))()  # it is nobody's after that
-    assert float(v) == 151 and float(ours) == 1
+    assert (float(v), float(ours)) == (151, 1)
 
 
 def test_a_thread_that_only_looks_is_not_disturbed_by_one_that_trains():

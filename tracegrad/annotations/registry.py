@@ -164,9 +164,9 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         trace.end()
     if unmet := [name for name in named if name not in _met]:
         warn_where_called(
-            f"no operation {' or '.join(map(repr, unmet))} was computed or differentiated in a block "
-            f"of gradient_override_map({dict(overrides)!r}). Names are those of primitives, jitted "
-            "functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
+            f"no operation {' or '.join(map(repr, unmet))} was computed or differentiated in a "
+            f"block of gradient_override_map({dict(overrides)!r}). Names are those of primitives, "
+            "jitted functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
             UserWarning,
         )
 
