@@ -132,7 +132,7 @@ RECURRENT = recurrent_shapes(12, 256, 16)
 
 PROGRAMS: dict[str, tuple[Any, Any, str]] = {
     "residual blocks": (residual_blocks, RESIDUAL_BLOCKS, "40%"),
-    "recurrent": (recurrent, RECURRENT, "50%"),
+    "recurrent": (recurrent, RECURRENT, "52%"),
     "mlp": (mlp, mlp_shapes(8, 64, 16), "40%"),
     "convolutions": (
         convolutions,
