@@ -211,6 +211,28 @@ def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
 
 
 @pytest.mark.any_jax
+@pytest.mark.parametrize(("fixed", "budget"), [(0.5, 0.75), (0.9, 0.95), (1.2, 0.99)])
+def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
+    """Half of the peak beside half of what the model has, say; at last, more than for all."""
+
+    class Asked(Search):
+        def best(self, target: int) -> Fit:
+            self.last = super().best(target)
+            return self.last
+
+    search = Asked(small_search().whole)
+    peak = search.kept.peak
+
+    def held_by(_: Graph) -> int:
+        share = search.last.simulation.peak / peak
+        return int(peak * (fixed + (1 - fixed) * share if fixed < 1 else min(1.1, 0.4 + share)))
+
+    fit = fitted(search, int(peak * budget), held_by, peak, 2)
+    assert fit.held is not None
+    assert fit.held <= peak * budget
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
 def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
     with pytest.raises(BudgetTooSmall, match="as XLA held it"):
