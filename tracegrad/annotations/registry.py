@@ -164,9 +164,10 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         trace.end()
     if unmet := [name for name in named if name not in _met]:
         warn_where_called(
-            f"no operation {' or '.join(map(repr, unmet))} was computed or differentiated in a "
-            f"block of gradient_override_map({dict(overrides)!r}). Names are those of primitives, "
-            "jitted functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
+            f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
+            f"gradient_override_map({dict(overrides)!r}), which acts on what is computed in it, "
+            "not on what a tape has recorded before. Names are those of primitives, jitted "
+            "functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
             UserWarning,
         )
 
