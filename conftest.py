@@ -103,7 +103,10 @@ LONG = (
 )
 SLOW = (
     r"test_a_module_in_train_mode_has.*\[a cell in a scan, with random carries-nnx.jit\]",
+    r"test_a_process_that_fails_or_hangs_ends_the_others",
     r"test_a_program_of_nnx\[lora\]",
+    r"test_an_example_refuses_before_it_trains.*epochs=0",
+    r"test_answer_is_that_of_jax_in_x64",
     r"test_(linen|haiku|equinox)_programs.*\[(cnn_with_batch_stats|mlp_with_batch_norm|ensemble)\]",
     r"test_examples.*says_when_it_misses_its_goal",
     r"test_forward\.py.*its_own_jvp\[in_scan\]",

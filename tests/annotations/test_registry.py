@@ -12,6 +12,8 @@ import pytest
 import tracegrad as tg
 from tracegrad.annotations import registry
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.array([-1.0, 0.5, 2.0])
 
 
@@ -162,7 +164,6 @@ def test_symbolic_gradients_are_asked_for_in_a_block():
     np.testing.assert_allclose(hessian, 200 * jnp.eye(3), rtol=1e-5)  # of 100 x + sin(x)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"sin": "b"})])
 def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(other):
     block, inner = tg.gradient_override_map(HUNDREDFOLD), other()
@@ -176,7 +177,6 @@ def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(
     np.testing.assert_allclose(tg.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_names_that_no_operation_has_are_told():
     names = {"cbrt": "b", "sine": "b", "exp2": "b"}
     telling = pytest.warns(
@@ -191,7 +191,6 @@ def test_names_that_no_operation_has_are_told():
         raise ZeroDivisionError
 
 
-@pytest.mark.any_jax
 def test_a_wrong_gradient_is_found_by_the_line_of_its_function():
     name = f"test_registry: {uuid.uuid4()}"
 

@@ -15,6 +15,8 @@ from flax import nnx
 import tracegrad as tg
 from tracegrad import grad, jacobian, select, value_and_grad
 
+pytestmark = pytest.mark.any_jax
+
 
 def loss(params, x, scale=1.0, *rest, offset=0.0, **more):
     hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
@@ -237,7 +239,6 @@ def test_leaves_that_are_not_selected_need_not_be_arrays():
     assert all(got[name] is None for name in ("name", "activation", "key", "nothing"))
 
 
-@pytest.mark.any_jax
 def test_none_for_what_has_no_gradient_is_what_equinox_works_with():
     model = eqx.filter_jit(eqx.nn.MLP)(3, "scalar", 8, 2, key=jax.random.key(0))
     x = jnp.ones(3)
@@ -327,7 +328,6 @@ def test_unknown_ways_to_treat_the_unconnected_are_refused(derivative):
         derivative(loss, unconnected="zeros")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("derivative", [tg.grad, tg.jacobian, tg.hessian])
 def test_a_function_that_returns_nothing_is_named(derivative):
     def forgets(x):

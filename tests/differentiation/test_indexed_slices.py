@@ -17,6 +17,8 @@ from tracegrad import grad, value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 
+pytestmark = pytest.mark.any_jax
+
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])
 ANY = jnp.array([-1, 3, 10, -11, 99, 3, -10, 9])  # in range, negative, out of range
@@ -141,7 +143,6 @@ def test_unsigned_ids_give_the_dense_gradient_however_they_are_looked_up(length)
     check_every_way(["uint8", "uint32"], length)
 
 
-@pytest.mark.any_jax
 def test_ids_of_64_bits_too():
     with jax.enable_x64(True):
         check_every_way(["int64", "uint64"], 200)
@@ -159,7 +160,6 @@ def test_two_lookups_in_one_table_stand_one_after_the_other():
     np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
 
 
-@pytest.mark.any_jax
 def test_hundreds_of_lookups_in_one_table():
     slices = grad(lambda t: sum(t[i % 10].sum() for i in range(300)), sparse=True)(TABLE)
     np.testing.assert_array_equal(slices.indices, np.arange(300) % 10)
@@ -240,7 +240,6 @@ def test_a_table_that_is_spread_over_devices(spec):
         np.testing.assert_allclose(np.asarray(found), dense_of(TABLE), rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_embeddings_of_flax_and_equinox():
     linen = nn.Embed(10, 4)
     params = jax.jit(linen.init)(jax.random.key(0), IDS)
@@ -475,7 +474,6 @@ def test_dense_is_the_sum_of_the_slices_in_their_rows():
     np.testing.assert_array_equal(no_row.to_dense(), [[0, 0], [0, 0], [0, 0], [1, 1]])
 
 
-@pytest.mark.any_jax
 def test_arithmetic_is_that_of_the_dense_array():
     dense = SLICES.to_dense()
     other = IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (4, 2))
@@ -539,7 +537,6 @@ def test_turning_a_large_one_dense_warns_with_its_size():
         )
 
 
-@pytest.mark.any_jax
 def test_deduplicated_has_each_row_once_in_order():
     slices = IndexedSlices(
         jnp.arange(7.0)[:, None] + 1, jnp.array([3, 0, 3, -1, 4, 99, -99]), (4, 1)
@@ -618,7 +615,6 @@ def test_apply_rows_is_the_dense_optimiser_where_there_are_gradients():
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_apply_rows_leaves_the_other_rows_alone():
     new = apply_rows(
         TABLE, 2 * grad(squares(lambda t: t[IDS]), sparse=True)(TABLE), lambda r, g: -r
@@ -643,7 +639,6 @@ def test_apply_rows_says_what_does_not_fit():
         apply_rows(jnp.ones((4, 2)), SLICES, lambda r, g: r[0])
 
 
-@pytest.mark.any_jax
 def test_a_dense_gradient_has_no_rows_to_apply():
     table = jnp.ones((4, 2))
     with pytest.raises(TypeError, match="sparse=True gives; it was given an array float32"):

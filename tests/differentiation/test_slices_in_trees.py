@@ -18,6 +18,8 @@ import tracegrad as tg
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 
+pytestmark = pytest.mark.any_jax
+
 TABLE = jnp.arange(8.0).reshape(4, 2)
 # Of the loss sum(table[[0, 2, 0]]**2): row 0 twice, which as rows of their own have another norm.
 SLICES = IndexedSlices([[2.0, 0.0], [4.0, 0.0], [2.0, 0.0]], [0, 2, 0], TABLE.shape)
@@ -136,7 +138,6 @@ def test_a_tape_records_slices_into_and_out_of_compiled_functions():
     np.testing.assert_array_equal(tape.gradient(loss, TABLE), expected)
 
 
-@pytest.mark.any_jax
 def test_ids_of_64_bits_keep_all_of_them():
     with jax.enable_x64(True):
         ids = [1, 2**40, -1]

@@ -16,6 +16,8 @@ from flax import nnx
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
 W = jnp.linspace(-0.5, 0.7, 6).reshape(3, 2)
@@ -37,7 +39,6 @@ class Mlp(eqx.Module):
         return self.second(x + shift)
 
 
-@pytest.mark.any_jax
 def test_of_an_equinox_train_step():
     one, two = jax.random.split(jax.random.key(0))
     model = Mlp(eqx.nn.Linear(3, 5, key=one), eqx.nn.Linear(5, 2, key=two))

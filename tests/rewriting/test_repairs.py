@@ -11,6 +11,8 @@ import tracegrad as tg
 from tracegrad import match, rules
 from tracegrad.ir import CustomGradient, operations
 
+pytestmark = pytest.mark.any_jax
+
 # Programs of strangers: each with its argument, and what its author meant, written without the
 # trap: the argument is made safe before the operation.
 MASKED = {}
@@ -157,7 +159,6 @@ def test_zeros_stay_zeros_whatever_the_derivative_is_and_finite_gradients_keep_t
         assert plain[finite].tobytes() == strong[finite].tobytes(), name
 
 
-@pytest.mark.any_jax
 def test_second_derivatives_keep_zeros_too_in_any_order_of_modes():
     def fun(x):
         return jnp.sum(jnp.where(x > 0, x**1.5 * jnp.log(jnp.sqrt(x)) / x, 0.0))
@@ -175,7 +176,6 @@ def test_second_derivatives_keep_zeros_too_in_any_order_of_modes():
         np.testing.assert_allclose(hessian, np.diag([0.0, right[0, 0]]), rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_values_and_forward_mode_are_what_they_were():
     fun, strong = entropy, tg.rewrite(entropy, rules.strong_zero())
     x, t = jnp.array([0.5, 2.0, 0.0]), jnp.array([1.0, -1.0, 0.5])
@@ -202,7 +202,6 @@ def test_a_healthy_program_has_the_very_same_gradient():
         assert all(np.array_equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
-@pytest.mark.any_jax
 def test_only_operations_are_touched_whose_derivative_may_be_no_number():
     def fun(x, y):
         z = 2.0 * x - jnp.maximum(x, y) / 4.0 + jnp.where(x > 0, -x, y).astype(jnp.bfloat16)
@@ -233,7 +232,6 @@ def test_the_table_of_bounded_derivatives_is_jaxs():
     assert all(bool(jnp.isfinite(ct).all()) for ct in jax.tree.leaves(derivatives(x, y)))
 
 
-@pytest.mark.any_jax
 def test_a_selector_says_where_zeros_are_kept():
     x = jnp.array([0.5, 0.0])
     only_log = tg.rewrite(entropy, rules.strong_zero(match.op("log")))
@@ -248,8 +246,6 @@ def test_a_selector_says_where_zeros_are_kept():
     np.testing.assert_array_equal(jax.grad(unmasked)(x), [2.0, np.inf])
 
 
-@pytest.mark.any_jax
-@pytest.mark.any_jax
 @pytest.mark.parametrize("rule", [tg.rules.strong_zero, tg.rules.finite_derivative])
 def test_of_a_scope_each_operation_is_mended_also_where_all_of_them_have_to_be(rule):
     def loss(x):
@@ -283,7 +279,6 @@ def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
     assert not np.isfinite(scaled).any()  # what came in so is none of its business
 
 
-@pytest.mark.any_jax
 def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
     def fun(x):
         return jnp.sum(jnp.clip(jnp.round(x), -1, 1) * 3 + jax.lax.stop_gradient(x) * 5)
@@ -298,7 +293,6 @@ def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
         tg.rewrite(lambda x: x @ x, rules.straight_through(match.op("dot_general")))(x)
 
 
-@pytest.mark.any_jax
 def test_what_is_bounded_gets_the_gradient_and_not_its_bounds():
     low, high = jnp.zeros(2), jnp.ones(2)
     programs = [
@@ -318,7 +312,6 @@ def test_what_is_bounded_gets_the_gradient_and_not_its_bounds():
     assert jax.grad(cured)(-1.0) == 3
 
 
-@pytest.mark.any_jax
 def test_what_prints_is_mended_and_prints_once(capfd):
     @jax.custom_jvp
     def log(x):
@@ -344,7 +337,6 @@ def test_what_prints_is_mended_and_prints_once(capfd):
     assert sorted(capfd.readouterr().out.split()) == ["log", "round"]
 
 
-@pytest.mark.any_jax
 def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
     @tg.custom_gradient
     def root(x):
@@ -364,7 +356,6 @@ def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
     assert tg.explain(counted, 0.0).cures(changing=True) == ()
 
 
-@pytest.mark.any_jax
 def test_what_a_rule_closes_over_is_left_out_of_its_repair():
     factor = jnp.array([3.0, 4.0])
 
@@ -402,7 +393,6 @@ def test_zeros_are_kept_along_each_direction():
     assert jax.jacfwd(tg.rewrite(jnp.log, rules.strong_zero()))(2.0) == 0.5
 
 
-@pytest.mark.any_jax
 def test_a_function_gets_its_own_derivative_back():
     @jax.custom_jvp
     def product(x, y):
@@ -418,7 +408,6 @@ def test_a_function_gets_its_own_derivative_back():
         tg.rewrite(jnp.sin, rules.own_derivative(match.op("sin")))(1.0)
 
 
-@pytest.mark.any_jax
 def test_own_derivative_in_a_train_step_with_a_scan_over_layers():
     x = jnp.array([-1.0, 2.0, 3.0])
 

@@ -12,6 +12,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.array([-1.0, 0.5, 2.0])
 
 
@@ -51,7 +53,6 @@ def test_a_traced_factor_reaches_into_a_scan():
     np.testing.assert_allclose(jax.jit(scaled)(3.0, X), expected, rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_clipping_by_value_and_by_norm():
     by_value = tg.rewrite(weighted_sin, rules.clip_gradient(SIN, max_value=5.0))
     np.testing.assert_allclose(jax.grad(by_value)(X), jnp.array([1.0, 5.0, 5.0]) * COS, rtol=1e-6)
@@ -62,7 +63,6 @@ def test_clipping_by_value_and_by_norm():
     np.testing.assert_array_equal(jax.grad(untouched)(X), jax.grad(weighted_sin)(X))
 
 
-@pytest.mark.any_jax
 def test_clipping_keeps_nan_dtype_and_second_derivatives():
     half = tg.rewrite(lambda x: jnp.sum(1e3 * jnp.sin(x)), rules.clip_gradient(SIN, 1.0, 2.0))
     assert jax.grad(half)(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -787,7 +787,6 @@ def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
         np.testing.assert_allclose(found, right, rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other():
     def loss(x):
         with jax.named_scope("block"):
@@ -800,7 +799,6 @@ def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other()
     np.testing.assert_allclose(jax.grad(both)(1.0), jax.grad(loss)(1.0), rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_completion_offers_selectors_and_rules_alone():
     assert dir(match) == ["Selector", "call", "op", "scope", "source", "where"]
     assert set(dir(rules)) - {"MatchRule"} == {

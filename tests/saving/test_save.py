@@ -23,6 +23,8 @@ import tracegrad as tg
 from tracegrad import LoadedFunction, load, save
 from tracegrad.saving.container import open_container
 
+pytestmark = pytest.mark.any_jax
+
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
 AB = {"a": np.float32(1), "b": np.float32(2)}
 ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), "float32")
@@ -71,7 +73,6 @@ def model(tmp_path_factory):
 # ------------------------------------------------------------------------- Variables, again and on
 
 
-@pytest.mark.any_jax
 def test_several_functions_share_their_variables(model, path):
     loaded, _ = model
     assert list(loaded) == ["predict", "update"]
@@ -109,7 +110,6 @@ def test_several_functions_share_their_variables(model, path):
         save(loaded.predict, path, gradient_order=3)
 
 
-@pytest.mark.any_jax
 def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
     v = tg.Variable(2.0, name="v")
     key = tg.Variable(jax.random.key(0), name="key", trainable=False)
@@ -163,7 +163,6 @@ def test_a_tape_finds_what_was_read_after_an_assignment(path):
     assert float(tape.gradient(y, tg.variables_of(loaded)["v"])) == 2 + 12
 
 
-@pytest.mark.any_jax
 @pytest.mark.filterwarnings("error")
 def test_it_runs_under_every_transformation(model):
     loaded, _ = model
@@ -191,7 +190,6 @@ def test_it_runs_under_every_transformation(model):
         jax.jit(loaded.predict)(X)
 
 
-@pytest.mark.any_jax
 def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
     loaded, _ = model
     loaded.variables["w"].assign([0.5, -2.0, 1.5])
@@ -264,7 +262,6 @@ def test_random_keys_are_saved_by_the_name_of_their_generator(path):
 # ------------------------------------------------------------------------------ trees and sizes
 
 
-@pytest.mark.any_jax
 def test_a_function_that_draws_from_a_key_of_its_own_is_differentiated(path):
     key = tg.Variable(jax.random.key(3), name="key", trainable=False)
 
@@ -349,7 +346,6 @@ def test_a_named_tuple_of_another_class_and_order_is_refused_or_taken_by_its_fie
 NAMES = ["a", "match", "ä", "𐐀", "名", "fi", "_0", "a" * 100, "self", "args", "__debug__"]
 
 
-@pytest.mark.any_jax
 def test_every_name_that_is_saved_is_loaded(path):
     renamed = namedtuple("Renamed", ["if", "b", "b", "_c"], rename=True)
     fields = namedtuple("Fields", [name for name in NAMES if not name.startswith("_")])
@@ -522,7 +518,6 @@ def test_what_gets_no_gradient_gets_none_after_loading(path):
         assert found == [[None, 1.0], [3.0, None], [None, None]]
 
 
-@pytest.mark.any_jax
 def test_what_a_rule_closes_over_is_refused_and_the_rest_differentiated(path):
     scale = tg.Variable(4.0, trainable=False, name="scale")
 

@@ -18,6 +18,8 @@ from tracegrad import GradientTape, UnconnectedGradients, custom_gradient
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.variables.variable import Variable
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture(autouse=True)
 def in_float64():
@@ -385,7 +387,6 @@ def test_forward_over_reverse_is_a_hessian_vector_product():
     np.testing.assert_allclose(accumulator.jvp(y), first @ V)
 
 
-@pytest.mark.any_jax
 def test_reverse_over_forward():
     x, v = jnp.asarray(X), jnp.asarray(V)
 
@@ -479,7 +480,6 @@ def test_inside_a_compiled_function(compiled):
         np.testing.assert_allclose(slope(X + shift, V), expected)
 
 
-@pytest.mark.any_jax
 def test_inside_functions_that_jax_differentiates_and_batches():
     def slope(x):
         return along(cubic, x, jnp.ones_like(x))

@@ -8,6 +8,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import GradientTape, UnconnectedGradients
 
+pytestmark = pytest.mark.any_jax
+
 F32 = jnp.float32
 
 
@@ -48,7 +50,6 @@ def test_a_branch_of_python_is_differentiated_as_it_was_taken():
         assert dx == slope
 
 
-@pytest.mark.any_jax
 def test_it_agrees_with_finite_differences_in_float64():
     def f(x):
         return jnp.sum(jnp.tanh(x @ x.T) * jnp.sin(x).sum())
@@ -80,7 +81,6 @@ def test_an_unconnected_source_has_zeros_of_its_shape_where_they_are_asked_for()
         assert not dz.any()
 
 
-@pytest.mark.any_jax
 def test_a_tape_shows_its_state():
     tape = GradientTape()
     assert repr(tape) == "<GradientTape: not recording>"
@@ -392,7 +392,6 @@ def test_complex_gradients_follow_the_convention_of_jax():
 # ---------------------------------------------------------------------------------- Jacobians
 
 
-@pytest.mark.any_jax
 def test_the_jacobian_has_the_shape_of_the_target_and_then_of_the_source():
     x = jnp.arange(6.0).reshape(2, 3)
     w = jnp.arange(12.0).reshape(3, 4)
@@ -427,7 +426,6 @@ def test_an_unconnected_source_has_no_jacobian_or_zeros_of_its_shape():
     assert tape.jacobian(y, z, unconnected_gradients="zero").shape == (2, 3)
 
 
-@pytest.mark.any_jax
 def test_a_hessian_is_the_jacobian_of_a_gradient():
     x = jnp.array([1.0, 2.0, 3.0])
     with GradientTape() as outer:

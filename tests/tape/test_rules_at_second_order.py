@@ -11,6 +11,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.any_jax
+
 X = jnp.array([0.3, -1.2])
 V = jnp.array([0.5, 2.0])
 
@@ -491,7 +493,6 @@ def test_third_derivatives_take_a_rule_as_jax_does(compiled):
     close(outermost.gradient(second, X), jax.grad(gradient_sum(gradient_sum(f)))(X))
 
 
-@pytest.mark.any_jax
 def test_a_rule_that_is_called_twice_is_differentiated_once_more_where_the_gradient_goes_through():
     @jax.custom_vjp
     def marked(x):  # its forward pass gives the same, with another derivative

@@ -11,6 +11,8 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 from tracegrad.variables.variable import Variable
 
+pytestmark = pytest.mark.any_jax
+
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])
 
@@ -42,7 +44,6 @@ def test_a_tape_gives_one_slice_for_each_lookup(loss, make):
     np.testing.assert_allclose(dense, jax.grad(LOOKUPS["take"])(TABLE), rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_two_lookups_stand_one_after_the_other():
     for table in (TABLE, Variable(TABLE)):
         slices, dense = sparse_and_dense(
@@ -108,7 +109,6 @@ def test_a_custom_gradient_may_return_slices():
     np.testing.assert_array_equal(slices.to_dense(), dense)
 
 
-@pytest.mark.any_jax
 def test_slices_are_accepted_as_seeds():
     seed = IndexedSlices(jnp.ones((2, 4)), jnp.array([1, 1]), (10, 4))
     with GradientTape() as tape:

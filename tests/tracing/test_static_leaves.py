@@ -19,6 +19,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.any_jax
+
 MODEL = eqx.filter_jit(eqx.nn.MLP)(3, "scalar", 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
 X, Y = jnp.asarray(np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)), jnp.ones(5)
 DOT = match.op("dot_general")
@@ -74,7 +76,6 @@ def test_a_gradient_has_the_tree_of_the_model_with_none_for_what_is_no_float(way
     assert_same_tree(GRADIENTS[way](MODEL, X, Y), by_equinox()[1])
 
 
-@pytest.mark.any_jax
 def test_second_derivatives_have_none_there_too():
     build = eqx.filter_jit(eqx.nn.MLP)
     small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
@@ -101,7 +102,6 @@ def test_second_derivatives_have_none_there_too():
     assert_same_tree(product, expected)
 
 
-@pytest.mark.any_jax
 def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
     build = eqx.filter_jit(eqx.nn.MLP)
     small = build(1, "scalar", 1, 1, activation=jnp.tanh, key=jax.random.key(1))
@@ -127,7 +127,6 @@ def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
         tg.jvp(value, (small,), (wrong,))
 
 
-@pytest.mark.any_jax
 def test_a_setting_of_a_model_has_no_tangent_and_takes_none():
     class Scaled(eqx.Module):
         weight: jax.Array
@@ -153,7 +152,6 @@ def test_a_predicate_that_selects_a_function_is_refused_by_its_path():
         tg.grad(loss, wrt=lambda path, leaf: "activation" in path)(MODEL, X, Y)
 
 
-@pytest.mark.any_jax
 def test_insight_takes_models():
     assert "nothing found" in str(tg.explain(loss, MODEL, X, Y))
     assert "dot_general" in str(tg.show(loss, MODEL, X, Y))
@@ -209,7 +207,6 @@ def test_objects_without_equality_or_hash_are_told_apart_and_not_kept(Scale):
     assert kept() is None
 
 
-@pytest.mark.any_jax
 def test_what_a_call_asks_of_settings_is_gone_after_it_without_a_search_for_cycles():
     settings = ScaleWithEquality([jnp.float32(2.0)])
     program = tg.trace(lambda settings, x: settings.factor[0] * x)
@@ -242,7 +239,6 @@ class RateInSlots:
     rate: object
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "settings",
     [Rate(2.0), RateInSlots(2.0), types.SimpleNamespace(rate=2.0), Rate(np.full(3, 2.0))],
@@ -262,7 +258,6 @@ def test_what_has_equality_and_no_hash_is_met_as_it_is_at_each_call(settings):
     assert program.cache_info().count == 3
 
 
-@pytest.mark.any_jax
 def test_what_is_changed_inside_of_settings_is_met():
     program = tg.trace(lambda settings, x: settings.rate.rate * len(settings.layers) * x)
     settings = types.SimpleNamespace(rate=Rate(2.0), layers=[4])
@@ -284,7 +279,6 @@ class Frozen:
     layers: list
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "settings",
     [
@@ -321,7 +315,6 @@ def test_what_is_changed_deep_inside_of_settings_is_met(settings):
     assert program(settings, 2.0) == 10.0
 
 
-@pytest.mark.any_jax
 def test_settings_that_hold_themselves_are_met():
     settings = types.SimpleNamespace(rates=[2.0])
     settings.own = [settings]
@@ -332,7 +325,6 @@ def test_settings_that_hold_themselves_are_met():
     assert program.cache_info().count == 2
 
 
-@pytest.mark.any_jax
 def test_an_object_is_not_printed_at_each_call():
     class Printed:
         count = 0
