@@ -219,6 +219,7 @@ def test_what_a_call_asks_of_settings_is_gone_after_it_without_a_search_for_cycl
         for _ in range(3):
             program(settings, 1.0)
         assert len(gc.get_referrers(settings.factor[0])) == before
+        assert gc.collect() == 0
     finally:
         gc.enable()
 

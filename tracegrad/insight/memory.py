@@ -19,6 +19,7 @@ from tracegrad.ir import Occurrence
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.wording import name_of, some, table
 from tracegrad.planning.budget import in_units
+from tracegrad.planning.measuring import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.offloading import has_host_memory
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -193,14 +194,14 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
         lines = _lines(peak)
         total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""
-        stats, why_not = None, f"{_jax.compiled_by()} does not say what a program holds"
+        why_not = ""
         try:
-            lowering = fun if hasattr(fun, "lower") else trace(fun)
-            stats = lowering.lower(*args, **kwargs).compile().memory_analysis()
-        except Exception as error:  # it cannot be compiled by itself: the model's, and it says so
-            why_not = f"{type(error).__name__}: {error}".splitlines()[0]
-        if stats is not None:
-            why_not = ""
+            with saying_why_not():
+                lowering = fun if hasattr(fun, "lower") else trace(fun)
+                stats = account_of(lowering.lower(*args, **kwargs).compile())
+        except NotMeasuredError as error:  # the model's, and it says so
+            why_not = str(error)
+        else:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
             measured_on = f"{_jax.compiled_by()}{_on_each(args, kwargs)}"

@@ -7,7 +7,8 @@ arguments, the value beside it, or an optimizer behind it, and is compiled as a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -37,15 +38,27 @@ class NotMeasuredError(Exception):
     """A program could not be compiled here, by itself."""
 
 
-def temporary_bytes(compiled: Any) -> int:
-    """Bytes that a compiled program needs at once beside its arguments and results, on each device.
+def account_of(compiled: Any) -> Any:
+    """XLA's account of the memory of a compiled program, on each device.
 
     Raises NotMeasuredError if the backend does not say.
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise NotMeasuredError(f"{_jax.compiled_by()} does not say what a program holds")
-    return int(analysis.temp_size_in_bytes)
+    return analysis
+
+
+@contextmanager
+def saying_why_not() -> Iterator[None]:
+    """A block that compiles: whatever JAX or XLA cannot do with a part of a program is a
+    NotMeasuredError in their words."""
+    try:
+        yield
+    except NotMeasuredError:
+        raise
+    except Exception as error:
+        raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -81,7 +94,7 @@ class Gradient:
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
             options.update(_jax.keep_recompute_options(backend) or {})
-        try:
+        with saying_why_not():
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
@@ -94,11 +107,8 @@ class Gradient:
             )
             known: int | None = FOUND.get(key)
             if known is None:
-                known = FOUND.put(key, temporary_bytes(lowered.compile()))
-        except NotMeasuredError:
-            raise
-        except Exception as error:  # whatever JAX or XLA cannot do with a part of a program
-            raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+                found = account_of(lowered.compile()).temp_size_in_bytes
+                known = FOUND.put(key, int(found))
         return known
 
 

@@ -43,28 +43,32 @@ class Snapshot:
 
 def snapshot(value: Any) -> Any:
     """An object that has no hash as it is now."""
-    left = _MOST_PARTS
-    opened: set[int] = set()
+    return _Look().at(value, _MOST_DEEP)
 
-    def of(value: Any, depth: int) -> Any:
-        nonlocal left
-        kind = type(value)
-        if kind in _UNCHANGED or isinstance(value, jax.Array) or has_hash(value):
+
+class _Look:
+    """Through an object and what is in it. (No function that calls itself: that is a cycle, left
+    behind at each call.)"""
+
+    def __init__(self) -> None:
+        self.left = _MOST_PARTS
+        self.opened: set[int] = set()
+
+    def at(self, value: Any, depth: int) -> Any:
+        if type(value) in _UNCHANGED or isinstance(value, jax.Array) or _has_hash(value):
             return value
         if isinstance(value, _COPIED):
             return copy.copy(value)
         if isinstance(value, np.ndarray):
             return value.copy() if value.nbytes <= _MOST_BYTES else value
-        if id(value) in opened or not depth:
+        if id(value) in self.opened or not depth:
             return value
-        opened.add(id(value))
+        self.opened.add(id(value))
         names, parts = _parts(value)
-        left -= len(parts)
-        if left >= 0:
-            parts = [of(part, depth - 1) for part in parts]
+        self.left -= len(parts)
+        if self.left >= 0:
+            parts = [self.at(part, depth - 1) for part in parts]
         return Snapshot(value, names, parts)
-
-    return of(value, _MOST_DEEP)
 
 
 def _parts(value: Any) -> tuple[list[Any], list[Any]]:
@@ -79,7 +83,7 @@ def _parts(value: Any) -> tuple[list[Any], list[Any]]:
     return [*named], [*named.values(), *entries]
 
 
-def has_hash(value: Any) -> bool:
+def _has_hash(value: Any) -> bool:
     try:
         hash(value)
     except TypeError:
