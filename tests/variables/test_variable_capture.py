@@ -88,6 +88,30 @@ READS = {
 }
 
 
+@pytest.mark.any_jax
+def test_a_variable_is_one_input_wherever_it_is_read_beside_references_and_arrays():
+    """All are constants of the program that JAX makes; of these two stay what they are."""
+    state, array, unused = jax.new_ref(jnp.float32(10)), jnp.arange(3.0), Variable(7.0)
+
+    def step(x):
+        unused.read_value()
+        state[...] += v * jnp.sum(array)
+        summed, _ = lax.scan(body, x * v, array)
+        return summed + state[...]
+
+    graph = tg.graph(step)(2.0)
+    graph.verify()
+    assert len(graph.inputs) == 1 + len(graph.variables)
+    assert {id(each) for each in graph.variables} == {id(unused), id(v)}
+    assert sorted(jnp.shape(c) for c in graph.constants.values()) == [(), (3,)]
+    traced = tg.trace(step)
+    for value in (3.0, 5.0):  # the second time nothing is traced
+        v.assign(value)
+        before = float(state[...])
+        assert traced(2.0) == 2 * value + value * 3 + before + value * 3
+        assert state[...] == before + value * 3
+
+
 @pytest.mark.parametrize("fun", READS.values(), ids=READS)
 def test_the_current_value_is_read_on_the_first_and_on_every_later_call(fun):
     def expected(x, value):

@@ -85,6 +85,7 @@ from tracegrad._jax.programs import parts_of as parts_of
 from tracegrad._jax.programs import runs_compiled as runs_compiled
 from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
 from tracegrad._jax.programs import sub_programs as sub_programs
+from tracegrad._jax.programs import with_inputs as with_inputs
 from tracegrad._jax.programs import without_folders as without_folders
 from tracegrad._jax.provenance import Around as Around
 from tracegrad._jax.provenance import TracedFrom as TracedFrom

@@ -100,6 +100,29 @@ def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
+def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
+    """The program with new inputs of these types behind its own, which some of its constants are.
+
+    `places`: which of the new inputs each constant is; None for one that stays.
+    """
+    open_form, constants = parts_of(program)
+    new = [jex.Var(aval) for aval in avals]
+    placed = list(zip(open_form.constvars, constants, places, strict=True))
+    kept = [(var, constant) for var, constant, place in placed if place is None]
+    now = {var: new[place] for var, _, place in placed if place is not None}
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [a if isinstance(a, jex.Literal) else now.get(a, a) for a in atoms]
+
+    open_form = open_form.replace(
+        constvars=[var for var, _ in kept],
+        invars=[*open_form.invars, *new],
+        outvars=read(open_form.outvars),
+        eqns=[eqn.replace(invars=read(eqn.invars)) for eqn in open_form.eqns],
+    )
+    return program.replace(jaxpr=open_form, consts=[constant for _, constant in kept])
+
+
 def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The sub-programs among a primitive's parameters, by the names of their regions.
 

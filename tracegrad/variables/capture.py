@@ -254,26 +254,14 @@ class Capture:
     def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
         """The program with one more input, behind the others, for each Variable whose value at the
         function's entry is used; and these, in the order of the reads."""
-        open_form, constants = _jax.parts_of(program)
-        owners = [self._owner(constant) for constant in constants]
+        owners = [self._owner(constant) for constant in _jax.constants_of(program)]
         self._found.update(dict.fromkeys(owner for owner in owners if owner is not None))
         variables = list(self._found)
         if not variables:
             return program, []
         places = {variable: i for i, variable in enumerate(variables)}
         slots = [None if owner is None else places[owner] for owner in owners]
-        count = len(open_form.invars)
-
-        def run(*inputs: Any) -> list[Any]:
-            values = inputs[count:]
-            given = [
-                constant if slot is None else values[slot]
-                for constant, slot in zip(constants, slots, strict=True)
-            ]
-            return list(jax.core.eval_jaxpr(open_form, given, *inputs[:count]))
-
-        avals = [var.aval for var in open_form.invars]
-        return jax.make_jaxpr(run)(*avals, *(v.aval for v in variables)), variables
+        return _jax.with_inputs(program, [v.aval for v in variables], slots), variables
 
     def _owner(self, constant: Any) -> Variable | None:
         """The Variable whose value at the function's entry a constant of the program is."""
