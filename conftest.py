@@ -130,6 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What the oldest JAX runs of them in .ci/run, the newest does not, so that each case runs there
     once; the README's command takes the newest's. By turns, in an order that mixes the parameters.
     Where a file or a test is asked for, all of its cases run.
+
+    Of the tests that have one case half run on the newest alone; but what the library knows of JAX
+    itself is looked at on both.
     """
     for mark, patterns in ((pytest.mark.long, LONG), (pytest.mark.slow, SLOW)):
         chosen = re.compile("|".join(patterns))
@@ -146,9 +149,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.get_closest_marker("long") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+        cases.sort(key=_mixed)
         for turn, case in enumerate(cases if len(cases) > 1 else ()):
             case.add_marker(pytest.mark.oldest if turn % 2 else pytest.mark.newest)
+        if len(cases) == 1 and cases[0].path.name != "test_jax.py" and _mixed(cases[0]) % 2:
+            cases[0].add_marker(pytest.mark.any_jax)
+
+
+def _mixed(item: pytest.Item) -> int:
+    """A number that stays that of a test whatever tests there are beside it."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 gc.disable()  # until all is imported, most of which stays
