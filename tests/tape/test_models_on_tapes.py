@@ -105,11 +105,33 @@ halved.defvjp(
 )
 
 
+def layers(rngs):
+    return nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))(rngs.split(2))
+
+
+def in_a_scan(layers):
+    over = nnx.scan(recomputed, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return jnp.sum(over(layers, X) ** 2)
+
+
+def in_a_loop_and_a_branch(linear):
+    def step(_, carry):
+        return carry[0], jnp.tanh(recomputed(*carry))
+
+    linear, out = nnx.fori_loop(0, 2, step, (linear, X))
+    return jnp.sum(nnx.cond(out[0, 0] < 2, recomputed, lambda linear, x: x, linear, out) ** 2)
+
+
 MODULES = {
     "statistics and dropout": (Noisy, squares),
     "recomputed twice": (
         Noisy,
         lambda model: jnp.sum(recomputed(model, recomputed(model, X)[:, :3]) ** 2),
+    ),
+    "recomputed in a scan over layers": (layers, in_a_scan),
+    "recomputed in a loop and a branch": (
+        lambda rngs: nnx.Linear(3, 3, rngs=rngs),
+        in_a_loop_and_a_branch,
     ),
     "a rule of its own": (
         lambda rngs: nnx.Linear(3, 2, rngs=rngs),

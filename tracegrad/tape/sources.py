@@ -87,9 +87,10 @@ def _of_arrays(
 
 # ------------------------------------------------------------------------- the state of nnx modules
 
-# A transformed function that is given a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`) gives all
-# of its state back, what it has not changed too: the module has other arrays after the call, and is
-# what it was. So its gradient is that of the arrays which it had before.
+# A transformed function that is given a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`, and
+# `nnx.scan` with one of them in its body) gives all of its state back, what it has not changed too:
+# the module has other arrays after the call, and is what it was. So its gradient is that of the
+# arrays which it had before.
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
@@ -127,15 +128,43 @@ def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def _places_of(call: Any) -> Mapping[int, int]:
-    """Which results of an operation or equation are which of its operands, if it calls a program
-    with them (loops and branches JAX itself does not let hand on what they do not change)."""
-    if call.primitive not in _CALLS:
+    """Which results of an operation or equation are which of its operands, if it has programs:
+    of a loop, the carry and the slices that each step hands on; of a branch, what all do."""
+    primitive, params = call.primitive, call.params
+    if primitive not in _HANDING_ON:
         return {}
-    ((_, program),) = _jax.sub_programs(call.params)
-    return _places(program)
+    first, *others = [_places(program) for _, program in _jax.sub_programs(params)]
+    if primitive is _jax.COND:  # its first operand says which branch
+        return {
+            place: 1 + at
+            for place, at in first.items()
+            if all((place, at) in o.items() for o in others)
+        }
+    if primitive is _jax.SCAN:
+        constants, carried = _jax.scan_split(params)
+        return {
+            place: at
+            for place, at in first.items()
+            if (at == constants + place if place < carried else at >= constants + carried)
+        }
+    if primitive is _jax.WHILE:
+        constants, shift = params["body_nconsts"], params["cond_nconsts"]
+        steps = _places(params["body_jaxpr"])
+        return {place: shift + at for place, at in steps.items() if at == constants + place}
+    return first
 
 
-_CALLS = frozenset({_jax.JIT, _jax.REMAT, _jax.CUSTOM_JVP, _jax.CUSTOM_VJP})
+_HANDING_ON = frozenset(
+    {
+        _jax.JIT,
+        _jax.REMAT,
+        _jax.CUSTOM_JVP,
+        _jax.CUSTOM_VJP,
+        _jax.SCAN,
+        _jax.COND,
+        _jax.WHILE,
+    }
+)
 
 
 @of_program
