@@ -233,6 +233,13 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
 
 
 @pytest.mark.any_jax
+def test_the_second_plan_is_not_the_lowest_where_xla_held_nearly_as_much_as_without():
+    fit, lowest = fitted_where(1.4, 1.0), small_search().lowest_peak
+    assert lowest < fit.simulation.peak < 1.1 * lowest
+    assert fit.flops < small_search().best(lowest).flops
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
 def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
     with pytest.raises(BudgetTooSmall, match="as XLA held it"):

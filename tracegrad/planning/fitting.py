@@ -62,7 +62,7 @@ def fitted(
         tried.append(replace(fit, held=held_by(fit.rewritten())))
         if fit.flops == 0 and _held(tried[-1]) <= budget:
             break
-        target = _next(tried, budget, (search.kept.peak, held_without))
+        target = _next(search, tried, budget, held_without)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         lowest = min(tried, key=_held)
@@ -79,17 +79,15 @@ def _planned(search: Search, target: int) -> Fit:
         return search.best(search.lowest_peak)
 
 
-def _next(tried: Sequence[Fit], budget: int, without: tuple[int, int]) -> int:
+def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) -> int:
     """What to plan for next: halfway between the largest plan that was within the budget and the
     next larger one that was not. Before there are both, as many bytes more or fewer as XLA held of
     the last plan, and fewer still where that was too much; halfway to everything, where it says
     that all would fit. Where XLA's bytes fell so little from the next larger plan to this one, or
-    rose, that not even those are few enough, as few as that asks for.
-
-    Args:
-      without: bytes in the model and as XLA held them with nothing recomputed.
-    """
-    peak = without[0]
+    rose, that not even those are few enough, as few as that asks for; but not the very fewest that
+    there is a plan for, which costs the most by far, and of which XLA often holds no less than of
+    the next."""
+    peak = search.kept.peak
     last = tried[-1]
     here, held = last.simulation.peak, max(1, _held(last))
     fits = max((fit.simulation.peak for fit in tried if _held(fit) <= budget), default=0)
@@ -100,10 +98,13 @@ def _next(tried: Sequence[Fit], budget: int, without: tuple[int, int]) -> int:
     target = here * budget / held
     if held > budget:
         careful, less = TUNING.careful * target, math.inf
-        sizes = [without, *((fit.simulation.peak, _held(fit)) for fit in tried)]
+        sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
         for larger, then in sorted(size for size in sizes if size[0] > here)[:1]:
             less = here - (held - budget) * (larger - here) / max(1, then - held)
-        return max(0, int(careful if careful <= less else TUNING.careful * less))
+        if less < careful:
+            least = search.lowest_peak / TUNING.careful
+            careful = min(careful, max(TUNING.careful * less, least))
+        return int(careful)
     return int(target if here < target < peak else (here + peak) / 2)
 
 
