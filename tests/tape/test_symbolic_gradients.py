@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 from tracegrad import AggregationMethod, GradientTape, gradients, hessian_vector_product, hessians
@@ -225,6 +226,26 @@ def test_in_the_body_of_a_loop_it_says_so():
 def test_wrong_options_are_named_with_both_sides(options, error, message):
     with pytest.raises(error, match=message):
         inside(lambda x: gradients(x * x, x, **options), 2.0)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "tree", [lambda x: {"w": x}, lambda x: [[x]], nnx.Param], ids=["dict", "list", "Param"]
+)
+def test_a_tree_is_no_x_and_no_y_and_its_arrays_may_be_constants(tree):
+    for call in (
+        lambda x: gradients(x * x, [x, tree(x)]),
+        lambda x: gradients([tree(x)], x),
+        lambda x: hessians(x * x, nnx.Param(x)),
+    ):
+        with pytest.raises(TypeError, match=r"one array or Variable, no tree of them.*leaves"):
+            inside(call, 2.0)
+
+    def partial(a):
+        c = 2 * a
+        return gradients(a + c, a, stop_gradients=tree(c))
+
+    assert inside(partial, 1.0) == [1.0]
 
 
 def test_a_complex_y_needs_a_seed():

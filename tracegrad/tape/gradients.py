@@ -30,6 +30,7 @@ from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import Listener, listening
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -122,7 +123,7 @@ def gradients(
       gate_gradients: release the gradients that one operation hands to its several inputs
         together.
       aggregation_method: how gradients that meet are added up; see `AggregationMethod`.
-      stop_gradients: an array or a list of arrays that count as constants: the derivatives are
+      stop_gradients: an array or a tree of arrays that count as constants: the derivatives are
         partial.
       unconnected_gradients: ``NONE``, or ``ZERO`` for zeros of the x's shape.
       sparse: whether a table that is only used through lookups by axis 0 (``table[ids]``,
@@ -163,7 +164,8 @@ def gradients(
     ]
     record = _record_here(_values(sources))
     reads = [_reads(record, x) for x in sources]
-    stops = [array for x in _list(stop_gradients) for array in _reads(record, x)]
+    constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
+    stops = [array for x in constants for array in _reads(record, x)]
     each = [array for of in reads for array in of]
     with jax.named_scope(name):
         kind = SPARSE_GRADIENT if sparse else GRADIENT

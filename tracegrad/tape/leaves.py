@@ -104,6 +104,13 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
                 + (f"; {role}{place}" if place else ", or a tree of them; it")
                 + f" is {brief(leaf)}"
             )
+    for leaf in leaves:
+        if not settings and not isinstance(leaf, _ARRAYS):
+            raise TypeError(
+                f"{with_article(role)} is one array or Variable, no tree of them, and not "
+                f"{with_article(type(leaf).__name__)}: give jax.tree.leaves of it, or take a "
+                "GradientTape"
+            )
 
 
 def one_array(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
