@@ -90,8 +90,10 @@ def test_norms_and_zeros_are_those_of_jax():
         assert report.size == gradient.size
 
 
-def test_nans_and_infs_are_counted():
-    explanation = explain(lambda x: jnp.sum(jnp.sqrt(x)), jnp.array([0.0, 0.0, 1.0]))
+@pytest.mark.parametrize("by_jax", [False, True], ids=["", "where JAX checks too"])
+def test_nans_and_infs_are_counted(by_jax):
+    with jax.debug_nans(by_jax), jax.debug_infs(by_jax):
+        explanation = explain(lambda x: jnp.sum(jnp.sqrt(x)), jnp.array([0.0, 0.0, 1.0]))
     (report,) = explanation.sources
     assert (report.nans, report.infs, report.gradient) == (0, 2, "Inf (2 of 3)")
     assert explanation.findings[0].operands == (0.0,)

@@ -163,7 +163,8 @@ def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
         return {tuple(group): jnp.stack([found[n] for n in group]) for group in alike.values()}
 
     def look(args: Sequence[Any], seeds: Sequence[Any]) -> Observed:
-        with one_at_a_time:
+        # With JAX's own checks on it would raise where its work begins.
+        with one_at_a_time, jax.debug_nans(False), jax.debug_infs(False):
             if close:
                 # Operation by operation: as one program it would be the largest of all, for a
                 # single run.
