@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import resolve
 from tracegrad.insight.check_rules import check_rules
@@ -140,7 +141,11 @@ def check_grads(
         def run(given: Sequence[Any]) -> list[Any]:
             return evaluate(whole, [*given, *values], Lowering(rebuild=True))
 
-        checks = tuple(_check_leaves(run, leaves, paths, order, tuple(modes), limits, random))
+        steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
+        with progress("check_grads", steps) as begin:
+            checks = tuple(
+                _check_leaves(run, leaves, paths, order, tuple(modes), limits, random, begin)
+            )
     report = GradCheck(function_name(fun), rules, checks, note)
     if report.wrong:
         raise GradientError(report)
@@ -186,10 +191,11 @@ def _check_leaves(
     modes: tuple[str, ...],
     limits: Limits,
     random: Any,
+    begin: Callable[[str], None],
     before: tuple[str, ...] = (),
 ) -> Iterator[Checked]:
     """Compares the derivatives of a function with its differences, and so on with those of the
-    derivatives; `before`: the modes by which it is one itself."""
+    derivatives; `begin` is told of each step, `before` the modes by which it is one itself."""
     level = len(before) + 1
     avals = jax.eval_shape(fun, leaves)
     weights = random_like(random, avals)
@@ -202,10 +208,10 @@ def _check_leaves(
         return [outs[i] for i in flowing]
 
     compiled = jax.jit(fun)
-    expected = [
-        along_smooth(compiled, leaves, i, direction, weights, limits, random)
-        for i, direction in enumerate(random_like(random, leaves))
-    ]
+    expected = []
+    for i, direction in enumerate(random_like(random, leaves)):
+        begin(" of ".join((f"differences along {paths[i]}", *before)))
+        expected.append(along_smooth(compiled, leaves, i, direction, weights, limits, random))
     directions = [estimate.direction for estimate in expected]
 
     def backward(given: Sequence[Any]) -> list[Any]:
@@ -221,6 +227,7 @@ def _check_leaves(
     derivatives = {"rev": backward, "fwd": forward}
     for mode in modes:
         name = " of ".join((mode, *before))
+        begin(name)
         try:
             found = jax.jit(derivatives[mode])(leaves)
         except Exception as error:
@@ -243,7 +250,7 @@ def _check_leaves(
             inexact = dataclasses.replace(limits, exact=False)
             higher = (mode, *before)
             yield from _check_leaves(
-                derivatives[mode], leaves, paths, order, modes, inexact, random, higher
+                derivatives[mode], leaves, paths, order, modes, inexact, random, begin, higher
             )
 
 

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import name_of
 from tracegrad.planning.bounds import lowest_peak_bound
-from tracegrad.planning.budget import MemoryBudget, budget_bytes
+from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import FOUND, Gradient, NotMeasuredError, shardings_of
@@ -117,19 +119,28 @@ def _plan_graph(
 ) -> RecomputePlan:
     """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
     `transfer_flops`; `shardings`: of its inputs, where they are known."""
-    search = Search(model(flatten(graph), transfer=transfer))
-    why_not = "measure=False"
-    if plans:
-        try:
-            gradient = Gradient(search.graph, search.whole.active, shardings)
-            without = gradient.held(search.graph)
-            budget = budget_bytes(memory_budget, without)
-            fit = fitted(search, budget, gradient.held, without, plans)
-            return plan_of(search, fit, budget, without, _jax.compiled_by())
-        except NotMeasuredError as error:
-            why_not = str(error)
-    budget = budget_bytes(memory_budget, search.kept.peak)
-    return plan_of(search, search.best(budget), budget, None, why_not)
+    with progress("plan_recompute", 1 + plans) as begin:
+        search = Search(model(flatten(graph), transfer=transfer))
+        why_not = "measure=False"
+        if plans:
+            try:
+                begin("compiling with nothing recomputed")
+                gradient = Gradient(search.graph, search.whole.active, shardings)
+                without = gradient.held(search.graph)
+                budget = budget_bytes(memory_budget, without)
+                numbers = itertools.count(1)
+
+                def held_by(planned: Graph) -> int:
+                    which = f"plan {next(numbers)} of at most {plans}"
+                    begin(f"compiling {which}, budget {in_units(budget)}")
+                    return gradient.held(planned)
+
+                fit = fitted(search, budget, held_by, without, plans)
+                return plan_of(search, fit, budget, without, _jax.compiled_by())
+            except NotMeasuredError as error:
+                why_not = str(error)
+        budget = budget_bytes(memory_budget, search.kept.peak)
+        return plan_of(search, search.best(budget), budget, None, why_not)
 
 
 def plan_of(

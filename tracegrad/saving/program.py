@@ -26,6 +26,7 @@ import jax
 import jax.export
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.cotangent_flags import with_flags
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
@@ -71,8 +72,9 @@ def export(
         message names the node and its line.
     """
     _warn_of_constants(graph, order + 1)
-    writer = _Writer(graph.name, platforms)
-    tree = writer.write(graph, again, len(graph.assigned), 0, order)
+    with progress("save", order + 1) as begin:
+        writer = _Writer(graph.name, platforms, begin)
+        tree = writer.write(graph, again, len(graph.assigned), 0, order)
     return Programs(tuple(writer.contents), tuple(writer.calls), writer.written_for, tree)
 
 
@@ -82,6 +84,7 @@ class _Writer:
 
     name: str
     platforms: Sequence[str] | None
+    begin: Callable[[str], None]
     contents: list[bytes] = field(default_factory=list)
     calls: list[tuple[str, ...]] = field(default_factory=list)
     written_for: tuple[str, ...] = ()
@@ -93,6 +96,7 @@ class _Writer:
         """Exports a derivative of some order, and those of up to `left` orders more."""
         described = f"the derivative of order {order} of {self.name}" if order else self.name
         refuse_host(graph, described)
+        self.begin(f"writing {described}")
         program = self._place(graph, described)
         connected = [set(inputs) for inputs in connections(graph)]
         active = gets_gradient(graph.in_avals)
