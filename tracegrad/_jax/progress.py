@@ -28,8 +28,8 @@ def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
         nonlocal since, done, bar
         done += 1
         if bar is None and time.monotonic() - since >= DELAY:
-            since, bar = math.inf, _bar(steps)
-        if bar is not None:
+            since, bar = math.inf, _bar(f"{name}: {step}", done, steps)
+        elif bar is not None:
             bar.n = done
             bar.set_description_str(f"{name}: {step}")
 
@@ -40,7 +40,7 @@ def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
             bar.close()
 
 
-def _bar(steps: int) -> Any:
+def _bar(text: str, done: int, steps: int) -> Any:
     """None where there is no tqdm."""
     try:
         with warnings.catch_warnings():
@@ -51,4 +51,5 @@ def _bar(steps: int) -> Any:
     # What a notebook shows is no terminal, for which None would disable it there.
     disable = False if "tqdm.notebook" in {base.__module__ for base in kind.__mro__} else None
     look = "{desc} |{bar}| {n_fmt}/{total_fmt}"  # and no rate: one step may be a hundred others
-    return kind(total=steps, leave=False, disable=disable, delay=DELAY, bar_format=look)
+    # With its `delay` tqdm would not erase a bar that shows nothing but descriptions.
+    return kind(desc=text, initial=done, total=steps, leave=False, disable=disable, bar_format=look)
