@@ -8,6 +8,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import equinox as eqx
 import healthy
@@ -503,6 +504,14 @@ def test_html_is_escaped_and_folds(broken):
     assert "params.&lt;b&gt;" in page
     assert "<b>rounding" not in page
     assert "<code>tracegrad.grad_pass_through(jnp.round)(x)</code>" in page
+    assert f"<code>{__file__}:" in page
+
+
+def test_html_has_no_path_of_a_notebooks_cell(broken, monkeypatch):
+    compile = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]"))
+    ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compile))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert __file__ not in broken._repr_html_()
 
 
 def test_rich_prints_it(broken):

@@ -15,7 +15,7 @@ from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Origin
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import some, table
+from tracegrad.ir.wording import notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
 
 # The worst first.
@@ -290,7 +290,7 @@ def _section(finding: Finding, is_open: bool) -> str:
     """A finding that folds."""
     hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
     body = [html.escape(finding.what + _in_step(finding))]
-    if finding.origin:
+    if finding.origin and not notebook_cell(finding.origin.file):  # whose files say nothing
         place = f"{finding.origin.file}:{finding.origin.line}"
         body.append(f"<code>{html.escape(place)}</code>")
     if finding.sources:
