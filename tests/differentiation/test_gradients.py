@@ -360,6 +360,9 @@ def test_wrong_positions_and_names_are_told_the_parameters():
         grad(loss, wrt=5)(params, x)
     with pytest.raises(ValueError, match=f"wrt='parms' is no parameter of {signature}; did you"):
         grad(loss, wrt="parms")(params, x)
+    for name in ("rest", "more"):
+        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of these.*argnums="):
+            grad(loss, wrt=name)(params, x)
     with pytest.raises(ValueError, match=r"wrt='scale'.*called without it.*pass it"):
         grad(loss, wrt="scale")(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):

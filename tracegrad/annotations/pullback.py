@@ -164,11 +164,12 @@ def gradients_of_inputs(
         elif len(flat) == len(slots):
             found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
         else:
+            by_name = " What is given by its name is no input." if len(flat) > len(arrays) else ""
             raise ValueError(
                 f"The gradient function {described(grad_fn)} of {described(fun)} returned "
                 f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
                 f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names()) or 'no arrays'}). "
-                "Return one per input, or None for an input that has no gradient."
+                f"Return one per input, or None for an input that has no gradient.{by_name}"
             )
 
     def function() -> str:

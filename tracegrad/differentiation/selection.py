@@ -360,11 +360,12 @@ def _locate(
     names = [p.name for p in positional(parameters_of(fun))]
     if which in names and names.index(which) < len(args):
         return names.index(which)
-    if any(p.name == which for p in parameters_of(fun)):
-        raise ValueError(
-            f"wrt={which!r}: {_described(fun)} was called without it; its default is not "
-            "differentiated, so pass it"
-        )
+    for parameter in parameters_of(fun):
+        if parameter.name == which:
+            why = "was called without it; its default is not differentiated, so pass it"
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                why = "has any number of these; say which by position, argnums=, or by its name"
+            raise ValueError(f"wrt={which!r}: {_described(fun)} {why}")
     near = difflib.get_close_matches(which, [*names, *kwargs], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"wrt={which!r} is no parameter of {_described(fun)}{hint}")
