@@ -82,6 +82,13 @@ def test_every_block_is_run_or_says_whose_it_is(page):
             assert language == "text", block
 
 
+def test_links_lead_to_files_of_the_repository():
+    for page in (ROOT / "README.md", *PAGES):
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        for link in re.findall(r"\]\((?!http)([^)#\s]+)", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
 def test_the_list_of_tasks_has_every_task():
     index = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8")
     pages = [page for page in PAGES if page.parent.name == "how-to" and page.name != "index.md"]

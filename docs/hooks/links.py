@@ -1,5 +1,6 @@
 """Links types in signatures, and names in docstrings, to where they are described.
 
+What pages link to in the repository, where they are read too, becomes the page that is made of it.
 No inventory is read while the site is built: the addresses are written down here.
 """
 
@@ -47,6 +48,11 @@ ADDRESSES = {name: SUMMARIES.format(name) for name in OF_JAX} | OTHERS
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for name, address in ADDRESSES.items():
         config.plugins["autorefs"].register_url(name, address)  # type: ignore[attr-defined]
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    markdown = re.sub(r"\]\(\.\./((?:\.\./)*)benchmarks/README\.md", r"](\1benchmarks.md", markdown)
+    return re.sub(r"\]\(\.\./((?:\.\./)*)notebooks/(\w+)\.ipynb", r"](\1tutorials/\2.md", markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
