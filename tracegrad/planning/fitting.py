@@ -84,9 +84,9 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     next larger one that was not. Before there are both, as many bytes more or fewer as XLA held of
     the last plan, and fewer still where that was too much; halfway to everything, where it says
     that all would fit. Where XLA's bytes fell so little from the next larger plan to this one, or
-    rose, that not even those are few enough, as few as that asks for; but not the very fewest that
-    there is a plan for, which costs the most by far, and of which XLA often holds no less than of
-    the next."""
+    rose, that not even those are few enough, as few as that asks for. Unless that is none at all,
+    not the very fewest that there is a plan for, which costs the most by far, and of which XLA
+    often holds no less than of the next."""
     peak = search.kept.peak
     last = tried[-1]
     here, held = last.simulation.peak, max(1, _held(last))
@@ -102,8 +102,8 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
         for larger, then in sorted(size for size in sizes if size[0] > here)[:1]:
             less = here - (held - budget) * (larger - here) / max(1, then - held)
         if less < careful:
-            least = search.lowest_peak / TUNING.careful
-            careful = min(careful, max(TUNING.careful * less, least))
+            fewest = search.lowest_peak / TUNING.careful if less > 0 else 0
+            careful = min(careful, max(TUNING.careful * less, fewest))
         return int(careful)
     return int(target if here < target < peak else (here + peak) / 2)
 
