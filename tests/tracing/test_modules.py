@@ -431,6 +431,16 @@ SETTING = {"alone": tg.trace, "in another": lambda f: tg.trace(lambda *args: tg.
 
 @pytest.mark.parametrize("run", SETTING)
 def test_settings_that_a_function_changes_are_changed(run):
+    class Counting(Noisy):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.calls = jnp.zeros(())
+            self.bounds = nnx.data({"low": jnp.float32(-1.0)})
+
+        def __call__(self, x):
+            self.calls = self.calls + 1
+            return jnp.maximum(super().__call__(x), self.bounds["low"])
+
     def evaluate(model, x):
         model.eval()
         return model(x)
@@ -442,7 +452,7 @@ def test_settings_that_a_function_changes_are_changed(run):
         return trained, model(x)
 
     def results(compile):
-        model = Noisy(nnx.Rngs(0))
+        model = Counting(nnx.Rngs(0))
         compiled = [compile(evaluate), compile(step)]
         values = [jnp.stack(compiled[i](model, X)) for i in (0, 1, 1, 0)]
         return [*values, model.norm.use_running_average, *arrays_of(model)]

@@ -106,17 +106,20 @@ def static_attributes(module: Any) -> dict[str, Any]:
     """What a module has besides data, by name."""
     if isinstance(module, nnx().Variable):
         return {}
-    is_data = nnx().is_data
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith(_OF_NNX) and not is_data(value) and not _has_data(value)
+        if not name.startswith(_OF_NNX) and not _has_data(value)
     }
 
 
 def _has_data(value: Any) -> bool:
-    is_data = nnx().is_data
-    return any(map(is_data, jax.tree.leaves(value, is_leaf=is_data)))
+    return any(map(_is_data, jax.tree.leaves(value, is_leaf=_is_data)))
+
+
+def _is_data(value: Any) -> bool:
+    # A module that is being traced holds tracers, which are no data by flax's own answer.
+    return isinstance(value, jax.Array) or nnx().is_data(value)
 
 
 def path_text(path: Sequence[Any]) -> str:
