@@ -7,7 +7,6 @@ for. Two are enough: what they have to find is little more than one ratio.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,10 +96,10 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
         return (fits + above) // 2
     target = here * budget / held
     if held > budget:
-        careful, less = TUNING.careful * target, math.inf
+        careful = TUNING.careful * target
         sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
-        for larger, then in sorted(size for size in sizes if size[0] > here)[:1]:
-            less = here - (held - budget) * (larger - here) / max(1, then - held)
+        larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
+        less = here - (held - budget) * (larger - here) / max(1, then - held)
         if less < careful:
             fewest = search.lowest_peak / TUNING.careful if less > 0 else 0
             careful = min(careful, max(TUNING.careful * less, fewest))
