@@ -368,7 +368,28 @@ def test_a_custom_jvp_that_closes_over_a_watched_array_raises():
                 g(x)
 
 
-def test_what_a_custom_vjp_closes_over_gets_none():
+def test_a_custom_vjp_that_closes_over_a_watched_array_raises():
+    # Its other uses would have a gradient: a part of the whole.
+    w = F32(3.0)
+
+    @jax.custom_vjp
+    def f(x):
+        return x * w
+
+    f.defvjp(lambda x: (x * w, None), lambda _, dy: (dy * w,))
+    x = F32(2.0)
+    for g in (f, lambda x: jax.vmap(f)(x[None])):
+        with GradientTape() as tape:
+            tape.watch([x, w])
+            with pytest.raises(ValueError, match="f closes over an array that a tape watches"):
+                g(x) + w
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    assert tape.gradient(y, x) == 3.0
+
+
+def test_what_a_custom_gradient_closes_over_gets_none():
     w = F32(3.0)
 
     @tg.custom_gradient

@@ -365,7 +365,7 @@ class Recorder(Running):
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
         constants = int(params.get("num_consts", 0))
-        if primitive is _jax.CUSTOM_JVP and any(r.tracks(args[:constants]) for r in watching):
+        if any(r.tracks(args[:constants]) for r in watching):
             raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
         args = self.own_operands(primitive, args)
         known = None if is_new else rule_computation(primitive, params, constants)
