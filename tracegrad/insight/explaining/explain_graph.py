@@ -30,8 +30,9 @@ from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.tape.keys import AS_RUN, PROGRAMS, program_key, rule_keys
 
-# It runs once or a few times, and compiling is most of what it costs.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# It runs once or a few times, and compiling is most of what it costs. (Optimised still less it
+# compiles no faster, and each further call takes twice its time.)
+_QUICK = {"xla_llvm_disable_expensive_passes": True}
 
 # Of the inputs of a graph and the cotangents of its outputs (or None) what was observed in it.
 Look = Callable[[Sequence[Any], Sequence[Any]], Observed]
