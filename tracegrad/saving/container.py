@@ -116,10 +116,10 @@ class Container:
         manifest: as it was read.
     """
 
-    def __init__(self, path: str, view: memoryview):
+    def __init__(self, path: str, descriptor: int | None = None):
         self.path = path
+        self._view = view = map_file(path if descriptor is None else descriptor)
         self.size = len(view)
-        self._view = view
         self._checked: set[str] = set()
         header, table = _read(view)
         self.tensors: dict[str, Tensor] = header.tensors
@@ -186,7 +186,7 @@ def open_container(
     """
     shown = os.fspath(path)
     with naming(shown):
-        container = Container(shown, map_file(shown if descriptor is None else descriptor))
+        container = Container(shown, descriptor)
         if check:
             container.check()
         yield container

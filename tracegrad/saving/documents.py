@@ -111,7 +111,7 @@ def parse(kind: type[T], value: Any, member: str, where: str = "") -> T:
     """A JSON value as a value of a declared type.
 
     Args:
-        kind: ``str``, ``int``, ``float``, ``bool``, None: exactly that one, so True is no int;
+        kind: ``str``, ``int``, ``float``, ``bool``: exactly that one, so True is no int;
             ``tuple[s, ...]``, a list; ``tuple[s, t]``, a list of two; ``dict[str, s]``, an object
             with any keys; a dataclass, an object with exactly its fields as keys; ``s | None``;
             ``Annotated[s, f]`` with a function from a value to what it should be, or None if that
@@ -148,15 +148,14 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
     place, origin = where or "the document", typing.get_origin(kind)
     if kind is Any or isinstance(kind, TypeVar):
         return value
-    if kind is None or kind in _WORDS:
-        if type(value) is not (type(None) if kind is None else kind):
+    if kind in _WORDS:
+        if type(value) is not kind:
             raise _WrongForm(f"{place} should be {_WORDS[kind]} and is {show(value)}")
         return value
     if origin is Annotated:
-        inner, *checks = typing.get_args(kind)
-        for check in checks:
-            if (expected := check(value)) is not None:
-                raise _WrongForm(f"{place} should be {expected} and is {show(value)}")
+        inner, check = typing.get_args(kind)
+        if (expected := check(value)) is not None:
+            raise _WrongForm(f"{place} should be {expected} and is {show(value)}")
         return _parse(inner, value, where)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (each for each in typing.get_args(kind) if each is not type(None))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from tracegrad import _jax
@@ -15,7 +16,7 @@ from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, from_json
-from tracegrad.saving.placement import asked_for, of_words, where_it_was
+from tracegrad.saving.placement import asked_for, where_it_was
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
 from tracegrad.saving.stored import StoredArray
 from tracegrad.saving.structure import Leaf, leaf_of
@@ -97,13 +98,9 @@ def _variable(record: VariableRecord, array: Array, sharding: Any) -> Variable:
     # Compared as it is stored: JAX would convert 64 bits to 32.
     if record.key_type is None and array.dtype.name != record.dtype:
         raise _another(record, array)
-    what = f"the Variable {record.key!r}"
-    asked = asked_for(sharding, record.key, what)
-    if asked is None:
-        asked = where_it_was(record.placement, what)
-    elif record.key_type is not None:
-        asked = of_words(asked)
-    value = StoredArray.of(array).on(asked, what)
+    what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
+    asked = asked_for(sharding, record.key, what, of_keys=of_keys)
+    value = StoredArray.of(array).on(asked or where_it_was(record.placement, what), what)
     if record.key_type is not None:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)
@@ -131,14 +128,13 @@ def _function(
 ) -> LoadedFunction:
     contents = [bytes(container.bytes(name)) for name in record.programs]
     read = [read_program(record, k, each, manifest) for k, each in enumerate(contents)]
-    tree = record.tree.map(lambda k: _Read(record.programs[k], read[k]))
-    _check_function(record, tree, list(variables.values()))
+    _check_function(record, read, list(variables.values()))
     for constraint in record.constraints:
         if (why := dimensions.why_no_constraint(constraint)) is not None:
             reason = f"the constraint {documents.show(constraint)} is none: {why}"
             raise ArtefactError(MANIFEST, reason)
-    text, programs = graph_text(container, record), record.tree.map(read.__getitem__)
-    return LoadedFunction(record, contents, programs, text, variables)
+    tree, text = record.tree.map(read.__getitem__), graph_text(container, record)
+    return LoadedFunction(record, contents, tree, text, variables)
 
 
 def graph_text(container: Container, record: FunctionRecord) -> str:
@@ -154,7 +150,7 @@ def read_program(record: FunctionRecord, place: int, contents: bytes, manifest: 
     which calls nothing outside of it but what the manifest says and may be called."""
     name = record.programs[place]
     try:
-        exported = program.read(contents)
+        exported = jax.export.deserialize(bytearray(contents))  # compiles and runs nothing
         calls = _jax.outside_calls(exported)
     except Exception as error:
         raise ArtefactError(
@@ -184,28 +180,23 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------- whether programs fit together
 
 
-class _Read(NamedTuple):
-    """A program that was read, and the name of the array that it was."""
-
-    name: str
-    exported: Any
-
-
 Types = Sequence[Leaf]
 
 
 def _check_function(
-    record: FunctionRecord, tree: ProgramTree[_Read], variables: Sequence[Variable]
+    record: FunctionRecord, read: Sequence[Any], variables: Sequence[Variable]
 ) -> None:
     """The programs of a function take and return what the manifest says."""
     operands = jax.tree.leaves(record.arguments) + [leaf_of(variables[i]) for i in record.reads]
     results = jax.tree.leaves(record.result) + [leaf_of(variables[i]) for i in record.assigns]
-    _check_tree(record, tree, operands, results, len(record.assigns), record.gradient_order)
+    assigned, order = len(record.assigns), record.gradient_order
+    _check_tree(record, read, record.tree, operands, results, assigned, order)
 
 
 def _check_tree(
     function: FunctionRecord,
-    tree: ProgramTree[_Read],
+    read: Sequence[Any],
+    tree: ProgramTree[int],
     operands: Types,
     results: Types,
     assigned: int,
@@ -213,7 +204,7 @@ def _check_tree(
 ) -> None:
     """A program takes and returns arrays of these types; those below it, of `left` orders, are
     there and fit it."""
-    name, exported = tree.program
+    name, exported = function.programs[tree.program], read[tree.program]
     ins, outs = exported.in_avals, exported.out_avals
     _compare(name, "operand", operands, ins)
     _compare(name, "result", results, outs)
@@ -236,12 +227,13 @@ def _check_tree(
         raise ArtefactError(MANIFEST, f"{name} {fault}, where {order}")
     operands, results = list(map(leaf_of, ins)), list(map(leaf_of, outs))
     if tree.value is not None:
-        _check_tree(function, tree.value, operands, results, assigned, left - 1)
+        _check_tree(function, read, tree.value, operands, results, assigned, left - 1)
     if tree.gradient is not None:
         given = [*operands, *(results[j] for j in flowing)]
-        if has_flags(ins, tree.gradient.program.exported.in_avals, len(flowing)):
+        if has_flags(ins, read[tree.gradient.program].in_avals, len(flowing)):
             given += [Leaf("bool", ())] * len(flowing)
-        _check_tree(function, tree.gradient, given, [operands[i] for i in active], 0, left - 1)
+        gradients = [operands[i] for i in active]
+        _check_tree(function, read, tree.gradient, given, gradients, 0, left - 1)
 
 
 def _compare(name: str, what: str, types: Types, avals: Sequence[Any]) -> None:

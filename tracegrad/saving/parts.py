@@ -28,8 +28,9 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.processes import agree
 from tracegrad._version import __version__
+from tracegrad.ir.wording import some
 from tracegrad.saving import documents
-from tracegrad.saving.container import MANIFEST, SEAL, Container, map_file, naming, write_container
+from tracegrad.saving.container import MANIFEST, SEAL, Container, naming, write_container
 from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.manifest import Versions, check_unique
@@ -223,12 +224,11 @@ def _new_run(topic: str, said: Sequence[str]) -> str:
     for process, other in enumerate(others, 1):
         if other == first:
             continue
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        names = [repr(name) for name in {**first, **other} if first.get(name) != other.get(name)]
         raise ValueError(
             f"{topic}: processes 0 and {process} want to save different things: "
-            f"{', '.join(map(repr, names[:5])) or 'another order'}{' ...' if names[5:] else ''}. "
-            "All have to have the same Variables; one that each holds for itself, on its own "
-            "devices, has to have the same value on all of them"
+            f"{some(names, 5) or 'another order'}. All have to have the same Variables; one that "
+            "each holds for itself, on its own devices, has to have the same value on all of them"
         )
     return secrets.token_hex(4)
 
@@ -243,7 +243,7 @@ def remove(paths: Iterable[str]) -> None:
 def parts_named_by(path: str) -> tuple[str, ...]:
     """The parts that belong to a file, if it is one that names parts and can be read."""
     with contextlib.suppress(OSError, ArtefactError):
-        container = Container(path, map_file(path))
+        container = Container(path)
         if not container.tensors:
             return _beside(path, _read_index(container).parts)
     return ()
@@ -271,14 +271,14 @@ def read_parts(path: str) -> dict[str, StoredArray]:
         ArtefactError: a file is damaged, missing, or belongs to another run; it is named.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    index = _read_index(Container(path, map_file(path)))
+    index = _read_index(Container(path))
     while missing := sorted(set(index.parts) - set(os.listdir(folder))):
-        again = _read_index(Container(path, map_file(path)))
+        again = _read_index(Container(path))
         if again.run == index.run:
             raise ArtefactError(
                 "file",
-                f"it names parts that are not beside it: {', '.join(missing[:5])}"
-                f"{' ...' if missing[5:] else ''}. Parts are moved and copied together with it",
+                f"it names parts that are not beside it: {some(missing, 5)}. Parts are moved and "
+                "copied together with it",
             )
         index = again  # all was replaced meanwhile
 
@@ -292,7 +292,7 @@ def read_parts(path: str) -> dict[str, StoredArray]:
 def _open_part(path: str, part: Part) -> Container:
     """A part, if it is the one that it should be."""
     with naming(path):
-        container = Container(path, map_file(path))
+        container = Container(path)
         found = documents.parse(Part, container.manifest, MANIFEST)
         if found.run != part.run:
             raise ArtefactError(

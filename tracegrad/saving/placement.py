@@ -60,26 +60,22 @@ def where_it_was(placement: Placement | None, what: str) -> Sharding | None:
     return _on_mesh(placement.partition_spec, mesh, f"{what}, saved as {placement}")
 
 
-def asked_for(sharding: Any, name: str, what: str) -> Sharding | None:
-    """What `sharding=` says of the Variable of this name; None: nothing.
+def asked_for(sharding: Any, name: str, what: str, *, of_keys: bool) -> Sharding | None:
+    """What `sharding=` says of the Variable of this name; None: nothing. If it is one `of_keys`, of
+    random numbers, that is how their words shall lie, which are stored.
 
     Raises ValueError where a mesh is not set, or has not those axes.
     """
     if isinstance(sharding, Mapping):
         sharding = sharding.get(name)
-    if sharding is None or isinstance(sharding, Sharding):
-        return sharding
-    if not isinstance(sharding, PartitionSpec):
+    if isinstance(sharding, PartitionSpec):
+        sharding = _on_mesh(sharding, _mesh_set(), f"{what}, to be split as {sharding}")
+    if not isinstance(sharding, Sharding | None):
         raise TypeError(
             "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary from the "
             f"names of Variables to these, and is {sharding!r}"
         )
-    return _on_mesh(sharding, _mesh_set(), f"{what}, to be split as {sharding}")
-
-
-def of_words(sharding: Sharding) -> Sharding:
-    """How the words of random keys lie where the keys lie like this: they have one more axis."""
-    if isinstance(sharding, NamedSharding):
+    if of_keys and isinstance(sharding, NamedSharding):  # the words have one more axis
         spec = PartitionSpec(*sharding.spec, None)  # type: ignore[no-untyped-call]
         return NamedSharding(sharding.mesh, spec)
     return sharding

@@ -172,7 +172,8 @@ def check_installed() -> None:
 def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:
     """The program that gives gradients for some operands, from cotangents of some results, and,
     where that makes a difference, from a flag for each of those: whether it has a cotangent."""
-    count, cotangents = len(graph.inputs), [_strong(graph.out_avals[j]) for j in flowing]
+    results = [graph.out_avals[j] for j in flowing]
+    count, cotangents = len(graph.inputs), [_jax.struct(out.shape, out.dtype) for out in results]
     gated = with_flags(graph, active, flowing)
     is_flagged = gated is not None and len(flowing) > 1
     flags = [_jax.struct((), bool)] * len(flowing) if is_flagged else []
@@ -234,10 +235,6 @@ def _has_rules(graph: Graph) -> bool:
     rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
-
-
-def _strong(aval: Any) -> Any:
-    return _jax.struct(aval.shape, aval.dtype)
 
 
 # -------------------------------------------------------------------------------------- writing
@@ -323,14 +320,3 @@ def _warn_of_constants(graph: Graph, programs: int) -> None:
             "Variables of them, which are written once.",
             UserWarning,
         )
-
-
-# -------------------------------------------------------------------------------------- reading
-
-
-def read(contents: bytes) -> Any:
-    """The `jax.export.Exported` of a written program; nothing is compiled or run.
-
-    Raises whatever JAX raises for what it cannot read.
-    """
-    return jax.export.deserialize(bytearray(contents))

@@ -21,12 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from tracegrad.ir.wording import some
 from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.container import map_file, naming
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.parts import names_parts, parts_named_by, read_parts, remove, write_parts
-from tracegrad.saving.placement import Placement, asked_for, of_words, placement_of, where_it_was
+from tracegrad.saving.placement import Placement, asked_for, placement_of, where_it_was
 from tracegrad.saving.stored import StoredArray
 from tracegrad.saving.structure import is_namedtuple
 from tracegrad.saving.tensors import (
@@ -205,13 +206,13 @@ def load_variables(tree: Any, path: Path, *, sharding: Any = None) -> None:
     shown = os.fspath(path)
     with naming(shown):
         arrays = _arrays_in(shown)
-    missing = [name for name in variables if name not in arrays]
-    more = [name for name in arrays if name not in variables]
+    missing = [repr(name) for name in variables if name not in arrays]
+    more = [repr(name) for name in arrays if name not in variables]
     if missing or more:
         raise ValueError(
             f"{shown} has not the arrays of these Variables: "
             + "; ".join(
-                f"{what} {', '.join(map(repr, names[:5]))}{' ...' if len(names) > 5 else ''}"
+                f"{what} {some(names, 5)}"
                 for what, names in (("missing", missing), ("too many", more))
                 if names
             )
@@ -220,7 +221,7 @@ def load_variables(tree: Any, path: Path, *, sharding: Any = None) -> None:
         _value_for(
             variable,
             arrays[name],
-            asked_for(sharding, name, f"the Variable {name!r}"),
+            asked_for(sharding, name, f"the Variable {name!r}", of_keys=is_key(variable)),
             f"the array {name!r} of {shown}",
         )
         for name, variable in variables.items()
@@ -284,8 +285,6 @@ def _value_for(variable: Variable, stored: StoredArray, sharding: Any, what: str
     if sharding is None:
         is_placed = own.committed or len(own.sharding.device_set) > 1
         sharding = form.sharding if is_placed else where_it_was(stored.placement, what)
-    elif is_key(variable):
-        sharding = of_words(sharding)
     value = stored.on(sharding, what)
     if not is_key(variable):
         return value
