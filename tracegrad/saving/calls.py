@@ -55,10 +55,17 @@ def differentiable(
     def call(*inputs: Any) -> list[Any]:
         return list(run(*inputs))
 
-    def forward(*inputs: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return (call if value is None else value)(*inputs), inputs
+    # What is told about symbolic zeros learns what is being differentiated, and which results have
+    # cotangents.
+    def forward(*marked: Any) -> tuple[list[Any], Any]:
+        reason = next((why for i, why in step.refused if marked[i].perturbed), None)
+        inputs = [each.value for each in marked]
+        return (call if value is None else value)(*inputs), (inputs, Static(reason))
 
-    def backward(inputs: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
+    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        inputs, reason = residuals  # what is static comes back as it is
+        if reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
+            raise ValueError(reason)
         gradients: list[Any] = [None] * len(inputs)
         for operands, results in groups:
             if all(isinstance(cotangents[j], SymbolicZero) for j in results):
@@ -79,25 +86,7 @@ def differentiable(
                 gradients[i] = found[i]
         return tuple(gradients)
 
-    # Only a rule that is told about symbolic zeros learns what is being differentiated, and which
-    # results have cotangents.
-    is_plain = not (step.refused or is_flagged)
-    if is_plain and all(results == set(flowing) for _, results in groups):
-        call.defvjp(forward, backward)
-        return call
-
-    def forward_if(*marked: Any) -> tuple[list[Any], Any]:
-        reason = next((why for i, why in step.refused if marked[i].perturbed), None)
-        results, inputs = forward(*(each.value for each in marked))
-        return results, (inputs, Static(reason))
-
-    def backward_if(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        inputs, reason = residuals  # what is static comes back as it is
-        if reason and not all(isinstance(ct, SymbolicZero) for ct in cotangents):
-            raise ValueError(reason)
-        return backward(inputs, cotangents)
-
-    call.defvjp(forward_if, backward_if, symbolic_zeros=True)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
 
