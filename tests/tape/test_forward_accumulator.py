@@ -524,17 +524,20 @@ def test_a_custom_gradient_moves_by_the_transpose_of_its_gradient_function(wrap)
 def test_a_custom_gradient_has_nothing_for_what_it_closes_over():
     c, x = jnp.asarray(3.0), jnp.asarray(2.0)
 
-    @jax.custom_vjp
+    @custom_gradient
     def scaled(x):
-        return c * x
+        return c * x, lambda dy: 7.0 * dy
 
-    scaled.defvjp(lambda x: (c * x, None), lambda _, dy: (7.0 * dy,))
     with ForwardAccumulator([x, c], [1.0, 1.0]) as accumulator:
         y = scaled(x)
     assert accumulator.jvp(y) == 7.0
     with ForwardAccumulator(c, 1.0) as accumulator:
         y = scaled(x)
     assert accumulator.jvp(y) is None
+    of_jax = jax.custom_vjp(lambda x: c * x)
+    of_jax.defvjp(lambda x: (c * x, None), lambda _, dy: (7.0 * dy,))
+    with ForwardAccumulator(c, 1.0), pytest.raises(ValueError, match="closes over an array"):
+        of_jax(x)
 
 
 def test_a_derivative_that_cannot_be_computed_is_refused_where_it_is_asked_for():
