@@ -30,7 +30,7 @@ def copy(graph: Graph) -> Graph:
     new.in_tree, new.out_tree, new.signature = graph.in_tree, graph.out_tree, graph.signature
     new.variables, new.assigned, new.taps = graph.variables, graph.assigned, graph.taps
     new.updates, new.settings, new.loses = graph.updates, graph.settings, graph.loses
-    new.surroundings = graph.surroundings
+    new.surroundings, new.differentiated = graph.surroundings, graph.differentiated
     inputs = new.add_inputs(graph.in_avals, [value.hint for value in graph._inputs])
     nodes, outputs = written(graph, new, inputs)
     new.fill(nodes, outputs, graph._program, graph.closes_over)

@@ -58,6 +58,8 @@ class Graph(Body):
       settings: attributes of these modules that are no data, and that the function changes.
       updates: which of the inputs that are arrays of modules of flax.nnx, counted by themselves,
         the function gives new values: the very last outputs. Not counted in `out_tree` either.
+      differentiated: of each input whether somebody takes the gradient with respect to it; ()
+        where that is not known.
       loses: paths of what the function changes in a state that it is given, and nobody would see.
       program: the JAX program that it was imported from; None once it, or a region below it, was
         edited.
@@ -82,6 +84,7 @@ class Graph(Body):
         self.taps: tuple[Tap, ...] = ()
         self.updates: tuple[int, ...] = ()
         self.settings: tuple[Any, ...] = ()
+        self.differentiated: tuple[bool, ...] = ()
         self.loses: tuple[str, ...] = ()
         self.surroundings: dict[str, weakref.ref[Any]] = {}
         self._names: dict[str, int] = {}  # base name -> how many times it was taken again

@@ -12,11 +12,14 @@ from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
 def active_values(graph: Graph) -> set[Value]:
-    """The values between the inputs of a graph, and what another trace has of it, and its outputs;
-    empty if no way leads from the one to the other."""
-    given = [int(v.has_gradient) for v in graph.inputs]
-    reached = _reached(graph, given, [v for v in traced_constants(graph) if v.has_gradient])
-    return _live(graph, [True] * len(graph.outputs), reached)
+    """The values between what a graph is differentiated with respect to and its outputs; empty if
+    no way leads from the one to the other. Where that is not known, it is all inputs, and what
+    another trace has of it."""
+    known = graph.differentiated
+    chosen = known or [True] * len(graph.inputs)
+    given = [int(c and v.has_gradient) for c, v in zip(chosen, graph.inputs, strict=True)]
+    constants = [v for v in traced_constants(graph) if v.has_gradient and not known]
+    return _live(graph, [True] * len(graph.outputs), _reached(graph, given, constants))
 
 
 def traced_constants(graph: Graph) -> list[Value]:

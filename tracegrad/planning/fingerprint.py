@@ -21,8 +21,9 @@ def fingerprint(graph: Graph) -> str:
     """Equal for programs of the same operations with the same parameters, on the same types in the
     same order, at any depth."""
     constants = list(graph.constants)
-    active = [i for i, value in enumerate(graph.inputs) if value.has_gradient]
-    types = [value.aval for value in (*graph.inputs, *constants)]
+    operands = [*graph.inputs, *constants]
+    active = [i for i, value in enumerate(operands) if value.has_gradient]
+    types = [value.aval for value in operands]
     cotangents = [value.aval for value in graph.outputs if value.has_gradient]
     written = [str(jax.make_jaxpr(with_operands(graph, constants))(types))]
     with contextlib.suppress(Exception):  # who differentiates it is told why

@@ -80,7 +80,8 @@ class Gradient:
         self, program: Graph, active: Collection[Value], shardings: Sequence[Any] | None = None
     ):
         placed = zip(program.inputs, shardings or [None] * len(program.inputs), strict=True)
-        self._active = [i for i, value in enumerate(program.inputs) if value in active]
+        operands = [*program.inputs, *traced_constants(program)]
+        self._active = [i for i, value in enumerate(operands) if value in active]
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
@@ -129,10 +130,8 @@ def with_operands(program: Graph, constants: Sequence[Value]) -> Callable[[Seque
 def gradient_of(
     program: Graph, constants: Sequence[Value], active: Sequence[int]
 ) -> Callable[[list[Any], list[Any]], Any]:
-    """The gradients with respect to the inputs at some positions, and to what it has as constants
-    from another trace, say; of a loss without a cotangent, as in `jax.grad`."""
-    floats = enumerate(constants, len(program.inputs))
-    active = [*active, *(i for i, value in floats if value.has_gradient)]
+    """The gradients with respect to the operands of `with_operands` at some positions; of a loss
+    without a cotangent, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if value.has_gradient]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:

@@ -180,6 +180,8 @@ def _under_rules(
         graph.add_output(values[slot])
     given = [slot for slot, value in values.items() if value.producer is None]
     assert [values[slot] for slot in given] == list(graph.inputs)
+    if set(block.sources).issubset(given):
+        graph.differentiated = tuple([slot in block.sources for slot in given])
     edited = apply_in_force(graph, rules)
     now: dict[int, Any] = dict(zip(given, edited.inputs, strict=True))
     now.update(zip(made, edited.outputs, strict=True))

@@ -212,13 +212,23 @@ def under_rules(
 
         of_traced.__name__ = of_traced.__qualname__ = name
         with _only(forces):
-            program = apply_in_force(graph(of_traced)(*given))
+            program = graph(of_traced)(*given)
+            program.differentiated = _differentiated(program, given)
+            program = apply_in_force(program)
             run = under_rules_already(lower(program))
         results = run(*given)
         (with_others,) = others
         return with_others(results)
 
     return edited
+
+
+def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
+    """Which inputs of a program the transformation moves in which it is called; () if none: then
+    that is done further out."""
+    here = _jax.current_trace_outside_of(ForwardingTrace)
+    moved = [_jax.trace_of(leaf) is here for leaf in jax.tree.leaves(given)]
+    return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
 
 
 def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
