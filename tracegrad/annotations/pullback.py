@@ -24,7 +24,7 @@ from tracegrad.annotations.calls import (
     noted,
 )
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.ir.wording import described
+from tracegrad.ir.wording import counted, described
 from tracegrad.rewriting.operation import checked_cotangent
 from tracegrad.variables.statics import is_none
 
@@ -167,8 +167,8 @@ def gradients_of_inputs(
             by_name = " What is given by its name is no input." if len(flat) > len(arrays) else ""
             raise ValueError(
                 f"The gradient function {described(grad_fn)} of {described(fun)} returned "
-                f"{len(flat)} gradient{'s' if len(flat) != 1 else ''} for {len(arrays)} "
-                f"input{'s' if len(arrays) != 1 else ''} ({', '.join(names()) or 'no arrays'}). "
+                f"{counted(len(flat), 'gradient')} for {counted(len(arrays), 'input')} "
+                f"({', '.join(names()) or 'no arrays'}). "
                 f"Return one per input, or None for an input that has no gradient.{by_name}"
             )
 

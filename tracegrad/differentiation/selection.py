@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from tracegrad.differentiation.gradient_types import is_differentiable, zeros_for
-from tracegrad.ir.wording import some
+from tracegrad.ir.wording import counted, some
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.signatures import (
     argument_names,
@@ -352,8 +352,8 @@ def _locate(
         if 0 <= position < len(ordered) and ordered[position].name in kwargs:
             return ordered[position].name
         raise ValueError(
-            f"wrt={position}: {_described(fun)} was called with {len(args)} positional "
-            f"argument{'s' * (len(args) != 1)}"
+            f"wrt={position}: {_described(fun)} was called with "
+            f"{counted(len(args), 'positional argument')}"
         )
     if which in kwargs:
         return which

@@ -27,9 +27,9 @@ from tracegrad.insight.finite_differences import (
     weighed,
 )
 from tracegrad.ir import CustomGradient, Graph
-from tracegrad.ir.wording import brief
+from tracegrad.ir.wording import first_line
 from tracegrad.lowering import Lowering, evaluate
-from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.graphs import function_name, graph, require_function
 
 MODES = ("fwd", "rev")
 Declared = str | Collection[str] | Callable[[str], Any]
@@ -114,8 +114,7 @@ def check_grads(
         raise ValueError(
             f"order is 1 or more and modes are of {MODES}; got order={order!r}, modes={modes!r}"
         )
-    if not callable(fun):
-        raise TypeError(f"expected a function to check the derivatives of, got {brief(fun)}")
+    require_function(fun, "check the derivatives of")
     declared = _predicate(deliberate)
     note = ""
     try:
@@ -125,7 +124,7 @@ def check_grads(
             program, leaves, paths = _traced(fun, args, double=False)
         except Exception:
             raise error from None
-        note = "in single precision, since in double: " + str(error).split("\n")[0]
+        note = "in single precision, since in double: " + first_line(error)
     random = np.random.default_rng(seed)
     with jax.enable_x64(not note):
         if not any(_jax.has_gradient(out.aval) for out in program.outputs):
@@ -231,7 +230,7 @@ def _check_leaves(
         try:
             found = jax.jit(derivatives[mode])(leaves)
         except Exception as error:
-            note = str(error).split("\n")[0]
+            note = first_line(error)
             status = "none" if "no forward-mode derivative" in note else "wrong"
             yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
             continue

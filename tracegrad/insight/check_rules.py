@@ -26,6 +26,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, operati
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
+from tracegrad.ir.wording import first_line
 from tracegrad.lowering import evaluate, evaluate_node
 
 
@@ -169,7 +170,7 @@ def _rule_along(
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed([vjp(cts)[active.index(i)]], [direction]), ""
     except Exception as error:
-        return math.nan, str(error).split("\n")[0]
+        return math.nan, first_line(error)
 
 
 def _is_meant(node: CustomGradient) -> bool:

@@ -57,71 +57,60 @@ class Arrow:
     input: int
 
 
-@dataclass
+_Ends = dict[Value, tuple[str, int]]  # a value -> the box that it comes from, and which output
+
+
 class Drawing:
-    boxes: list[Box] = field(default_factory=list)
-    arrows: list[Arrow] = field(default_factory=list)
-
-
-def draw(flow: RegionFlow, *, repeat: bool) -> Drawing:
-    """The drawing of a graph.
+    """The boxes and arrows of a graph.
 
     Args:
       flow: the flow of gradients through it.
       repeat: whether a region that is entered from several places is drawn in each of them.
     """
-    return _Pen(repeat).graph(flow)
 
-
-_Ends = dict[Value, tuple[str, int]]  # a value -> the box that it comes from, and which output
-
-
-@dataclass
-class _Pen:
-    repeat: bool
-    drawing: Drawing = field(default_factory=Drawing)
-    frames: Counter[Frame] = field(default_factory=Counter)
-    drawn: set[RegionFlow] = field(default_factory=set)
-
-    def graph(self, flow: RegionFlow) -> Drawing:
-        graph = flow.graph
+    def __init__(self, flow: RegionFlow, *, repeat: bool):
+        self.boxes: list[Box] = []
+        self.arrows: list[Arrow] = []
+        self._repeat = repeat
+        self._frames: Counter[Frame] = Counter()
+        self._drawn: set[RegionFlow] = set()
         ends: _Ends = {}
-        for value in graph.inputs:
-            ends[value] = self.box(value.name, (), [value]), 0
-        self.region(flow, (), (), ends)
-        self.arrows(self.box("return", ()), graph.outputs, ends)
-        return self.drawing
+        for value in flow.graph.inputs:
+            ends[value] = self._box(value.name, (), [value]), 0
+        self._region(flow, (), (), ends)
+        self._lead(self._box("return", ()), flow.graph.outputs, ends)
 
-    def box(
+    def _box(
         self,
         text: str,
         frame: Frame,
-        outputs: list[Value] | tuple[Value, ...] = (),
+        outputs: Sequence[Value] = (),
         flow: Flow | None = None,
         occurrence: Occurrence | None = None,
     ) -> str:
-        name = f"n{len(self.drawing.boxes)}"
+        name = f"n{len(self.boxes)}"
         types = tuple((value.name, _jax.type_text(value.aval)) for value in outputs)
-        self.drawing.boxes.append(Box(name, text, frame, types, flow, occurrence))
+        self.boxes.append(Box(name, text, frame, types, flow, occurrence))
         return name
 
-    def arrows(self, target: str, values: Sequence[Value | Literal], ends: _Ends) -> None:
+    def _lead(self, target: str, values: Sequence[Value | Literal], ends: _Ends) -> None:
+        """Draws the arrows to a box that values go into."""
         for i, value in enumerate(values):
             if isinstance(value, Value):
-                self.drawing.arrows.append(Arrow(*ends[value], target, i))
+                self.arrows.append(Arrow(*ends[value], target, i))
 
-    def region(self, flow: RegionFlow, path: Path, frame: Frame, ends: _Ends) -> None:
+    def _region(self, flow: RegionFlow, path: Path, frame: Frame, ends: _Ends) -> None:
         """Draws the constants and nodes of a graph; `ends` has its inputs, and gets the rest."""
         for value in flow.graph.constants:
-            ends[value] = self.box(value.name, frame, [value]), 0
+            ends[value] = self._box(value.name, frame, [value]), 0
         parts, _ = parts_of(flow.graph)
         for node, part in zip(flow.graph.nodes, parts, strict=True):
             inside = (*frame, *part)
             regions = flow.regions.get(node, {})
-            last = self.node(node, flow, path, inside, regions, ends)
+            last = self._node(node, flow, path, inside, regions, ends)
             ends.update((value, (last, k)) for k, value in enumerate(node.outputs))
 
-    def node(
+    def _node(
         self,
         node: Node,
         flow: RegionFlow,
@@ -133,31 +122,31 @@ class _Pen:
         """Draws a node; returns the box that its results come from."""
         occurrence, kind = Occurrence(path, node), flow.flows[node]
         text = label(node)
-        known = bool(regions) and self.drawn.issuperset(regions.values())
-        if not regions or (known and not self.repeat):
+        known = bool(regions) and self._drawn.issuperset(regions.values())
+        if not regions or (known and not self._repeat):
             text += " (as above)" if known else ""
-            name = self.box(text, frame, node.outputs, kind, occurrence)
-            self.arrows(name, list(node.inputs), ends)
+            name = self._box(text, frame, node.outputs, kind, occurrence)
+            self._lead(name, node.inputs, ends)
             return name
-        around = self.fresh((*frame, node.name))
+        around = self._fresh((*frame, node.name))
         inputs = [value for inner in regions.values() for value in inner.graph.inputs]
-        entry = self.box(text, around, inputs, kind, occurrence)
-        self.arrows(entry, list(node.inputs), ends)
-        leave = self.box(f"{node.name}: results", around, node.outputs, kind)
+        entry = self._box(text, around, inputs, kind, occurrence)
+        self._lead(entry, node.inputs, ends)
+        leave = self._box(f"{node.name}: results", around, node.outputs, kind)
         first = 0
         for name, inner in regions.items():
-            self.drawn.add(inner)
+            self._drawn.add(inner)
             within: _Ends = {v: (entry, first + i) for i, v in enumerate(inner.graph.inputs)}
             first += len(inner.graph.inputs)
-            place = self.fresh((*around, name)) if len(regions) > 1 else around
-            self.region(inner, (*path, (node, name)), place, within)
-            self.arrows(leave, inner.graph.outputs, within)
+            place = self._fresh((*around, name)) if len(regions) > 1 else around
+            self._region(inner, (*path, (node, name)), place, within)
+            self._lead(leave, inner.graph.outputs, within)
         return leave
 
-    def fresh(self, frame: Frame) -> Frame:
+    def _fresh(self, frame: Frame) -> Frame:
         """A frame of its own for a call, where others of its name may stand beside it."""
-        self.frames[frame] += 1
-        count = self.frames[frame]
+        self._frames[frame] += 1
+        count = self._frames[frame]
         return frame if count == 1 else (*frame[:-1], f"{frame[-1]} ({count})")
 
 
@@ -167,7 +156,7 @@ class _Pen:
 def to_dot(flow: RegionFlow) -> str:
     """A ``digraph`` of Graphviz's language (https://graphviz.org/doc/info/lang.html), coloured by
     what becomes of the gradient."""
-    drawing = draw(flow, repeat=False)
+    drawing = Drawing(flow, repeat=False)
     root = _Frame("")
     for box in drawing.boxes:
         frame = root
@@ -227,7 +216,7 @@ def _quoted(text: str) -> str:
 def to_graphs(flow: RegionFlow) -> list[dict[str, Any]]:
     """The JSON that Model Explorer opens, in the format of its ``graph_builder`` classes: a list of
     one graph, in which every region is drawn wherever it is entered. Frames are namespaces."""
-    drawing = draw(flow, repeat=True)
+    drawing = Drawing(flow, repeat=True)
     arrows: dict[str, list[Arrow]] = defaultdict(list)
     for arrow in drawing.arrows:
         arrows[arrow.target].append(arrow)

@@ -78,9 +78,7 @@ def explain(
 
     After PyTorch's anomaly mode and TensorFlow's ``check_numerics``.
     """
-    if not callable(fun):
-        raise TypeError(f"expected a function to explain the gradients of, got {fun!r}")
-    require_function(fun)
+    require_function(fun, "explain the gradients of")
     _check_sources(fun, wrt)
     selection = resolve(fun, wrt, args, kwargs)
     _require_alive(selection)

@@ -123,7 +123,7 @@ def _name_of(variable: Variable, path: str) -> str:
 def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
     array = leaf.value if isinstance(leaf, Variable) else leaf
     type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""
-    return SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, np.size(array), reason.short)
+    return SourceReport(path, type_text, False, size=np.size(array), reason=reason.short)
 
 
 # --------------------------------------------------------------------------------- what is followed

@@ -15,7 +15,7 @@ from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Origin
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import notebook_cell, some, table
+from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
 
 # The worst first.
@@ -104,11 +104,11 @@ class SourceReport:
     path: str
     type: str
     connected: bool
-    norm: float
-    zeros: float
-    nans: int
-    infs: int
-    size: int
+    norm: float = 0.0
+    zeros: float = 0.0
+    nans: int = 0
+    infs: int = 0
+    size: int = 0
     reason: str = ""
 
     @property
@@ -204,33 +204,33 @@ class Explanation:
 
     def text(self, colour: bool = False) -> str:
         """The findings and a table of the sources, the worst first."""
-        lines = [_paint(self._headline(), "bold", colour)]
+        bold, red, yellow, green = ("1", "31", "33", "32") if colour else ("",) * 4
+        lines = [painted(bold, self._headline())]
         for finding in self.findings:
-            mark, hue = ("✗", "red") if finding.problem else ("·", "yellow")
-            lines.append(f"{_paint(mark, hue, colour)} {_paint(finding.short, hue, colour)}")
+            mark, hue = ("✗", red) if finding.problem else ("·", yellow)
+            lines.append(f"{painted(hue, mark)} {painted(hue, finding.short)}")
             lines.append(f"    {finding.what}" + _in_step(finding))
             if finding.sources:
                 lines.append(f"    concerns {some(finding.sources, _NAMES)}")
             if finding.cure:
-                lines.append(f"    {_paint('cure:', 'green', colour)} {finding.cure}")
+                lines.append(f"    {painted(green, 'cure:')} {finding.cure}")
             if finding.problem:
-                lines.append(f"    {_paint('rule:', 'green', colour)} {_rule_text(finding)}")
-        return "\n".join([*lines, "", *self._table(colour)])
+                lines.append(f"    {painted(green, 'rule:')} {_rule_text(finding)}")
+        return "\n".join([*lines, "", *self._table(red)])
 
     def _headline(self) -> str:
         value = f" (value {self.value})" if self.value else ""
-        count = len(self.problems)
-        state = "nothing found" if not count else f"{count} problem{'s' * (count != 1)}"
+        state = counted(len(self.problems), "problem") if self.problems else "nothing found"
         return f"gradients of {self.function}{value}: {state}"
 
-    def _table(self, colour: bool) -> list[str]:
+    def _table(self, style_of_bad: str) -> list[str]:
         ordered = sorted(self.sources, key=lambda r: r.rank)
         shown = ordered if len(ordered) == _ROWS + 1 else ordered[:_ROWS]
         head, *rows = table([_COLUMNS, *map(_cells, shown)])
         lines = [head]
         for report, line in zip(shown, rows, strict=True):
             is_good = report.is_finite and report.connected
-            lines.append(line if is_good else _paint(line, "red", colour))
+            lines.append(line if is_good else painted(style_of_bad, line))
         if len(ordered) > len(shown):
             lines.append(f"... and {len(ordered) - len(shown)} more")
         return lines
@@ -242,7 +242,7 @@ class Explanation:
         sections = [_section(f, is_open=f is self.findings[0]) for f in self.findings]
         ordered = sorted(self.sources, key=lambda r: r.rank)
         rows = folding.table([_COLUMNS, *map(_cells, ordered)])
-        sections.append(folding.section(_counted(self.sources), rows))
+        sections.append(folding.section(counted(len(self.sources), "source"), rows))
         return folding.report(self._headline(), *sections)
 
     # ------------------------------------------------------------------------------------ plot
@@ -271,13 +271,6 @@ class Explanation:
         ax.set_xlabel("norm of the gradient")
         ax.set_title(f"gradients of {self.function}")
         return ax
-
-
-_COLOURS = {"bold": "1", "red": "31", "yellow": "33", "green": "32"}
-
-
-def _paint(text: str, hue: str, colour: bool) -> str:
-    return painted(_COLOURS[hue] if colour else "", text)
 
 
 def _cells(report: SourceReport) -> tuple[str, ...]:
@@ -313,10 +306,6 @@ def _rule_text(finding: Finding) -> str:
 
 def _in_step(finding: Finding) -> str:
     return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
-
-
-def _counted(sources: tuple[SourceReport, ...]) -> str:
-    return f"{len(sources)} source{'s' * (len(sources) != 1)}"
 
 
 def number_text(x: float) -> str:

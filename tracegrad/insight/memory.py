@@ -23,6 +23,7 @@ from tracegrad.planning.measuring import NotMeasuredError, account_of, saying_wh
 from tracegrad.planning.offloading import has_host_memory
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
+from tracegrad.tracing.graphs import require_function
 
 _ROWS = 12  # of the table in a terminal
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
@@ -185,12 +186,11 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
     >>> report.temporary == stats.temp_size_in_bytes
     True
     """
-    if not callable(fun):
-        raise TypeError(f"expected a function, got {fun!r} of type {type(fun).__name__}")
+    require_function(fun)
 
     def report(*args: Any, **kwargs: Any) -> MemoryReport:
-        traced = fun if isinstance(fun, TracedFunction) else None
-        program = (traced.graph if traced else trace_graph(fun))(*args, **kwargs)
+        make_graph = fun.graph if isinstance(fun, TracedFunction) else trace_graph(fun)
+        program = make_graph(*args, **kwargs)
         peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
         lines = _lines(peak)
         total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""

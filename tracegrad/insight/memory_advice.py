@@ -48,7 +48,7 @@ def advice_for(peak: Peak, *, is_donated: bool) -> list[Advice]:
 
     `is_donated`: whether results are written in the place of arguments already.
     """
-    found = [*_recomputes(peak), *([] if is_donated else _donations(peak.program))]
+    found = [*_recomputes(peak), *(() if is_donated else _donations(peak.program))]
     return sorted(found, key=_price)[:_MOST]
 
 
@@ -116,10 +116,10 @@ def _price(advice: Advice) -> tuple[float, int]:
     return flops / max(1, advice.frees), -advice.frees
 
 
-def _donations(program: Graph) -> list[Advice]:
+def _donations(program: Graph) -> Iterator[Advice]:
     """Arguments in the place of which results can be written."""
     if program.in_tree is None:
-        return []
+        return
     free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
     inputs = iter(program.inputs)
     found, size = [], 0
@@ -130,7 +130,6 @@ def _donations(program: Graph) -> list[Advice]:
             free -= types
             found.append(position)
             size += sum(nbytes(v.aval) for v in values)
-    if not found:
-        return []
-    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
-    return [Advice(what, size, 0)]
+    if found:
+        what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
+        yield Advice(what, size, 0)

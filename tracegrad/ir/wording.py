@@ -55,6 +55,16 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things: ``1 input``, ``2 inputs``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def some(names: Sequence[str], most: int) -> str:
     """So many names at most: ``a, b and 5 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

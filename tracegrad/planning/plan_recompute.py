@@ -26,7 +26,7 @@ from tracegrad.planning.offloading import Offload, transfer_flops
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import Fit, Search
 from tracegrad.rewriting.edits import refuse_differentiated
-from tracegrad.tracing.graphs import Rule
+from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
@@ -92,10 +92,7 @@ def plan_recompute(
     The idea of cutting at the cheapest save sets is that of PyTorch's min-cut partitioner; that of
     segments goes back to Chen et al. 2016 (arXiv:1604.06174).
     """
-    if not callable(fun):
-        raise TypeError(
-            f"expected a function to plan for, got {fun!r} of type {type(fun).__name__}"
-        )
+    require_function(fun, "plan for")
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
     plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import brief, described
+from tracegrad.ir.wording import brief, counted, described
 
 
 @runtime_checkable
@@ -84,8 +84,8 @@ def checked_cotangents(
     if len(given) != len(op.inputs):
         types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
         raise ValueError(
-            f"The gradient function{function()} returned {_counted(len(given), 'gradient')} for "
-            f"{_counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
+            f"The gradient function{function()} returned {counted(len(given), 'gradient')} for "
+            f"{counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
             "or None for an input that has no gradient."
         )
 
@@ -141,7 +141,3 @@ def checked_cotangent(
             f"A gradient has the dtype of its input: convert it, .astype('{expected.dtype}').",
         )
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"

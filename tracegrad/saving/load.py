@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.ir.wording import first_line
 from tracegrad.saving import dimensions, documents, outside_calls, program
 from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
@@ -153,12 +154,12 @@ def read_program(record: FunctionRecord, place: int, contents: bytes, manifest: 
         exported = jax.export.deserialize(bytearray(contents))  # compiles and runs nothing
         calls = _jax.outside_calls(exported)
     except Exception as error:
+        reason = first_line(error)[:200].rstrip(" .:")
         raise ArtefactError(
             name,
             f"it was written by {manifest.versions}, and JAX {_jax.versions()['jax']}, which runs "
-            f"here, cannot read it: {_first_line(error)}. A newer JAX reads what an older one "
-            "wrote; the other way it may fail: load it with the version that wrote it, or a newer "
-            "one",
+            f"here, cannot read it: {reason}. A newer JAX reads what an older one wrote; the other "
+            "way it may fail: load it with the version that wrote it, or a newer one",
         ) from error
     if (unknown := outside_calls.unknown(calls)) is not None:
         raise ArtefactError(
@@ -170,11 +171,6 @@ def read_program(record: FunctionRecord, place: int, contents: bytes, manifest: 
         reason = f"it calls {calls}, and by the manifest {list(record.calls[place])}"
         raise ArtefactError(name, reason)
     return exported
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200].rstrip(" .:")
 
 
 # -------------------------------------------------------------------- whether programs fit together

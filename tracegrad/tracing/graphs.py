@@ -75,10 +75,13 @@ def graph(
     return make_graph
 
 
-def require_function(fun: Callable[..., Any]) -> None:
-    """Raises TypeError for what cannot be called, and for what is over before it has run."""
+def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
+    """Raises TypeError for what cannot be called, and for what is over before it has run;
+    `purpose`: what somebody wants to do with the function."""
     if not callable(fun):
-        raise TypeError(f"expected a function to trace, got {fun!r} of type {type(fun).__name__}")
+        raise TypeError(
+            f"expected a function to {purpose}, got {fun!r} of type {type(fun).__name__}"
+        )
     if inspect.iscoroutinefunction(fun) or inspect.isasyncgenfunction(fun):
         raise TypeError(
             f"expected a function, got {fun!r}, which is async: trace what it computes, and "

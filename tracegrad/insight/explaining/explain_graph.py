@@ -201,7 +201,7 @@ def _reports(
         size = 0 if i is None else math.prod(avals[i].shape)
         if stat is None:
             reason = next((f.short for f in findings if path in f.sources), "")
-            report = SourceReport(path, type_text, False, 0.0, 0.0, 0, 0, size, reason)
+            report = SourceReport(path, type_text, False, size=size, reason=reason)
         else:
             zeros = float(stat[ZEROS]) / size if size else 0.0
             norm, nans, infs = float(stat[NORM]), int(stat[NAN]), int(stat[INF])

@@ -40,6 +40,7 @@ from tracegrad.insight.explaining.visits import (
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
+from tracegrad.ir.wording import first_line
 from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 
 
@@ -258,7 +259,7 @@ class MeasuredPass:
         try:
             results = node_vjp(self.walk, node, visit.kept.values, visit.given, visit.active)
         except Exception as error:
-            self.refused.setdefault(visit.here, str(error).split("\n")[0])
+            self.refused.setdefault(visit.here, first_line(error))
             return [None] * len(visit.active)
         if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
             compare_with_primal(self, visit, results)
@@ -298,7 +299,6 @@ class MeasuredPass:
         carried = [j for j in range(count) if wanted[first + j]]
         constants = [i for i in range(first) if wanted[i]]
         scanned = [i for i in range(last, len(args)) if wanted[i]]
-        zeros = {i: jnp.zeros(args[i].shape, args[i].dtype) for i in (*constants, *active)}
         final = [given[j] if given[j] is not None else zeros_of(node.outputs[j]) for j in carried]
 
         def step(state: Any, item: Any) -> Any:
@@ -318,9 +318,13 @@ class MeasuredPass:
             ]
             return (flowing, sums), ([or_zeros(ins[i], operands[i]) for i in scanned], found)
 
-        init = (list(map(strong, final)), [strong(zeros[i]) for i in constants])
+        sums = [jnp.zeros(args[i].shape, args[i].dtype) for i in constants]
         (flowing, sums), (stacked, found) = _scan(
-            node, step, init, (args[last:], carries, list(given[count:])), backward=True
+            node,
+            step,
+            (list(map(strong, final)), sums),
+            (args[last:], carries, list(given[count:])),
+            backward=True,
         )
         self._found.update(found)
         return {

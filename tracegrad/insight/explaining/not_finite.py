@@ -23,6 +23,7 @@ from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
+from tracegrad.ir.wording import counted
 from tracegrad.rewriting.implicit import is_fixed_point
 
 
@@ -93,7 +94,7 @@ def _given_finding(
 
 
 def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> Finding:
-    words = f"the argument {path} has {count} {kind}{'s' * (count != 1)} already"
+    words = f"the argument {path} has {counted(count, kind)} already"
     cure = "look at the data: `jnp.isfinite(x).all()`; leave such rows out, or mask them"
     return Finding(f"{kind} in an input", words, sources, cure=cure)
 

@@ -133,9 +133,9 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     node = found.node
     if node.op in ("scatter", "dynamic_update_slice") and node.inputs[0] is value:
         return "overwritten"
-    if isinstance(node, CustomGradient) and keeps_zeros(node):
-        return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
     if isinstance(node, CustomGradient):
+        if keeps_zeros(node):
+            return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", Place(found))
