@@ -23,6 +23,7 @@ from tracegrad.tape.rules_on_values import as_traced
 from tracegrad.tape.sources import before_calls
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import is_variable
+from tracegrad.variables.trees import values_of
 from tracegrad.variables.variable import Variable
 
 
@@ -57,10 +58,7 @@ def explain_tape(
     """
     tape._check_usable()
     record = tape._record
-    targets = [
-        leaf.value if is_variable(leaf) else leaf
-        for leaf in jax.tree.leaves(target, is_leaf=is_variable)
-    ]
+    targets = jax.tree.leaves(values_of(target))
     seeds = [
         jnp.ones_like(target) if seed is None else seed  # as the tape has it
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)

@@ -95,7 +95,8 @@ def write_container(
 def _write(file: BinaryIO, contents: memoryview, beside: Executor) -> bytes:
     """Writes a part of the file; its checksum, which takes as long, is made at the same time."""
     digest = hashlib.sha256()
-    for piece in _pieces(contents):
+    for i in range(0, len(contents), _PIECE):
+        piece = contents[i : i + _PIECE]
         hashed = beside.submit(digest.update, piece)
         file.write(piece)
         hashed.result()
@@ -267,16 +268,10 @@ def _read(view: memoryview) -> tuple[Header, bytes]:
 
 
 def _compare(member: str, contents: memoryview, expected: bytes) -> None:
-    digest = hashlib.sha256()
-    for piece in _pieces(contents):
-        digest.update(piece)
+    digest = hashlib.sha256(contents)
     if digest.digest() != expected:
         raise ArtefactError(
             member,
             "its contents were changed, or bytes are missing or were added: their SHA-256 is "
             f"{digest.hexdigest()}, the seal says {expected.hex()}",
         )
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    return (view[i : i + _PIECE] for i in range(0, len(view), _PIECE))

@@ -20,6 +20,9 @@ from tracegrad.saving.structure import Leaf, flatten_as
 from tracegrad.variables.statics import has_statics, with_statics
 from tracegrad.variables.variable import Variable
 
+# Of the arguments and the values of Variables: the result and the new values of Variables.
+Compiled = Callable[[tuple[Any, ...], list[Any]], tuple[Any, list[Any]]]
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -106,7 +109,7 @@ class LoadedFunction:
         self._has_statics = has_statics(jax.tree.structure(record.arguments))
         self._result = jax.tree.structure(record.result)
         self._flat = differentiable(tree, len(record.assigns), self._beyond)
-        self._compiled: Any = jax.jit(_named(self._checked, record.name))
+        self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
 
     def written(self) -> tuple[FunctionRecord, Sequence[bytes]]:
         """What was read: the record in the manifest, and the programs."""
@@ -122,15 +125,12 @@ class LoadedFunction:
 
     def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
         """The result, and the new values of the Variables that it assigns."""
-        results: tuple[Any, list[Any]]
         if not self._has_statics:
             with contextlib.suppress(TypeError, ValueError):
-                results = self._compiled(args, values)
-                return results
+                return self._compiled(args, values)
         # JAX takes some container for something else; or what is wrong is said here.
         try:
-            results = self._compiled(self._rebuilt(args), values)
-            return results
+            return self._compiled(self._rebuilt(args), values)
         except ValueError as error:
             if "was exported for" in str(error):
                 error.add_note(
@@ -171,10 +171,8 @@ class LoadedFunction:
         for place, _, leaf in placed:
             if not isinstance(leaf, Variable):
                 self._type_of(place, leaf)
-        rebuilt: tuple[Any, ...] = jax.tree.unflatten(
-            jax.tree.structure(self._record.arguments), [leaf for *_, leaf in placed]
-        )
-        return with_statics(rebuilt)
+        structure = jax.tree.structure(self._record.arguments)
+        return with_statics(jax.tree.unflatten(structure, [leaf for *_, leaf in placed]))
 
     def _type_of(self, place: str, leaf: Any) -> Any:
         try:
