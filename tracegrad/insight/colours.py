@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import sys
 
 
 def painted(style: str, text: str) -> str:
@@ -11,9 +11,9 @@ def painted(style: str, text: str) -> str:
     return f"\033[{style}m{text}\033[0m" if style and text else text
 
 
-def has_colours(stream: Any) -> bool:
-    """Whether a stream is a terminal whose user has not asked for plain text
+def has_colours() -> bool:
+    """Whether what is printed goes to a terminal whose user has not asked for plain text
     (`NO_COLOR <https://no-color.org>`_)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return bool(getattr(stream, "isatty", lambda: False)())
+    return bool(getattr(sys.stdout, "isatty", lambda: False)())

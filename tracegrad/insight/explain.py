@@ -104,14 +104,9 @@ def explain(
         name=function_name(fun),
         unselectable={name: leaves[name] for name, i in sources.items() if i is None},
         others=call.others,
-        untrained=_untrained(selection),
+        untrained={leaf.name for leaf in selection.named_leaves if not leaf.is_trained},
         updated=_updated(call),
     )
-
-
-def _untrained(selection: Selection) -> frozenset[str]:
-    """The sources that are no parameters to the model."""
-    return frozenset(leaf.name for leaf in selection.named_leaves if not leaf.is_trained)
 
 
 def _updated(call: _Call) -> frozenset[str]:

@@ -7,7 +7,6 @@ import html
 import importlib.util
 import math
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +196,7 @@ class Explanation:
     # ----------------------------------------------------------------------------------- text
 
     def __str__(self) -> str:
-        return self.text(colour=has_colours(sys.stdout))
+        return self.text(colour=has_colours())
 
     def __repr__(self) -> str:
         return self.text(colour=False)

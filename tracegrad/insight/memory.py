@@ -193,7 +193,9 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         program = make_graph(*args, **kwargs)
         peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
         lines = _lines(peak)
-        total, temporary, aliased, measured_on = peak.size, _temporary(lines), 0, ""
+        outlasting = ("argument", "constant", "result")
+        temporary = sum(line.size for line in lines if line.kind not in outlasting)
+        total, aliased, measured_on = peak.size, 0, ""
         why_not = ""
         try:
             with saying_why_not():
@@ -248,10 +250,6 @@ def _lines(peak: Peak) -> list[Line]:
         for (line, scope, kind), held in groups.items()
     ]
     return sorted(lines, key=lambda line: (not line.line, -line.size))
-
-
-def _temporary(lines: Sequence[Line]) -> int:
-    return sum(line.size for line in lines if line.kind not in ("argument", "constant", "result"))
 
 
 def _line_and_scope(source: Occurrence | None) -> tuple[str, str]:

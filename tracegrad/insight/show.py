@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -91,7 +90,7 @@ class GraphView:
         return gradient_flow(self.graph)
 
     def __str__(self) -> str:
-        if not has_colours(sys.stdout):
+        if not has_colours():
             return str(self.graph)
         return f"{format_graph(self.graph, self._paint)}\n{_LEGEND}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tracegrad.saving.container import FORMAT_VERSION, open_container
 from tracegrad.saving.load import graph_text
-from tracegrad.saving.manifest import from_json
+from tracegrad.saving.manifest import manifest_of
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it is not there, or may not be read.
     """
     with open_container(path, check=False) as container:
-        manifest = from_json(container.manifest, container.tensors)
+        manifest = manifest_of(container)
         keys = [record.key for record in manifest.variables]
         sizes = {name: tensor.end - tensor.start for name, tensor in container.tensors.items()}
         return {

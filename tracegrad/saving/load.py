@@ -16,7 +16,7 @@ from tracegrad.saving import dimensions, documents, outside_calls, program
 from tracegrad.saving.container import MANIFEST, Container, open_container
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
-from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, from_json
+from tracegrad.saving.manifest import FunctionRecord, Manifest, VariableRecord, manifest_of
 from tracegrad.saving.placement import asked_for, where_it_was
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
 from tracegrad.saving.stored import StoredArray
@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
 
 def load_container(container: Container, sharding: Any = None) -> Any:
     """What `load` returns, of an open file."""
-    manifest = from_json(container.manifest, container.tensors)
+    manifest = manifest_of(container)
     _check_width(manifest)
     variables = {
         record.key: _variable(record, container.array(record.key), sharding)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from tracegrad.saving import documents, structure
-from tracegrad.saving.container import MANIFEST
+from tracegrad.saving.container import MANIFEST, Container
 from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.placement import Placement
@@ -133,16 +133,16 @@ def to_json(manifest: Manifest) -> Manifest:
 # ---------------------------------------------------------------------------------- from a file
 
 
-def from_json(document: dict[str, Any], arrays: Collection[str]) -> Manifest:
-    """What the document says of a file with these arrays.
+def manifest_of(container: Container) -> Manifest:
+    """What a file says of its functions.
 
     Raises ArtefactError, naming the field, where it is no manifest of saved functions in such a
     file.
     """
-    if not arrays:
+    if not container.tensors:
         reason = "it names parts of Variables, which load_variables reads, and no functions"
         raise ArtefactError(MANIFEST, reason)
-    manifest = documents.parse(Manifest, document, MANIFEST)
+    manifest = documents.parse(Manifest, container.manifest, MANIFEST)
     check_unique([v.key for v in manifest.variables], "variables")
     check_unique([f.name for f in manifest.functions], "functions")
     count = len(manifest.functions)
@@ -156,7 +156,7 @@ def from_json(document: dict[str, Any], arrays: Collection[str]) -> Manifest:
     keys = {v.key for v in manifest.variables}
     if any(key.startswith(OWN) for key in keys):
         raise ArtefactError(MANIFEST, f"a Variable has a key that begins with {OWN}")
-    wanted, found = keys | of_functions, set(arrays)
+    wanted, found = keys | of_functions, set(container.tensors)
     for name in sorted(wanted - found):
         reason = "the manifest refers to it, and the file has no such array"
         raise ArtefactError(name or MANIFEST, reason)

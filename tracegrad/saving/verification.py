@@ -13,7 +13,7 @@ from tracegrad.saving import program
 from tracegrad.saving.container import open_container, open_file
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.load import load_container, read_program
-from tracegrad.saving.manifest import Manifest, from_json
+from tracegrad.saving.manifest import Manifest, manifest_of
 
 _LONGEST = 600  # seconds that parsing may take
 _CHILD = "from tracegrad.saving.verification import parse; parse()"
@@ -46,7 +46,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     descriptor = open_file(path)
     try:
         with open_container(path, descriptor=descriptor) as container:
-            manifest = from_json(container.manifest, container.tensors)
+            manifest = manifest_of(container)
             _parse_elsewhere(descriptor, container.path)
     finally:
         os.close(descriptor)
@@ -111,7 +111,7 @@ def parse() -> None:
 
     try:
         with open_container("standard input", descriptor=0) as container:
-            manifest = from_json(container.manifest, container.tensors)
+            manifest = manifest_of(container)
             for record in manifest.functions:
                 for k, name in enumerate(record.programs):
                     tell(name)

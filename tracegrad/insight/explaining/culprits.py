@@ -69,16 +69,9 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
-            there = zip(node.inputs, edge[EDGE_OPERANDS:], strict=False)
-            operands = tuple(_literal_or(value, float(x)) for value, x in there)
+            operands = tuple(map(float, edge[EDGE_OPERANDS:][: len(node.inputs)]))
             return Culprit(place, kind, operands, float(edge[EDGE_GIVEN]))
     return None
-
-
-def _literal_or(value: Value | Literal, x: float) -> float:
-    if isinstance(value, Literal) and np.ndim(value.value) == 0:
-        return float(np.asarray(value.value))
-    return x
 
 
 def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:

@@ -35,7 +35,6 @@ from tracegrad.insight.explaining.visits import (
     is_entered,
     or_zeros,
     strong,
-    zeros_of,
 )
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
 from tracegrad.ir.authors import may_change
@@ -81,10 +80,10 @@ class MeasuredPass:
         with self._collecting() as found:
             outs, kept = self.forward(self.graph, args, ())
             cotangents = self.backward(self.graph, kept, seeds, self.sources, ())
-            self._note_each("source", None, exact, cotangents)
+            self._note_each("source", None, cotangents)
             if self.close:
-                self._note_each("input", None, exact, args)
-            self._note_each("output", None, exact, outs)
+                self._note_each("input", None, args)
+            self._note_each("output", None, outs)
         return found
 
     # ------------------------------------------------------------------------------- collecting
@@ -113,13 +112,11 @@ class MeasuredPass:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
             self._found[number] = measure(*args)
 
-    def _note_each(
-        self, kind: str, of: Occurrence | None, measure: Callable[..., Any], arrays: Sequence[Any]
-    ) -> None:
+    def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
         """Measures those arrays of a list that are there and may have a gradient."""
         for k, array in enumerate(arrays):
             if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
-                self.note(kind, of, k, measure, array)
+                self.note(kind, of, k, exact, array)
 
     # ---------------------------------------------------------------------------------- forward
 
@@ -146,7 +143,7 @@ class MeasuredPass:
         """The results of such a node."""
         node, results = here.node, evaluate_node(here.node, operands)
         if self.close:
-            self._note_each("value", here, exact, results)
+            self._note_each("value", here, results)
         if _may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
             bounds = _bounds(node, maximum)
@@ -275,8 +272,7 @@ class MeasuredPass:
     def _backward_region(self, visit: Visit) -> list[Any]:
         node, given, inside = visit.here.node, visit.given, visit.inner
         if node.primitive is _jax.SCAN:
-            results = self._backward_scan(visit)
-            return [results[i] for i in visit.active]
+            return self._backward_scan(visit)
         if node.primitive is _jax.COND:
             return self._backward_cond(visit)
         (name,) = node.regions
@@ -289,7 +285,7 @@ class MeasuredPass:
         found = self.backward(region, inside, given, visit.wanted, path)
         return [found[i] for i in visit.active]
 
-    def _backward_scan(self, visit: Visit) -> dict[int, Any]:
+    def _backward_scan(self, visit: Visit) -> list[Any]:
         node, given, active = visit.here.node, visit.given, visit.active
         args, carries = visit.inner
         region, path = node.regions["jaxpr"], visit.here.into("jaxpr")
@@ -299,7 +295,7 @@ class MeasuredPass:
         carried = [j for j in range(count) if wanted[first + j]]
         constants = [i for i in range(first) if wanted[i]]
         scanned = [i for i in range(last, len(args)) if wanted[i]]
-        final = [given[j] if given[j] is not None else zeros_of(node.outputs[j]) for j in carried]
+        final = [or_zeros(given[j], args[first + j]) for j in carried]
 
         def step(state: Any, item: Any) -> Any:
             (flowing, sums), (x, carry, ct_y) = state, item
@@ -327,11 +323,9 @@ class MeasuredPass:
             backward=True,
         )
         self._found.update(found)
-        return {
-            **dict(zip(constants, sums, strict=True)),
-            **{first + j: ct for j, ct in zip(carried, flowing, strict=True)},
-            **dict(zip(scanned, stacked, strict=True)),
-        }
+        places = [*constants, *(first + j for j in carried), *scanned]
+        results = dict(zip(places, [*sums, *flowing, *stacked], strict=True))
+        return [results[i] for i in active]
 
     def _perturbed(self, scan: Node, active: Sequence[int]) -> list[bool]:
         """Which inputs of a scan's body have cotangents, once it has run round."""
