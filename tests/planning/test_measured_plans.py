@@ -374,6 +374,23 @@ def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.any_jax
+def test_a_budget_is_for_all_examples_of_a_vmap():
+    def deep(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.vmap(jax.grad(deep), (None, 0))(w, x)
+
+    args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
+    fits = tracegrad.trace(step, memory_budget="4.5 MiB")
+    whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(step), fits))
+    assert less.temp_size_in_bytes <= 4.5 * 2**20 < whole.temp_size_in_bytes
+    np.testing.assert_allclose(fits(*args), step(*args), rtol=1e-5)
+
+
 def explicit_mesh() -> Any:
     return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import Thread
@@ -91,6 +92,12 @@ def outward(trace: Any, until: Any = None) -> list[Any]:
 def current_trace_outside_of(kind: type) -> Any:
     """The innermost transformation that is none of a kind."""
     return next((t for t in outward(current_trace(None)) if not isinstance(t, kind)), None)
+
+
+def examples_at_once() -> int:
+    """For how many examples what is computed here runs at once, in the `jax.vmap`s around it."""
+    here = outward(current_trace(None))
+    return math.prod(trace.axis_data.size for trace in here if hasattr(trace, "axis_data"))
 
 
 def trace_of(tracer: Any) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.planning.tuning import TUNING
 
@@ -65,8 +64,8 @@ def fitted(
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         lowest = min(tried, key=_held)
-        bound = lowest_peak_bound(search.whole)
-        raise BudgetTooSmall(budget, _held(lowest), bound, _jax.compiled_by(), lowest.held_most())
+        held = lowest.held_most()
+        raise BudgetTooSmall(budget, _held(lowest), search.bound, _jax.compiled_by(), held)
     return min(within, key=lambda fit: (fit.flops, _held(fit)))
 
 

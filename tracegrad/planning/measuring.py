@@ -73,17 +73,23 @@ class Gradient:
 
     Args:
       active: the values of the program that get a cotangent.
+      examples: of how many they are at once, in a `jax.vmap` around.
       shardings: of its inputs, where known: then bytes are those of one device.
     """
 
     def __init__(
-        self, program: Graph, active: Collection[Value], shardings: Sequence[Any] | None = None
+        self,
+        program: Graph,
+        active: Collection[Value],
+        shardings: Sequence[Any] | None = None,
+        examples: int = 1,
     ):
         placed = zip(program.inputs, shardings or [None] * len(program.inputs), strict=True)
         operands = [*program.inputs, *traced_constants(program)]
         self._active = [i for i, value in enumerate(operands) if value in active]
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
+        self._examples = examples
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
@@ -100,6 +106,9 @@ class Gradient:
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
             gradient = gradient_of(program, traced, self._active)
+            if self._examples > 1:
+                gradient = jax.vmap(gradient)
+                shapes, given = jax.tree.map(self._of_each_example, (shapes, given))
             lowered = jax.jit(gradient, compiler_options=options or None).lower(shapes, given)
             key = (
                 "held",
@@ -111,6 +120,9 @@ class Gradient:
                 found = account_of(lowered.compile()).temp_size_in_bytes
                 known = FOUND.put(key, int(found))
         return known
+
+    def _of_each_example(self, shape: Any) -> Any:
+        return jax.ShapeDtypeStruct((self._examples, *shape.shape), shape.dtype)
 
 
 def with_operands(program: Graph, constants: Sequence[Value]) -> Callable[[Sequence[Any]], Any]:

@@ -113,16 +113,18 @@ def _plan_graph(
     *,
     transfer: float = math.inf,
     shardings: Sequence[Any] | None = None,
+    examples: int = 1,
 ) -> RecomputePlan:
     """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
-    `transfer_flops`; `shardings`: of its inputs, where they are known."""
+    `transfer_flops`; `shardings`: of its inputs, where they are known; `examples`: as of
+    `Gradient`, for all of which the budget is."""
     with progress("plan_recompute", 1 + plans) as begin:
-        search = Search(model(flatten(graph), transfer=transfer))
+        search = Search(model(flatten(graph), transfer=transfer), examples)
         why_not = "measure=False"
         if plans:
             try:
                 begin("compiling with nothing recomputed")
-                gradient = Gradient(search.graph, search.whole.active, shardings)
+                gradient = Gradient(search.graph, search.whole.active, shardings, examples)
                 without = gradient.held(search.graph)
                 budget = budget_bytes(memory_budget, without)
                 numbers = itertools.count(1)
@@ -136,7 +138,7 @@ def _plan_graph(
                 return plan_of(search, fit, budget, without, _jax.compiled_by())
             except NotMeasuredError as error:
                 why_not = str(error)
-        budget = budget_bytes(memory_budget, search.kept.peak)
+        budget = budget_bytes(memory_budget, search.kept.peak * examples) // examples
         return plan_of(search, search.best(budget), budget, None, why_not)
 
 
@@ -207,7 +209,13 @@ class _FitToBudget:
             return graph
         for place in places:
             refuse_differentiated(place, self)
-        plan = _plan_graph(graph, self.memory_budget, self.plans, transfer=self.transfer)
+        plan = _plan_graph(
+            graph,
+            self.memory_budget,
+            self.plans,
+            transfer=self.transfer,
+            examples=_jax.examples_at_once(),
+        )
         return plan.rewritten() if plan.is_needed else graph
 
     def __repr__(self) -> str:

@@ -99,11 +99,15 @@ class Fit:
 
 
 class Search:
-    """Plans for one program, for any number of budgets, over all ways to run its scans."""
+    """Plans for one program, for any number of budgets, over all ways to run its scans.
 
-    def __init__(self, whole: MemoryModel):
+    Errors tell the bytes of so many `examples` as are computed at once, in a `jax.vmap` around; all
+    else is of one.
+    """
+
+    def __init__(self, whole: MemoryModel, examples: int = 1):
         assert whole.graph is not None
-        self.whole, self.graph = whole, whole.graph
+        self.whole, self.graph, self.examples = whole, whole.graph, examples
         modelled = functools.partial(model, residuals=whole.residuals, transfer=whole.transfer)
         self._to_come = variants(whole, modelled)
         self._known: list[Variant] = []
@@ -138,9 +142,15 @@ class Search:
             if best.flops == 0:
                 break
         if best is None:
-            held, bound = self.best(self.lowest_peak).held_most(), lowest_peak_bound(self.whole)
-            raise BudgetTooSmall(target, self.lowest_peak, bound, held_most=held)
+            held, all_of = self.best(self.lowest_peak).held_most(), self.examples
+            lowest = all_of * self.lowest_peak
+            raise BudgetTooSmall(all_of * target, lowest, self.bound, held_most=held)
         return best
+
+    @property
+    def bound(self) -> int:
+        """The peak in the model that no plan can be below, of all examples."""
+        return self.examples * lowest_peak_bound(self.whole)
 
     @functools.cached_property
     def lowest_peak(self) -> int:
