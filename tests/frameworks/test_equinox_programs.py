@@ -291,7 +291,7 @@ def batch_norm(compiled, edit):
 
     model, state = eqx.nn.make_with_state(CNN)(edit, key=jr.key(0))
     opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    xs, ys = jr.normal(jr.key(1), (8, 3)), jnp.arange(8) % 2
+    xs, ys = jr.normal(jr.key(1), (32, 3)), jnp.arange(32) % 2
     for _ in range(STEPS):
         model, state, opt_state = make_step(model, state, opt_state, xs, ys)
     return evaluate(model, state, xs), arrays_of(model, state, opt_state)
@@ -337,7 +337,7 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
     Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, "65%", mark="slow"),
     Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", mark="slow"),
-    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "98%", mark="slow"),
+    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "90%", mark="slow"),
     Program(ensemble, eqx.filter_jit, CLIP(match.call("softplus")), clipped, "98%"),
 )
 def test_a_program_of_equinox(program):

@@ -254,7 +254,7 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
         "75%",
         mark="slow",
     ),
-    Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "80%", mark="slow"),
+    Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "90%", mark="slow"),
     Program(rnn, nnx.jit, CLIP(match.op("tanh") & ~match.call("GRUCell")), clipped, mark="slow"),
     Program(lora, nnx.jit, CLIP(match.call("gelu")), clipped, "70%"),
 )

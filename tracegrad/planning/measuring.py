@@ -122,7 +122,7 @@ class Gradient:
         return known
 
     def _of_each_example(self, shape: Any) -> Any:
-        return jax.ShapeDtypeStruct((self._examples, *shape.shape), shape.dtype)
+        return _jax.struct((self._examples, *shape.shape), shape.dtype)
 
 
 def with_operands(program: Graph, constants: Sequence[Value]) -> Callable[[Sequence[Any]], Any]:
