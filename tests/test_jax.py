@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify, io_callback
 
+import tracegrad as tg
 from tracegrad import _jax
 
 
@@ -99,6 +100,36 @@ def test_a_scans_operands_are_split_into_constants_and_carry():
     constants, carry = _jax.scan_split(eqn.params)
     assert carry == 2
     assert constants + carry + 1 == len(eqn.invars)
+
+
+def test_the_second_derivative_through_a_scan_is_by_a_rule_too():
+    match, rules = tg.match, tg.rules
+    x = jnp.array([0.7, 1.2])
+    sin, cos, tanh, rounded = jnp.sin(x), jnp.cos(x), jnp.tanh(jnp.sin(x)), jnp.round(3 * x * x)
+    slope = 1 / jnp.cosh(rounded) ** 2
+    cases = [
+        (
+            lambda z: jnp.tanh(jnp.sin(z)),
+            rules.scale_gradient(match.op("sin"), 0.5),
+            (1 - tanh**2) * (-2 * tanh * (0.5 * cos) ** 2 - 0.5 * sin),
+        ),
+        (
+            lambda z: jnp.tanh(jnp.round(3 * z * z)),
+            rules.straight_through(match.call("round")),
+            slope * (-2 * jnp.tanh(rounded) * (6 * x) ** 2 + 6),
+        ),
+        (
+            lambda z: jnp.where(z > 1, z, jnp.sqrt(1 - z)) ** 2,
+            rules.finite_derivative(match.op("sqrt")),
+            jnp.array([0.0, 2.0]),
+        ),
+    ]
+    for fun, rule, expected in cases:
+        looped = tg.rewrite(
+            lambda z, f=fun: jax.lax.scan(lambda c, _: (f(c), c), z, length=1)[0], rule
+        )
+        second = jax.jit(jax.vmap(jax.grad(jax.grad(looped))))(x)
+        np.testing.assert_allclose(second, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_a_program_evaluates_with_its_constants():

@@ -48,6 +48,7 @@ from tracegrad._jax.derivatives import of_some as of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
+from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
 from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
 from tracegrad._jax.loop_schedule import replayed as replayed

@@ -69,6 +69,11 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
     return None
 
 
+# Reverse mode of a scan takes the functions with a rule of `jax.custom_jvp` in it for what they
+# compute, so that the second derivative is not by that rule. Can go when 0.12 is the oldest.
+SCANS_DROP_RULES = VERSION < (0, 12)
+
+
 def compiled_by() -> str:
     """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``."""
     return f"{jax.default_backend()}, JAX {jax.__version__}"

@@ -138,7 +138,8 @@ def _with_derivative(passes: _Passes) -> Any:
     def _(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
         flowing = passes.transposed(residuals, outs, tangents[0])
-        return results(*primals), _jax.align([jax.typeof(out) for out in outs], flowing)
+        kept = _jax.keeping_rule(results, primals)
+        return kept, _jax.align([jax.typeof(out) for out in outs], flowing)
 
     return results
 

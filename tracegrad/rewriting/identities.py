@@ -103,10 +103,10 @@ def scaled(value: Any, factor: Any) -> Any:
 
 @scaled.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    (value, factor), (tangent, _) = primals, tangents
+    (_, factor), (tangent, _) = primals, tangents
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
         kind = _jax.type_text(jax.typeof(tangent))
         raise TypeError(f"scale_gradient was given a complex factor for the gradient of a {kind}")
     wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
     tangent_out = wide * jnp.asarray(factor).astype(wide.dtype)
-    return scaled(value, factor), tangent_out.astype(tangent.dtype)
+    return _jax.keeping_rule(scaled, primals), tangent_out.astype(tangent.dtype)

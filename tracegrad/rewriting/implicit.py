@@ -91,7 +91,7 @@ def implicit(node: Node, body: Graph, how: FixedPoint) -> Callable[..., list[Any
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        outs = rule(*primals)
+        outs = _jax.keeping_rule(rule, primals)
         given = {i - first: tangent for i, tangent in zip(active, tangents, strict=True)}
         operands = [*primals[first : first + count], *outs]
         at = _Tangents(body, operands, {i: t for i, t in given.items() if i in constant})

@@ -10,7 +10,6 @@ their turn, to any order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -123,16 +122,28 @@ def _rule_has_factors(node: CustomGradient) -> bool:
 # ------------------------------------------------------------------------------------- in a graph
 
 
-def keep_zeros(graph: Graph, node: Node, every: bool, primal: Run | None = None) -> None:
+def keep_zeros(
+    graph: Graph, node: Node, every: bool, primal: Run | None = None, in_rule: bool = False
+) -> None:
     """Puts a node in the place of one that is concerned, of the same values and tangents.
 
-    `every`: whether any finite cotangent stays finite, and not only zeros stay zeros. `primal`:
-    what gives the values, if it is not the node itself.
+    Args:
+      every: whether any finite cotangent stays finite, and not only zeros stay zeros.
+      primal: what gives the values, if it is not the node itself.
+      in_rule: whether the graph is the derivative of such a node.
     """
     run = _of_values(node)
-    function = with_tangents(primal or run, node.name, functools.partial(_derivative, run, every))
+
+    def derivative(primals: Sequence[Any], *along: Any) -> tuple[list[Any], list[Any]]:
+        outs, tangents = _derivative(run, every, primals, *along)
+        return _jax.keeping_rule(function, primals, outs), tangents
+
+    def again(*values: Any) -> Any:
+        return _jax.keeping_rule(function, values)
+
+    function = with_tangents(primal or run, node.name, derivative)
     values = [value for value in node.inputs if isinstance(value, Value)]
-    graph.replace(node, function, values)
+    graph.replace(node, again if in_rule else function, values)
 
 
 def keeps_zeros(node: CustomGradient) -> bool:
@@ -151,7 +162,7 @@ def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:
             (linear,) = along
             keep_zeros(new, here, every, _keeping(node, linear, every))
         elif not along and _is_concerned(node):
-            keep_zeros(new, here, every)
+            keep_zeros(new, here, every, in_rule=True)
     return new
 
 
@@ -238,7 +249,8 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
             lost = is_lost(cotangent, back(cotangent, factor))
             return jnp.where(lost, jnp.zeros_like(given), given)
 
-        return transpose(*primals), _jax.jvp(selected, primals, tangents)[1]
+        _, tangent = _jax.jvp(selected, primals, tangents)
+        return _jax.keeping_rule(transpose, primals), tangent
 
     def keeping(*values: Any) -> list[Any]:
         operand, factor = values if is_first else reversed(values)

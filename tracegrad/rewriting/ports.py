@@ -140,7 +140,7 @@ def _perturbed(value: Any, perturbation: Any) -> Any:
 
 @_perturbed.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return _perturbed(*primals), tangents[0] + tangents[1]
+    return _jax.keeping_rule(_perturbed, primals), tangents[0] + tangents[1]
 
 
 @dataclass(frozen=True)

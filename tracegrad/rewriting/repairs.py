@@ -188,7 +188,7 @@ def _finite(cotangent: Any, came_in: Any) -> Any:
 @_finite.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     # As if it were linear: forward mode is the transpose of the rule, and stays what it was.
-    return _finite(*primals), tangents[0]
+    return _jax.keeping_rule(_finite, primals), tangents[0]
 
 
 # ------------------------------------------------------------ what changes finite gradients too
@@ -288,7 +288,7 @@ def _past(node: Node, position: int) -> Any:
 
     @straight_through.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return straight_through(*primals), [tangents[position]]
+        return _jax.keeping_rule(straight_through, primals), [tangents[position]]
 
     return straight_through
 
