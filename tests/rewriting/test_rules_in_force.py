@@ -419,8 +419,9 @@ def test_a_memory_budget_reaches_the_loss_inside_a_step(derivative):
     assert temporary_bytes(fitted, w, x) < 0.8 * temporary_bytes(plain, w, x)
     around = tg.trace(deep, memory_budget="60%")
     assert around.graph(w, x).recomputes
-    with pytest.raises(tg.GraphError, match=r"memory_budget='60%'.*differentiated already"):
+    with pytest.raises(tg.GraphError, match=r"memory_budget='60%'.*differentiated already") as told:
         tg.trace(lambda w, x: grad_by_name(deep)(w, x), memory_budget="60%")(w, x)
+    assert "jax.grad(tracegrad.trace(loss, memory_budget='60%'))" in str(told.value)
 
 
 def test_a_budget_that_is_none_is_refused_at_once():

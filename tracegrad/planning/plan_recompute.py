@@ -208,7 +208,7 @@ class _FitToBudget:
         if any(map(is_under_rules, places)):
             return graph
         for place in places:
-            refuse_differentiated(place, self)
+            refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
         plan = _plan_graph(
             graph,
             self.memory_budget,

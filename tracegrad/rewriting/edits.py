@@ -88,8 +88,11 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
     )
 
 
-def refuse_differentiated(match: Occurrence, rule: object) -> None:
-    """Raises GraphError for what JAX has differentiated, naming where."""
+def refuse_differentiated(
+    match: Occurrence, rule: object, of_loss: str = "tracegrad.rewrite(loss, rule)"
+) -> None:
+    """Raises GraphError for what JAX has differentiated, naming where; `of_loss` is what to
+    differentiate instead."""
     for node in match.steps:
         if "jvp" in scopes.transformations(scopes.around(node)):
             raise GraphError(
@@ -97,8 +100,8 @@ def refuse_differentiated(match: Occurrence, rule: object) -> None:
                 f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
                 "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
                 "looked up in jax while it runs (`import jax` rather than `from jax import grad`, "
-                "and inside of the traced function). Or give the rule to the loss: "
-                "jax.grad(tracegrad.rewrite(loss, rule))"
+                "and inside of the traced function). Or give it to the loss: "
+                f"jax.grad({of_loss})"
             )
 
 
