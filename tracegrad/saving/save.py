@@ -17,7 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.saving import dimensions, documents, program
 from tracegrad.saving.container import write_container
 from tracegrad.saving.interface import Function, interface, traced_for
-from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
+from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
     HIGHEST_ORDER,
     OWN,
@@ -108,7 +108,6 @@ def save(
     """
     program.check_installed()
     _check_options(path, gradient_order, platforms)
-    single = not isinstance(fun, (Mapping, LoadedFunctions))
     variables = _Variables()
     saved = [
         _saved(name, function, given, gradient_order, platforms, variables)
@@ -116,7 +115,7 @@ def save(
     ]
     document = Manifest(
         versions=Versions(__version__, **_jax.versions()),
-        single=single,
+        single=not isinstance(fun, Mapping),
         variables=tuple(variables.records),
         functions=tuple(record for record, _ in saved),
     )
@@ -156,7 +155,7 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Name, function and specs of each function that is to be saved."""
-    if not isinstance(fun, (Mapping, LoadedFunctions)):
+    if not isinstance(fun, Mapping):
         return [(_name(fun), fun, specs)]
     if specs is not None:
         raise TypeError("several functions are saved by save({name: (fun, specs)}, path)")

@@ -25,7 +25,7 @@ from tracegrad.ir.wording import some
 from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.container import map_file, naming
-from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
+from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.parts import names_parts, parts_named_by, read_parts, remove, write_parts
 from tracegrad.saving.placement import Placement, asked_for, placement_of, where_it_was
 from tracegrad.saving.stored import StoredArray
@@ -97,14 +97,12 @@ def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(item._fields, item, strict=True)
     elif isinstance(item, (list, tuple)):
         yield from enumerate(item)
-    elif not isinstance(item, _CLOSED):
+    elif isinstance(item, LoadedFunction):
+        yield from item.variables.items()
+    elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
         # What the object holds, not what its class computes: a property may well ask for this.
-        held = getattr(item, "__dict__", {})
-        if isinstance(item, (LoadedFunction, LoadedFunctions)):
-            yield from item.variables.items()
-        elif kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
-            slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
-            yield from {**held, **dict(slots)}.items()
+        slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
+        yield from {**getattr(item, "__dict__", {}), **dict(slots)}.items()
 
 
 def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
