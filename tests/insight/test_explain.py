@@ -465,6 +465,18 @@ def test_scopes_are_in_the_order_of_execution_with_the_norm_at_their_end():
     explanation = explain(f, X)
     assert explanation.scopes == (("first", pytest.approx(3 * 3**0.5)), ("second", 1.0))
 
+    def again_in_a_scan(x):
+        def body(carry, _):
+            with jax.named_scope("scaled"):
+                return carry * 0.1, None
+
+        with jax.named_scope("scaled"):
+            h = jnp.sin(x)
+        return jnp.sum(jax.lax.scan(body, h, length=2)[0])
+
+    all_steps = (3 * (1 + 0.1**2)) ** 0.5
+    assert explain(again_in_a_scan, X).scopes == (("scaled", pytest.approx(all_steps)),)
+
 
 # -------------------------------------------------------------------------------------- forms
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import jax
@@ -48,10 +42,7 @@ Path = str | os.PathLike[str]
 _PLACEMENTS = "tracegrad.placements"  # in the metadata: how arrays were split, as JSON
 
 # Objects of these hold no Variables of the user's.
-_CLOSED = (
-    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, np.ndarray),
-    *(TracedFunction, BoundTracedFunction),
-)
+_CLOSED = (type, ModuleType, str, bytes, np.ndarray, TracedFunction, BoundTracedFunction)
 _CLOSED_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
 

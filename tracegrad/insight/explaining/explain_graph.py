@@ -175,7 +175,7 @@ def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
                 stacks = jax.device_get(stacked(args, seeds)).items()
                 found = {n: stat for group, stack in stacks for n, stat in zip(group, stack)}
             keys = measured.keys
-            stats = {keys[number]: stat for number, stat in found.items()}
+            stats = {keys[number]: found[number] for number in sorted(found)}
             return Observed(graph, stats, dict(measured.refused), dict(measured.lines))
 
     return look
