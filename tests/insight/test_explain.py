@@ -478,6 +478,20 @@ def test_scopes_are_in_the_order_of_execution_with_the_norm_at_their_end():
     assert explain(again_in_a_scan, X).scopes == (("scaled", pytest.approx(all_steps)),)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_makes_nan_in_a_scan_is_named_with_the_first_step_that_did(reverse):
+    def f(x, steps):
+        def body(carry, t):
+            return carry + jnp.log(t), carry
+
+        last, sums = jax.lax.scan(body, jnp.sum(x), steps, reverse=reverse)
+        return last + jnp.sum(sums)
+
+    (finding,) = explain(f, X, jnp.array([1.0, -1.0, 2.0, -2.0, 1.0])).findings
+    assert (finding.cause, finding.operation) == ("NaN in the forward pass", "log")
+    assert finding.step == (3 if reverse else 1)
+
+
 # -------------------------------------------------------------------------------------- forms
 
 
