@@ -57,13 +57,19 @@ class Observed:
             return self
         numbers: dict[Node, int] = {}
 
+        def number_of(node: Node) -> int:
+            if node not in numbers:
+                assert node.graph is not None
+                numbers.update((each, i) for i, each in enumerate(node.graph.nodes))
+            return numbers[node]
+
         def there(occurrence: Occurrence) -> Occurrence:
             around, path = graph, []
             for node, name in occurrence.path:
-                step = around.nodes[number_of(node, numbers)]
+                step = around.nodes[number_of(node)]
                 path.append((step, name))
                 around = step.region(name)
-            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node, numbers)])
+            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node)])
 
         return Observed(
             graph,
@@ -71,14 +77,6 @@ class Observed:
             {there(o): words for o, words in self.refused.items()},
             {there(o): line for o, line in self.lines.items()},
         )
-
-
-def number_of(node: Node, numbers: dict[Node, int]) -> int:
-    """The place of a node among those of its graph."""
-    if node not in numbers:
-        assert node.graph is not None
-        numbers.update((each, i) for i, each in enumerate(node.graph.nodes))
-    return numbers[node]
 
 
 @dataclass(frozen=True)

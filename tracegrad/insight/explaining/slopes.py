@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on, number_of
+from tracegrad.insight.explaining.observed import Observed, Place, handed_on
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Literal, Node, Occurrence, Value
+from tracegrad.ir import Literal, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
@@ -143,11 +143,8 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     """For every named scope, in the order of execution, the norm of the cotangent of its last
     result; over all steps of a scan."""
     found: dict[str, float] = {}
-    order: dict[str, tuple[int, ...]] = {}
-    numbers: dict[Node, int] = {}
     for last, _, stat in observed.of("ct"):
         scope = "/".join(last.scopes)
         if scope and scope not in found:  # the reverse pass meets the last one first
             found[scope] = _total(stat)
-            order[scope] = tuple(number_of(node, numbers) for node in last.steps)
-    return [(scope, found[scope]) for scope in sorted(found, key=lambda s: order[s])]
+    return list(reversed(found.items()))
