@@ -68,7 +68,7 @@ def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
     product = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
 
     def f(x, y):
-        return jnp.sum(jax.jit(lambda z: product(z, y))(jnp.sin(x)))
+        return jnp.sum(jax.jit(jax.vmap(lambda z, y: product(z, y)))(jnp.sin(x), y))
 
     with pytest.raises(GradientError) as caught:
         check_grads(f, (X, X), order=1)

@@ -23,6 +23,17 @@ def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     return functions, trees
 
 
+def backward_function(wrapped: Any) -> Any:
+    """The user's backward function of a rule that stands in a program: `jax.vmap` puts functions of
+    JAX around it, which close over the rule as it was."""
+    function = wrapped.f
+    if str(getattr(function, "__module__", "")).startswith("jax._src"):
+        for content in map(_content, getattr(function, "__closure__", None) or ()):
+            if hasattr(content, "transforms"):
+                return backward_function(content)
+    return function
+
+
 def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:
     """The user's backward function of a rule that stands in a program, and what transformations
     have put around it since: (function, its parameters) of each, without that which flattens the

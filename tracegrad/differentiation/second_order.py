@@ -22,6 +22,7 @@ from tracegrad.differentiation.checks import (
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.gradient_types import zero_block
 from tracegrad.differentiation.selection import Wrt
+from tracegrad.ir.wording import brief
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
@@ -162,7 +163,14 @@ def hvp(
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:
     """The entry of `v` for one leaf, checked; a Python number takes the leaf's dtype."""
-    given, expected = jnp.asarray(entry), jax.typeof(leaf)
+    expected = jax.typeof(leaf)
+    try:
+        given = jnp.asarray(entry)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"v has {brief(entry)} for {path}, which is {expected.shape}. It has the structure of "
+            "what `grad` returns for wrt, which is 0, the first argument, unless another is given"
+        ) from None
     if given.shape != expected.shape:
         raise ValueError(f"v has the shape {given.shape} for {path}, which is {expected.shape}")
     return given.astype(expected.dtype) if jax.typeof(given).weak_type else given

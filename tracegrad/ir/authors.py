@@ -66,8 +66,7 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
     """The code of a rule's backward function; of a JVP, and of what is no Python function, None."""
     if node.kind != "vjp":
         return None
-    (backward,), _ = _jax.rule_functions([node.params["bwd"]])
-    code = getattr(backward, "__code__", None)
+    code = getattr(_jax.backward_function(node.params["bwd"]), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
