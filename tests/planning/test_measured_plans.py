@@ -375,6 +375,25 @@ def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
 
 
 @pytest.mark.any_jax
+def test_a_step_is_planned_beside_a_tap():
+    args, seen = (jnp.eye(32) / 8, jnp.ones((64, 32))), []
+
+    def deep(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.tanh(jnp.sin(x @ w))
+        return jnp.sum(x)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return tracegrad.grad(deep)(w, x)
+
+    tap = tracegrad.rules.tap_gradient(tracegrad.match.op("sin"), lambda *a: seen.append(a))
+    found = tracegrad.trace(step, rules=[tap], memory_budget="100%")(*args)
+    jax.effects_barrier()
+    np.testing.assert_allclose(found, step(*args), rtol=1e-5)
+    assert len(seen) == 8
+
+
+@pytest.mark.any_jax
 def test_a_budget_is_for_all_examples_of_a_vmap():
     def deep(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(8):

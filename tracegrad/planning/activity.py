@@ -16,7 +16,8 @@ def active_values(graph: Graph) -> set[Value]:
     no way leads from the one to the other. Where that is not known, it is all inputs, and what
     another trace has of it."""
     known = graph.differentiated
-    chosen = known or [True] * len(graph.inputs)
+    others = len(graph.inputs) - len(known)  # what rules have put behind them: taps
+    chosen = [*known, *[True] * others]
     given = [int(c and v.has_gradient) for c, v in zip(chosen, graph.inputs, strict=True)]
     constants = [v for v in traced_constants(graph) if v.has_gradient and not known]
     return _live(graph, [True] * len(graph.outputs), _reached(graph, given, constants))
