@@ -386,7 +386,9 @@ def test_a_step_is_planned_beside_a_tap():
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return tracegrad.grad(deep)(w, x)
 
-    tap = tracegrad.rules.tap_gradient(tracegrad.match.op("sin"), lambda *a: seen.append(a))
+    tap = tracegrad.rules.tap_gradient(
+        tracegrad.match.op("sin"), "sin", callback=lambda *a: seen.append(a)
+    )
     found = tracegrad.trace(step, rules=[tap], memory_budget="100%")(*args)
     jax.effects_barrier()
     np.testing.assert_allclose(found, step(*args), rtol=1e-5)
