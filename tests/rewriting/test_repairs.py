@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad import match, rules
+from tracegrad import _jax, match, rules
 from tracegrad.ir import CustomGradient, operations
 
 pytestmark = pytest.mark.any_jax
@@ -199,7 +199,11 @@ def test_a_healthy_program_has_the_very_same_gradient():
     for each_alone in (False, True):
         with jax.disable_jit(each_alone):
             plain, kept = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (loss, strong))
-        assert all(np.array_equal(a, b) for a, b in zip(plain, kept, strict=True))
+        # Compiled together with the operations that keep rules in scans, XLA rounds in another
+        # order.
+        rtol = 1e-6 if _jax.compat.SCANS_DROP_RULES and not each_alone else 0.0
+        for found, expected in zip(kept, plain, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
 
 
 def test_only_operations_are_touched_whose_derivative_may_be_no_number():
