@@ -490,6 +490,20 @@ def test_a_function_of_several_devices_is_saved_for_as_many(path):
     assert "jax.device_put" in refused.value.__notes__[-1]
 
 
+def test_a_loaded_function_is_differentiated_in_a_shard_map(path):
+    loaded = saved(path, lambda w, x: w**2 * x, [1.0, np.ones(2, "float32")])
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def slopes(w, x):
+        return jax.grad(lambda w, x: jax.lax.psum(loaded(w, x) @ x, "i"), (0, 1))(w, x)
+
+    specs = jax.P(), jax.P("i")
+    w, x = jnp.float32(3), jnp.arange(8.0)
+    dw, dx = jax.jit(jax.shard_map(slopes, mesh=mesh, in_specs=specs, out_specs=specs))(w, x)
+    np.testing.assert_array_equal(dw, 2 * w * x @ x)
+    np.testing.assert_array_equal(dx, 2 * w**2 * x)
+
+
 def test_what_writes_to_a_place_of_its_own_is_no_effect(path):
     def f(x):
         place = jax.new_ref(x)

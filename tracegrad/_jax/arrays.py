@@ -87,9 +87,10 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset() if axes is None else axes.varying
 
 
-def varying_as(array: Any, aval: Any) -> Any:
-    """An array that is the same on all devices, as one that may differ as those of a type do."""
-    axes = tuple(varying_axes(aval))
+def varying_as(array: Any, *avals: Any) -> Any:
+    """An array, as one that may differ between devices wherever what has one of the types may."""
+    over = frozenset[str]().union(*map(varying_axes, avals))
+    axes = tuple(over - varying_axes(jax.typeof(array)))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 

@@ -14,6 +14,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from tracegrad import _jax
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent, has_flags
 from tracegrad.variables.statics import Static
 
@@ -53,7 +54,7 @@ def differentiable(
 
     @jax.custom_vjp
     def call(*inputs: Any) -> list[Any]:
-        return list(run(*inputs))
+        return [_jax.varying_as(each, *map(jax.typeof, inputs)) for each in run(*inputs)]
 
     # What is told about symbolic zeros learns what is being differentiated, and which results have
     # cotangents.
@@ -87,7 +88,14 @@ def differentiable(
         return tuple(gradients)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
-    return call
+
+    # JAX wants a gradient to vary over the axes of a `jax.shard_map` as its operand does. It varies
+    # as all operands together do, and so must these.
+    def alike(*inputs: Any) -> list[Any]:
+        types = list(map(jax.typeof, inputs))
+        return call(*(_jax.varying_as(each, *types) for each in inputs))
+
+    return alike
 
 
 def _zeros(cotangent: Any) -> Any:
