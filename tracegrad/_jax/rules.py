@@ -6,7 +6,7 @@ leaves the tree of its results for its caller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,31 @@ def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:
     have put around it since: (function, its parameters) of each, without that which flattens the
     arguments."""
     return wrapped.f, tuple(wrapped.transforms[:-1])
+
+
+def closed_over(params: Mapping[str, Any]) -> int:
+    """How many operands of a function with a rule, the first ones, are what it closes over.
+
+    JAX's own number is of those since it was last bound. What a `jax.custom_vjp` closed over when
+    it was bound as it stands in a program is an argument of the next one, which JAX refuses to
+    differentiate all the same.
+    """
+    count = int(params.get("num_consts", 0))
+    pending: list[Any] = [params.get("fwd_jaxpr_thunk")]
+    seen: set[int] = set()
+    while pending and len(seen) < _MOST_INSIDE:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if hasattr(value, "transforms"):
+            pending.append(value.f)
+        elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
+            contents = tuple(map(_content, value.__closure__ or ()))
+            pending.extend(contents)
+            if value.__qualname__.startswith("lift_fwd."):
+                count += contents[value.__code__.co_freevars.index("num_consts")]
+    return count
 
 
 def inside_of_rule(wrapped: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:

@@ -192,7 +192,7 @@ def _trace_rule(
     A vjp gives both faces at once: the residuals that one returns are what the other takes. JAX
     refuses to differentiate with respect to what the function closes over, the first operands.
     """
-    closed_over = int(params.get("num_consts", 0))
+    closed_over = _jax.closed_over(params)
 
     def bound(*args: Any) -> list[Any]:
         return _jax.bind(primitive, args, params)

@@ -243,7 +243,7 @@ def own_computation(equation: Any) -> Computation:
     types = [atom.aval for atom in equation.invars]
     node = lone_node(primitive, params, types, Source(equation.source_info, equation.ctx))
     assert isinstance(node, CustomGradient)
-    return Computation(primitive, params, int(params.get("num_consts", 0)), node)
+    return Computation(primitive, params, node.closed_over, node)
 
 
 def _count_made() -> None:
@@ -360,7 +360,7 @@ class JaxRuleCall:
         self.lone: Computation | None = None
         call = sole_equation(program)
         is_rule = call is not None and call.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
-        if call is not None and is_rule and not call.params.get("num_consts", 0):
+        if call is not None and is_rule and not _jax.closed_over(call.params):
             self.lone = rule_computation(call.primitive, call.params)
 
 

@@ -364,7 +364,7 @@ class Recorder(Running):
         if not watching:
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
-        constants = int(params.get("num_consts", 0))
+        constants = _jax.closed_over(params)
         if any(r.tracks(args[:constants]) for r in watching):
             raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
         args = self.own_operands(primitive, args)
