@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
+import tracegrad as tg
 from tracegrad import match, rules
 
 
@@ -342,3 +345,32 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
 )
 def test_a_program_of_equinox(program):
     check(program)
+
+
+def test_a_program_among_what_an_operation_of_equinox_holds_is_none_of_its_regions():
+    # So lineax solves: what the function closes over are operands, its constants nobody's.
+    call = eqxi.create_vprim(
+        "called",
+        eqxi.filter_primitive_def(lambda fun, x: fun(x)),
+        eqxi.filter_primitive_def(lambda fun, x: jax.core.ShapedArray(x.shape, x.dtype)),
+        eqxi.filter_primitive_jvp(lambda *of: eqx.filter_jvp(lambda fun, x: fun(x), *of)),
+        None,
+    )
+
+    def loss(w, x):
+        fun = eqx.filter_closure_convert(lambda x: w * jnp.sin(x), x)
+        return jnp.sum(eqxi.filter_primitive_bind(call, fun, jnp.tanh(x)) ** 2)
+
+    def on_a_tape(*of):
+        with tg.GradientTape() as tape:
+            tape.watch(of)
+            y = loss(*of)
+        return tape.gradient(y, of)
+
+    of = jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])
+    dw, dx = jax.grad(loss, (0, 1))(*of)
+    edited = tg.rewrite(loss, rules.scale_gradient(match.op("tanh"), 2.0))
+    for found in ((on_a_tape(*of)), tg.grad(edited, (0, 1))(*of)):
+        np.testing.assert_allclose(found[0], dw, rtol=1e-6)
+    np.testing.assert_allclose(found[1], 2 * dx, rtol=1e-6)
+    assert "called = called(w, tanh)" in str(tg.graph(loss)(*of))

@@ -390,6 +390,28 @@ def test_a_custom_vjp_that_closes_over_a_watched_array_raises():
         assert tape.gradient(y, x) == 3.0
 
 
+@pytest.mark.parametrize("wrap", [jax.custom_jvp, jax.custom_vjp])
+def test_what_a_call_in_a_custom_derivative_closes_over_is_no_operand(wrap):
+    # It was made one, as that of other calls is, and the edited function refused.
+    w = jnp.array([3.0, 4.0])
+    scaled = jax.jit(lambda x: x * w)
+    f = wrap(lambda x: scaled(x).sum())
+    if wrap is jax.custom_jvp:
+        f.defjvp(lambda x, dx: (f(*x), 5 * dx[0]))
+    else:
+        f.defvjp(lambda x: (f(x), None), lambda _, dy: (5 * dy,))
+    x = F32(2.0)
+    for g in (f, jax.jit(lambda x: f(x) * 1)):
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = g(x)
+        assert tape.gradient(y, x) == 5.0
+        with GradientTape() as tape:
+            tape.watch([x, w])
+            with pytest.raises(ValueError, match="closes over an array that a tape watches"):
+                g(x)
+
+
 def test_what_a_custom_gradient_closes_over_gets_none():
     w = F32(3.0)
 

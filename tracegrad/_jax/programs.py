@@ -131,6 +131,11 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """
     found = []
     for key, value in params.items():
+        if key == "static" and "treedef" in params:
+            # An operation of equinox's, as lineax's `linear_solve`: what is no array among its
+            # arguments. The constants of a program there are operands, and those that it names are
+            # of another trace, or unknown.
+            continue
         if isinstance(value, PROGRAM_TYPES):
             found.append((key, value))
         elif isinstance(value, (tuple, list)):

@@ -360,13 +360,14 @@ class Recorder(Running):
     def _run_equation(self, equation: Any, args: Sequence[Any], is_new: bool) -> list[Any]:
         """Runs an equation that has a rule."""
         primitive, params = equation.primitive, equation.params
+        constants = _jax.closed_over(params)
+        closed_over = [*args[:constants], *_jax.facts_below(params).arrays]
+        if any(r.tracks(closed_over) for r in self.records):
+            raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
         watching = [r for r in self.records if r.tracks(args)]
         if not watching:
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
-        constants = _jax.closed_over(params)
-        if any(r.tracks(args[:constants]) for r in watching):
-            raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
         args = self.own_operands(primitive, args)
         known = None if is_new else rule_computation(primitive, params, constants)
         computation = known or own_computation(equation)
