@@ -371,6 +371,32 @@ def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
         np.testing.assert_allclose(tg.trace(gradient, rules=[TRIPLE])(X), 3 * plain, rtol=1e-5)
 
 
+@jax.custom_jvp
+def sine_by_slope(x):
+    return jax.jvp(lambda x: jnp.sin(x - jnp.pi / 2), (x,), (jnp.ones_like(x),))[1]
+
+
+@sine_by_slope.defjvp
+def _(primals, tangents):
+    return sine_by_slope(*primals), jnp.cos(primals[0]) * tangents[0]
+
+
+@pytest.mark.any_jax
+def test_a_derivative_in_a_function_that_has_a_rule_is_not_under_the_rules_in_force():
+    """Its rule is not, and is to return the same: optimistix differentiates what it solves."""
+
+    def nested(x):
+        return jnp.sum(jnp.sin(sine_by_slope(x)))
+
+    with pytest.raises(tg.GraphError, match="lies inside of the custom gradient sine_by_slope"):
+        tg.trace(jax.grad(nested), rules=[TRIPLE])(X)
+    outside = rules.scale_gradient(SIN & ~match.call("sine_by_slope"), 3.0)
+    step = tg.trace(lambda x: (nested(x), jax.value_and_grad(nested)(x)), rules=[outside])
+    value, (same, gradient) = step(X)
+    np.testing.assert_allclose([value, same], [nested(X)] * 2, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 3 * jax.grad(nested)(X), rtol=1e-5)
+
+
 def test_a_match_that_jax_has_differentiated_raises_and_says_where():
     def step(x):
         return grad_by_name(loss)(x)  # here

@@ -121,6 +121,7 @@ from tracegrad._jax.traces import at_top_level as at_top_level
 from tracegrad._jax.traces import current_trace as current_trace
 from tracegrad._jax.traces import current_trace_outside_of as current_trace_outside_of
 from tracegrad._jax.traces import examples_at_once as examples_at_once
+from tracegrad._jax.traces import is_of_a_custom_rule as is_of_a_custom_rule
 from tracegrad._jax.traces import is_part_of_a_program as is_part_of_a_program
 from tracegrad._jax.traces import is_top_level as is_top_level
 from tracegrad._jax.traces import outward as outward

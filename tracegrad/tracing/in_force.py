@@ -100,6 +100,7 @@ def _applied(rule: Rule, program: Graph) -> Graph:
 
 class _InForce(threading.local):
     forces: tuple[Force, ...] = ()  # the innermost first
+    since: Any = None  # the trace around the innermost
 
 
 _in_force = _InForce()
@@ -121,12 +122,13 @@ def in_force(force: Force) -> Iterator[None]:
 
 @contextmanager
 def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None]:
-    before, _in_force.forces = _in_force.forces, forces
+    before = _in_force.forces, _in_force.since
+    _in_force.forces, _in_force.since = forces, _jax.current_trace(None)
     try:
         with nullcontext() if same_key else _key(tuple([force.key for force in forces])):
             yield
     finally:
-        _in_force.forces = before
+        _in_force.forces, _in_force.since = before
 
 
 def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: bool = False) -> Graph:
@@ -161,14 +163,20 @@ def differentiating() -> AbstractContextManager[None]:
 
 
 def rules_in_force() -> tuple[Force, ...]:
-    """What is in force, the innermost first: a part of every key that depends on it."""
-    return _in_force.forces
+    """What is in force, the innermost first: a part of every key that depends on it.
+
+    Nothing is in a function that has a rule of derivatives: JAX runs that rule instead, in which
+    nothing is either, and which is to return the same (see `differentiating`).
+    """
+    forces = _in_force.forces
+    within = _jax.outward(_jax.current_trace(None), _in_force.since) if forces else ()
+    return () if any(map(_jax.is_of_a_custom_rule, within)) else forces
 
 
 def rules_for_recorded() -> tuple[Force, ...]:
     """Those in force that act on what was recorded, the innermost first: not those whose block has
     given every operation in it another gradient when that was computed, and none before."""
-    forces = _in_force.forces
+    forces = rules_in_force()
     for trace in _jax.outward(_jax.current_trace(None)) if forces else ():
         if not isinstance(trace, ForwardingTrace):
             break
@@ -178,7 +186,7 @@ def rules_for_recorded() -> tuple[Force, ...]:
 
 def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Graph:
     """A program with the rules in force applied, or these of them; they may match nothing in it."""
-    for force in _in_force.forces if forces is None else forces:
+    for force in rules_in_force() if forces is None else forces:
         program = force.apply(program)
     _refuse_taps(program)
     return program
@@ -196,7 +204,7 @@ def under_rules(
       name: what the program is called in messages.
       lower: how the edited program becomes a function again.
     """
-    forces = _in_force.forces
+    forces = rules_in_force()
     if not forces:
         return fun
 
@@ -250,7 +258,7 @@ def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function to which the rules in force were applied, and so are not applied again."""
-    return jax.named_call(fun, name=UNDER_RULES) if _in_force.forces else fun
+    return jax.named_call(fun, name=UNDER_RULES) if rules_in_force() else fun
 
 
 def _refuse_taps(program: Graph) -> None:
