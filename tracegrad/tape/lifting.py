@@ -100,8 +100,7 @@ def _refuse_closed_over(node: Node, captured: Mapping[int, int]) -> None:
         if isinstance(node, CustomGradient):
             facts = _jax.facts_below(node.params)  # of the calls in it: they are no operands
             is_within = any(id(each) in captured for each in (*facts.arrays, *facts.numpy_arrays))
-            closed_over = ins[: node.params.get("num_consts", 0)] if node.kind == "jvp" else []
-            if is_within or any(closed_over):
+            if is_within or any(ins[: node.closed_over]):
                 raise closes_over_watched(node.name)
         entered = enter(node, ins, run)
         return data_flow(node, ins) if entered is None else entered[0]
