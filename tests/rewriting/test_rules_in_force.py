@@ -126,6 +126,35 @@ def test_second_derivatives_go_by_the_rule(way):
     np.testing.assert_allclose(tg.trace(way, rules=[TRIPLE])(X), expected, rtol=1e-5, atol=1e-6)
 
 
+BLOCK = match.scope("block")
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [(rules.recompute(BLOCK), 1.0), (rules.scale_gradient(BLOCK, 0.5), 0.5)],
+    ids=["recompute", "scale_gradient"],
+)
+def test_sources_and_constants_inside_of_a_match_have_their_own_gradients(rule, factor):
+    def step(x):
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            with jax.named_scope("block"):
+                a = jnp.sin(x)
+                b = a * a
+                y = b * a
+            partial = tg.gradients(y, [a, b], stop_gradients=[a, b])
+            partial += tg.gradients(y, x, stop_gradients=b)
+        return tape.gradient(y, [x, a, b]) + partial
+
+    sin, cos = np.sin(X), np.cos(X)
+    expected = [3 * sin**2 * cos, 3 * sin**2, sin, sin**2, sin, sin**2 * cos]
+    np.testing.assert_allclose(step(X), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        tg.trace(step, rules=[rule])(X), factor * np.array(expected), rtol=1e-5
+    )
+
+
 @jax.custom_jvp
 def tripled(x):
     return x

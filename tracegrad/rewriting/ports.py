@@ -63,7 +63,7 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
         for value in leaving(here, nodes):
             if value.has_gradient:
                 perturbation = here.add_input(value.aval, "tap")
-                (new,) = here.insert(_perturbed, [value, perturbation], after=value.producer)
+                (new,) = here.insert(perturbed, [value, perturbation], after=value.producer)
                 here.replace_uses(value, new)
                 ports.append(Port(match, perturbation))
         return ports
@@ -133,14 +133,14 @@ def _effects_in_loops(graph: Graph, path: Path) -> Iterator[Occurrence]:
 
 
 @jax.custom_jvp
-def _perturbed(value: Any, perturbation: Any) -> Any:
+def perturbed(value: Any, perturbation: Any) -> Any:
     """The value, as if the perturbation, which is zero, had been added: to the last bit."""
     return value
 
 
-@_perturbed.defjvp
+@perturbed.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return _jax.keeping_rule(_perturbed, primals), tangents[0] + tangents[1]
+    return _jax.keeping_rule(perturbed, primals), tangents[0] + tangents[1]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from tracegrad.differentiation.pull_back import (
 )
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.rewriting.ports import perturbed
 from tracegrad.tape.block import Block, graph_of, refuse_saved
 from tracegrad.tape.effects import silence
 from tracegrad.tape.replay import NOTHING, PullBack, Replay, run_again, with_stand_in
@@ -63,17 +64,17 @@ def trace_backward(
     """
     graph, values, saving = graph_of(block.operations, block.types, as_called=bool(rules))
     places = {value: slot for slot, value in values.items()}
+    zeros: list[Value] = []
     if rules:
         refuse_saved(block.operations)
-        graph, values = _under_rules(rules, graph, values, block, stopped)
-        places = {value: slot for slot, value in values.items() if value.producer is None}
-        again = graph.nodes
+        graph, given, zeros, wanted, outputs = _under_rules(rules, graph, values, block, stopped)
+        places, stops, again = given, set[Value](), graph.nodes
     else:
         again = tuple([graph.nodes[i] for i in replay.operations])
+        wanted = [values[slot] for slot in block.sources]
+        outputs = [values[slot] for slot in block.targets]
+        stops = {values[slot] for slot in stopped}
     as_called = {graph.nodes[i] for i in replay.as_called}
-    wanted = [values[slot] for slot in block.sources]
-    outputs = [values[slot] for slot in block.targets]
-    stops = {values[slot] for slot in stopped}
     stand_ins = {values[slot]: slot for slot in replay.slots}
     deciding = {node: saved.deciding for node, saved in saving.items()}
     walk = Walk()
@@ -86,6 +87,7 @@ def trace_backward(
     def backward(*arrays_and_seeds: Any) -> list[Any]:
         known: dict[Value, Any] = dict(graph.constants)
         known.update((value, arrays_and_seeds[slot]) for value, slot in places.items())
+        known.update((value, _zeros(value.aval)) for value in zeros)
         pull: dict[Node, tuple[Node, PullBack]] = {}
 
         def through(
@@ -162,30 +164,67 @@ def _needed(program: Any) -> tuple[bool, ...]:
     return tuple(id(variable) in live for variable in open_form.invars)
 
 
+class _Edited(NamedTuple):
+    """A block under rules.
+
+    Attributes:
+      graph: what the rules have made of it.
+      given: the slots of those of its inputs that are arrays of the block.
+      zeros: its other inputs, which are zero.
+      wanted, outputs: what stands for the sources and the targets.
+    """
+
+    graph: Graph
+    given: dict[Value, int]
+    zeros: list[Value]
+    wanted: list[Value]
+    outputs: list[Any]
+
+
 def _under_rules(
     rules: Sequence[Force],
     graph: Graph,
     values: Mapping[int, Value],
     block: Block,
     stopped: Collection[int],
-) -> tuple[Graph, dict[int, Value]]:
-    """The graph with rules in force applied to it, and its values for slots that are asked for.
+) -> _Edited:
+    """The graph with rules in force applied to it.
 
     What rules put into it has no recorded values: the block is computed once more from its inputs,
-    which XLA makes one with the first.
+    which XLA makes one with the first. A rule may put a source that was computed in the block, or
+    what counts as constant there, inside of one operation with what is computed from it. So the
+    cotangent of the one is that of an input that is added to it, and the other is stopped where it
+    is made.
     """
-    slots = dict.fromkeys([*block.sources, *block.targets, *stopped])
-    made = [slot for slot in slots if values[slot].producer is not None]
-    for slot in made:
-        graph.add_output(values[slot])
     given = [slot for slot, value in values.items() if value.producer is None]
     assert [values[slot] for slot in given] == list(graph.inputs)
-    if set(block.sources).issubset(given):
-        graph.differentiated = tuple([slot in block.sources for slot in given])
+    now: dict[int, Any] = dict(values)
+
+    def passed_on(slot: int, identity: Callable[..., Any], *more: Value) -> None:
+        value = now[slot]
+        (now[slot],) = graph.insert(identity, [value, *more], after=value.producer)
+        graph.replace_uses(value, now[slot])
+
+    for slot in set(stopped).difference(given):
+        passed_on(slot, jax.lax.stop_gradient)
+    added = [slot for slot in dict.fromkeys(block.sources) if slot not in given]
+    for slot in added:
+        passed_on(slot, perturbed, graph.add_input(block.types[slot]))
+    graph.add_outputs([now[slot] for slot in block.targets])
+    graph.differentiated = (*(slot in block.sources for slot in given), *[True] * len(added))
     edited = apply_in_force(graph, rules)
-    now: dict[int, Any] = dict(zip(given, edited.inputs, strict=True))
-    now.update(zip(made, edited.outputs, strict=True))
-    return edited, now
+    inputs = dict(zip((*given, *added), edited.inputs, strict=True))
+    return _Edited(
+        edited,
+        {inputs[slot]: slot for slot in given},
+        [inputs[slot] for slot in added],
+        [inputs[slot] for slot in block.sources],
+        list(edited.outputs),
+    )
+
+
+def _zeros(aval: Any) -> Any:
+    return _jax.varying_as(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
