@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 import tracegrad as tg
 
@@ -98,6 +99,30 @@ def test_second_derivatives_keep_what_is_assigned(differentiate):
     differentiate(model)
     assert float(model.calls.get_value()) == 2.0
     np.testing.assert_array_equal(model.scale.get_value(), [1.0, 2.0])
+
+
+def test_modules_beside_those_that_are_differentiated_are_changed_too():
+    def noisy(model, rngs, x, metric):
+        noise = rngs.normal(x.shape)
+        metric.update(values=jnp.sum(noise))
+        return jnp.sum(model.scale.get_value() * (x + noise))
+
+    def of_step(differentiated, wrap=lambda step: step):
+        model, rngs, metric = Scaling(), nnx.Rngs(0), nnx.metrics.Average()
+        step = wrap(lambda *given, metric: differentiated(noisy)(*given, metric=metric))
+        gradients = [step(model, rngs, X[:, :2], metric=metric) for _ in range(2)]
+        return jax.tree.leaves(gradients), metric.compute(), rngs.default.count.get_value()
+
+    expected, mean, count = of_step(nnx.grad)
+    for found in (of_step(tg.grad), of_step(tg.grad, tg.trace)):
+        np.testing.assert_allclose(found[0][1::2], expected, rtol=1e-6)
+        np.testing.assert_allclose(found[1], mean, rtol=1e-6)
+        assert found[2] == count == 2
+
+    # Two copies of one would draw the same numbers.
+    rngs = nnx.Rngs(0)
+    with pytest.raises(TraceContextError):
+        tg.grad(lambda x, ours, theirs: jnp.sum(x * ours.normal() * theirs.normal()))(X, rngs, rngs)
 
 
 def test_a_change_of_structure_raises():

@@ -1,4 +1,4 @@
-"""What a function assigns in modules of flax.nnx with respect to which it is differentiated.
+"""What a function that is differentiated assigns in modules of flax.nnx that it is given.
 
 It gets copies of them, made of the values that are differentiated. What it has assigned in those
 (statistics, counts of random numbers) goes into the modules themselves, as by `nnx.grad`.
@@ -6,12 +6,13 @@ It gets copies of them, made of the values that are differentiated. What it has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from tracegrad.differentiation.selection import Selection
+from tracegrad.differentiation.selection import Argument, Selection
 from tracegrad.ir.wording import with_article
 from tracegrad.variables.modules import is_whole
 from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx
@@ -19,11 +20,20 @@ from tracegrad.variables.statics import is_variable
 
 
 class ModuleState:
-    """The state of the modules of a selection, if it has any, through one call of its function."""
+    """The state of the modules of a call, if it is given any, through one call of its function."""
 
     def __init__(self, selection: Selection):
         self._selection = selection
-        self._has_modules = _has_modules(selection)
+        beside = [argument for argument in selection.others if _has_modules(argument)]
+        self._has_modules = bool(beside) or any(map(_has_modules, selection.arguments))
+        # A copy of what another argument holds too would not be one with that: flax refuses then
+        # that it is changed.
+        uses = Counter(
+            id(variable)
+            for argument in (*selection.arguments, *beside)
+            for variable in {id(each): each for each in _variables(argument)}.values()
+        )
+        self._beside = [a for a in beside if all(uses[id(v)] == 1 for v in _variables(a))]
         self._changed: list[int] = []
 
     def call(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -32,6 +42,13 @@ class ModuleState:
         if not self._has_modules:
             return self._selection.call(leaves), []
         args, kwargs, filled = self._selection.filled(leaves)
+        for argument in self._beside:
+            copy = jax.tree.unflatten(argument.structure, argument.leaves)
+            filled.append(copy)
+            if isinstance(argument.key, int):
+                args[argument.key] = copy
+            else:
+                kwargs[argument.key] = copy
         structure: Any
         changed_structure: Any
         before, structure = jax.tree.flatten(filled)
@@ -39,8 +56,8 @@ class ModuleState:
         after, changed_structure = jax.tree.flatten(filled)
         if structure != changed_structure:
             raise TypeError(
-                "a function changes the structure of a module of flax.nnx with respect to which it "
-                "is differentiated: its attributes, or what there is of variables. Change it "
+                "a function that is differentiated changes the structure of a module of flax.nnx "
+                "that it is given: its attributes, or what there is of variables. Change it "
                 "before (model.eval(), a Variable with an initial value)"
             )
         pairs = enumerate(zip(before, after, strict=True))
@@ -54,9 +71,9 @@ class ModuleState:
             variable, leaf = places[i]
             if not is_variable_of_nnx(variable):
                 raise TypeError(
-                    f"a function assigns {with_article(type(variable).__name__)} in a module of "
-                    "flax.nnx with respect to which it is differentiated, which would be lost. "
-                    "Make it an nnx.Variable"
+                    "a function that is differentiated assigns "
+                    f"{with_article(type(variable).__name__)} in a module of flax.nnx that it is "
+                    "given, which would be lost. Make it an nnx.Variable"
                 )
             leaves, structure = jax.tree.flatten(variable.get_raw_value())
             leaves[leaf] = value
@@ -64,15 +81,21 @@ class ModuleState:
 
     def _places(self) -> list[tuple[Any, int]]:
         """For each leaf the nnx.Variable that it is in, and which of its leaves it is."""
-        trees = [argument.tree for argument in self._selection.arguments]
+        trees = [each.tree for each in (*self._selection.arguments, *self._beside)]
         nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
         return [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
 
 
-def _has_modules(selection: Selection) -> bool:
-    """Whether it is differentiated with respect to modules."""
+def _has_modules(argument: Argument) -> bool:
+    """Whether there are modules in an argument."""
     if (is_leaf := is_whole()) is None:
         return False
-    trees = [argument.tree for argument in selection.arguments]
-    nodes = jax.tree.leaves(trees, is_leaf=lambda node: is_leaf(node) or is_variable(node))
+    tree = argument.tree
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_leaf(node) or is_variable(node))
     return any(map(is_module, nodes))
+
+
+def _variables(argument: Argument) -> list[Any]:
+    """The nnx.Variables in an argument."""
+    nodes = jax.tree.leaves(argument.tree, is_leaf=is_variable_of_nnx)
+    return list(filter(is_variable_of_nnx, nodes))

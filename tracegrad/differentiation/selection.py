@@ -184,14 +184,18 @@ class Selection:
         ]
 
     @functools.cached_property
+    def others(self) -> list[Argument]:
+        """The arguments that `wrt` does not name."""
+        named = {argument.key for argument in self.arguments}
+        keys = (*range(len(self.args)), *sorted(self.kwargs))
+        return [_argument(key, self.args, self.kwargs, None) for key in keys if key not in named]
+
+    @functools.cached_property
     def names_of_all(self) -> list[str]:
         """The names of all leaves of all arguments, in the order in which JAX flattens these."""
-        selected = {argument.key: argument for argument in self.arguments}
+        by_key = {argument.key: argument for argument in (*self.arguments, *self.others)}
         keys = (*range(len(self.args)), *sorted(self.kwargs))
-        arguments = [
-            selected.get(key) or _argument(key, self.args, self.kwargs, None) for key in keys
-        ]
-        return [leaf.name for argument in arguments for leaf in self._named(argument)]
+        return [leaf.name for key in keys for leaf in self._named(by_key[key])]
 
     @functools.cached_property
     def _argument_names(self) -> list[str]:
