@@ -112,6 +112,31 @@ def test_calls_of_nnx_modules_are_scopes_named_by_their_paths():
     assert scopes_of(tg.graph(lambda s, x: nnx.merge(graphdef, s)(x))(state, X)) == expected
 
 
+def test_modules_that_a_transformed_method_calls_have_their_paths():
+    # It is given a copy of the module.
+    class Recomputed(NnxBlock):
+        __call__ = nnx.remat(NnxBlock.__call__)
+
+    class Half(NnxBlock):
+        def __call__(self, x):
+            return x + self.inner(x)
+
+        @nnx.remat
+        def inner(self, x):
+            return jnp.tanh(self.query(x))
+
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Recomputed(rngs), Half(rngs)])
+
+        def __call__(self, x):
+            return self.blocks[1](self.blocks[0](x))
+
+    scopes = scopes_of(tg.graph(lambda model, x: jnp.sum(model(x)))(Two(nnx.Rngs(0)), X))
+    names = [f"Two/blocks.{i}{inner}" for i in (0, 1) for inner in ("", "/query")]
+    assert sorted(scopes) == sorted(names)
+
+
 def test_rules_values_and_plans_go_by_them_through_the_frameworks_own_gradients():
     def step(model, x):
         value, gradient = eqx.filter_value_and_grad(loss)(model, x)

@@ -99,6 +99,10 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
         if path is not None:
             around = calls[-1].path + "." if calls[-1].paths is outer.paths else "."
             return path.removeprefix(around), _Call(module, path, outer.paths)
+    if calls:
+        within = _paths_in_copy(calls[-1].module)
+        if id(module) in within:
+            return within[id(module)], _Call(module, within[id(module)], within)
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
@@ -112,6 +116,18 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     if number == len(alike):
         alike.append(ref)
     return f"{name}_{number}" if number else name, _Call(module, "", known[1])
+
+
+def _paths_in_copy(called: Any) -> dict[int, str]:
+    """The paths in that copy of a called module in whose method the next one is called: what a
+    transformation of the method, as `nnx.remat`, hands to it in the place of the module."""
+    caller = sys._getframe(3)
+    first = caller.f_code.co_varnames[: caller.f_code.co_argcount][:1]
+    copy = caller.f_locals.get(*first) if first else None
+    if type(copy) is not type(called) or copy is called:
+        return {}
+    with quietly():
+        return _paths_in(copy)
 
 
 def _paths_in(root: Any) -> dict[int, str]:
