@@ -110,6 +110,18 @@ def test_it_can_be_differentiated_and_mapped_and_recorded():
         assert tape.gradient(y, v) == 4.0
 
 
+def test_a_recomputed_function_of_several_operations_is_recorded():
+    x = jnp.float32(0.5)
+    with jax.disable_jit(), tg.GradientTape() as outer:
+        outer.watch(x)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = tg.recompute_grad(lambda x: jnp.where(x > 0, jnp.sin(x) * 2, x))(x)
+        slope = tape.gradient(y, x)
+    np.testing.assert_allclose(slope, 2 * np.cos(0.5), rtol=1e-6)
+    np.testing.assert_allclose(outer.gradient(slope, x), -2 * np.sin(0.5), rtol=1e-6)
+
+
 def test_with_rules_it_is_traced_with_the_functions_that_the_rules_name():
     v = Variable(0.0)
 

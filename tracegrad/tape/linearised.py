@@ -92,7 +92,8 @@ class Linearised(Computation):
 
         forward.__name__ = forward.__qualname__ = str(of.params.get("name", of.primitive.name))
         self.forward: Callable[..., list[Any]] = jax.jit(forward)
-        (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
+        with jax.disable_jit(False):
+            (equation,) = _jax.opened(jax.make_jaxpr(self.forward)(*types)).eqns
         super().__init__(_jax.JIT, dict(equation.params), is_shared=of.is_shared)
         how = "linearised", active, tuple(types), orders
         self._keys = (*how, key), (*how, of.keys[1])
