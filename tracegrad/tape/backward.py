@@ -193,23 +193,20 @@ def _under_rules(
     What rules put into it has no recorded values: the block is computed once more from its inputs,
     which XLA makes one with the first. A rule may put a source that was computed in the block, or
     what counts as constant there, inside of one operation with what is computed from it. So the
-    cotangent of the one is that of an input that is added to it, and the other is stopped where it
-    is made.
+    cotangent of the one is that of an input that is added to it, and the other is itself an input.
     """
     given = [slot for slot, value in values.items() if value.producer is None]
     assert [values[slot] for slot in given] == list(graph.inputs)
     now: dict[int, Any] = dict(values)
-
-    def passed_on(slot: int, identity: Callable[..., Any], *more: Value) -> None:
-        value = now[slot]
-        (now[slot],) = graph.insert(identity, [value, *more], after=value.producer)
-        graph.replace_uses(value, now[slot])
-
     for slot in set(stopped).difference(given):
-        passed_on(slot, jax.lax.stop_gradient)
+        now[slot] = graph.add_input(block.types[slot])
+        graph.replace_uses(values[slot], now[slot])
+        given.append(slot)
     added = [slot for slot in dict.fromkeys(block.sources) if slot not in given]
     for slot in added:
-        passed_on(slot, perturbed, graph.add_input(block.types[slot]))
+        value, zero = now[slot], graph.add_input(block.types[slot])
+        (now[slot],) = graph.insert(perturbed, [value, zero], after=value.producer)
+        graph.replace_uses(value, now[slot])
     graph.add_outputs([now[slot] for slot in block.targets])
     graph.differentiated = (*(slot in block.sources for slot in given), *[True] * len(added))
     edited = apply_in_force(graph, rules)
