@@ -21,6 +21,7 @@ from tracegrad._jax.arrays import sharding_of as sharding_of
 from tracegrad._jax.arrays import struct as struct
 from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key
+from tracegrad._jax.arrays import type_of as type_of
 from tracegrad._jax.arrays import type_text as type_text
 from tracegrad._jax.arrays import undifferentiated as undifferentiated
 from tracegrad._jax.arrays import varying_as as varying_as

@@ -76,6 +76,15 @@ def local_shape(aval: Any) -> Sequence[Any]:
     )
 
 
+def type_of(leaf: Any) -> Any:
+    """The JAX type of a leaf; None for what is no array, and for a part of a reference, `ref.at[i]`
+    (to JAX several operands; the error of `jax.typeof` is of a kind of its own)."""
+    try:
+        return jax.typeof(leaf)
+    except Exception:
+        return None
+
+
 def is_on_host(aval: Any) -> bool:
     """Whether a value of a type is in the memory of the host and not of the device."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host

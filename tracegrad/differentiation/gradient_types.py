@@ -48,7 +48,4 @@ def is_differentiable(leaf: Any) -> bool:
 def type_of(leaf: Any) -> Any:
     """The JAX type of a leaf; None if it has none."""
     refuse_hijax(leaf)
-    try:
-        return jax.typeof(leaf)
-    except TypeError:
-        return None
+    return _jax.type_of(leaf)

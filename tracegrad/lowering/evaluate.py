@@ -39,6 +39,11 @@ class Lowering:
 def evaluate(graph: Graph, args: Sequence[Any], lowering: Lowering | None = None) -> list[Any]:
     """Runs or traces a graph on flat arguments; returns its flat outputs."""
     lowering = lowering or Lowering()
+    if len(args) < len(graph.inputs):
+        raise TypeError(
+            f"{graph.name} is given a part of a reference, ref.at[i], which is several arrays to "
+            "JAX. Give it the reference and the index, and let it take the part"
+        )
     if lowering.keeps(graph):
         return _jax.eval_program(graph.program, args)
     values = run_nodes(graph, args, lowering, freed=_last_uses(graph))

@@ -283,7 +283,7 @@ class Pipeline:
         found: Found | None = None if attempt is None else attempt.known
         if attempt is None or found is None or found[0].in_tree != tree:
             return None
-        types = list(map(jax.typeof, flat))
+        types = list(map(_jax.type_of, flat))
         if found[0].in_avals[: len(types)] != types:
             return None
         attempt.known = None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.leaves import named_leaves
@@ -80,7 +81,7 @@ class Signature(NamedTuple):
             if isinstance(leaf, Static):
                 values[name] = leaf
                 continue
-            aval = jax.typeof(leaf)
+            aval = _jax.type_of(leaf) or leaf  # a part of a reference has a shape and a dtype
             dtype = str(getattr(aval, "dtype", aval))
             shape = str(list(getattr(aval, "shape", ())))
             types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
