@@ -91,6 +91,30 @@ def test_norms_and_zeros_are_those_of_jax():
         assert report.size == gradient.size
 
 
+def test_the_ninth_look_is_compiled_and_says_the_same(caplog):
+    @jax.checkpoint
+    def layer(w, x):
+        return jax.nn.relu(jax.jit(jnp.dot)(x, w))
+
+    def loss(params, x):
+        for name in ("first", "second"):
+            x = layer(params[name], x)
+        return jnp.mean(jax.nn.softplus(x * params["scale"]))
+
+    first, second = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    params = {"first": first, "second": second, "scale": jnp.float32(2.0)}
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    norms = jax.tree.map(jnp.linalg.norm, jax.grad(loss)(params, x))
+    for look in range(1, 11):
+        caplog.clear()
+        with jax.log_compiles():
+            explanation = explain(loss, params, x)
+        assert ("compilation of jit(stacked)" in caplog.text) == (look == 9)
+        assert explanation.findings == ()
+        for name, norm in norms.items():
+            assert explanation[f"params.{name}"].norm == pytest.approx(float(norm), rel=1e-5)
+
+
 @pytest.mark.parametrize("by_jax", [False, True], ids=["", "where JAX checks too"])
 def test_nans_and_infs_are_counted(by_jax):
     with jax.debug_nans(by_jax), jax.debug_infs(by_jax):

@@ -62,9 +62,10 @@ def explain(
       ValueError: `wrt` selects what the call does not have; an array has been donated.
       Whatever the function itself raises when it is traced.
 
-    The cost is that of one forward and one reverse pass, compiled at the first call, and of the
-    few numbers taken of each array on the way; again as much where something is not finite. A
-    program that was seen before is not compiled again.
+    The cost is that of one forward and one reverse pass, operation by operation, and of the few
+    numbers taken of each array on the way; again as much where something is not finite. The passes
+    are compiled for a program with loops or more than a gigabyte of results, and for one that is
+    explained for the ninth time.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import explain

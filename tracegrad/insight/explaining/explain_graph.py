@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -24,14 +25,20 @@ from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
+from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.authors import is_jaxs_rule
+from tracegrad.planning.residuals import nbytes
 from tracegrad.tape.keys import AS_RUN, PROGRAMS, program_key, rule_keys
 
-# It runs once or a few times, and compiling is most of what it costs. (Optimised still less it
-# compiles no faster, and each further call takes twice its time.)
+# To compile a pass takes as long as to run it some ten times operation by operation.
+_OFTEN = 8
+# What such a run may hold: it frees less on its way than XLA does.
+_IN_MEMORY = 1 << 30
+# Compiling is most of what a compiled one costs, too. (Optimised still less it compiles no faster,
+# and each further call takes twice its time.)
 _QUICK = {"xla_llvm_disable_expensive_passes": True}
 
 # Of the inputs of a graph and the cotangents of its outputs (or None) what was observed in it.
@@ -141,17 +148,20 @@ def _measure(
 ) -> Observed:
     seeded = tuple(seed is not None for seed in seeds)
     key = tuple(sources), seeded, close
-    look = known.or_made(key, lambda: _compile_pass(program, sources, close))
+    look = known.or_made(key, lambda: _make_pass(program, sources, close))
     return look(list(inputs), list(seeds)).in_graph(program)
 
 
-def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
-    """One compiled program for the passes.
+def _make_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
+    """Runs the passes operation by operation, and once that was often as one compiled program.
 
-    Statistics of one shape leave it as one array: there are some thousand, and each array costs
+    Statistics of one shape leave that as one array: there are some thousand, and each array costs
     more than the numbers in it.
     """
     measured = MeasuredPass(graph, sources, close)
+    # Up close, as one program it would be the largest of all, for a single run.
+    runs = math.inf if close else _OFTEN if _is_straight(graph) else 0
+    looks = itertools.count()
     # It is remembered, and holds what it finds while it runs or is traced. (What runs may explain.)
     one_at_a_time = threading.RLock()
 
@@ -166,9 +176,7 @@ def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
     def look(args: Sequence[Any], seeds: Sequence[Any]) -> Observed:
         # With JAX's own checks on it would raise where its work begins.
         with one_at_a_time, jax.debug_nans(False), jax.debug_infs(False):
-            if close:
-                # Operation by operation: as one program it would be the largest of all, for a
-                # single run.
+            if next(looks) < runs:
                 measured.lines.clear()
                 found = jax.device_get(measured.run(args, seeds))
             else:
@@ -179,6 +187,17 @@ def _compile_pass(graph: Graph, sources: Sequence[bool], close: bool) -> Look:
             return Observed(graph, stats, dict(measured.refused), dict(measured.lines))
 
     return look
+
+
+def _is_straight(graph: Graph) -> bool:
+    """Whether it is nothing but operations, each of which JAX compiles once for its shapes and
+    knows again (a loop it would compile for each run), and all their results have room."""
+    for node in (node for each in graph.regions_below for node in each.nodes):
+        is_rule = isinstance(node, CustomGradient)
+        if node.has_references or (node.regions and not (is_rule or is_called(node))):
+            return False
+    results = (value for o in graph.walk() for value in o.node.outputs)
+    return sum(nbytes(value.aval) for value in results) <= _IN_MEMORY
 
 
 def _looks_bad(observed: Observed) -> bool:

@@ -39,12 +39,17 @@ def _by_place(measure: Measure) -> Measure:
         leaves = jax.tree.leaves(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return compiled(*barrier(arrays))
-        if any(np.size(x) > _BY_NUMPY for x in leaves):
+        if any(np.size(x) > _BY_NUMPY or _is_elsewhere(x) for x in leaves):
             return compiled(*arrays)
         with np.errstate(all="ignore"):
             return measure(np, *jax.tree.map(_on_host, arrays))
 
     return run
+
+
+def _is_elsewhere(x: Any) -> bool:
+    """Whether other processes have a part of it."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def _on_host(x: Any) -> Any:

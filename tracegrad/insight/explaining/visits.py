@@ -58,15 +58,16 @@ class Visit:
 
 def is_entered(node: Node) -> bool:
     """Whether the passes go through the regions of a node rather than take it as one operation."""
-    if not node.regions or not (
-        isinstance(node, Recompute)
-        or node.op in _ENTERED
-        or node.primitive is _jax.SCAN
-        or node.primitive is _jax.COND
-    ):
+    loops = node.primitive is _jax.SCAN or node.primitive is _jax.COND
+    if not node.regions or not (loops or is_called(node)):
         return False
     # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
     return not (node.has_references or any(map(_has_references, node.regions.values())))
+
+
+def is_called(node: Node) -> bool:
+    """Whether a node runs one region, once, on its operands."""
+    return isinstance(node, Recompute) or node.op in _ENTERED
 
 
 @of_program
