@@ -142,6 +142,14 @@ def test_integers_as_in_jax_where_they_are_allowed():
         grad(f)(3, 2.0)
     assert grad(f, unconnected="none")(3, 2.0) is None
 
+    def noise(key, x):
+        return jax.random.normal(key) * x
+
+    found = grad(noise, wrt=(0, 1), allow_int=True)(jax.random.key(0), 2.0)
+    expected = jax.grad(noise, argnums=(0, 1), allow_int=True)(jax.random.key(0), 2.0)
+    assert found[0].dtype == expected[0].dtype == jax.dtypes.float0
+    assert found[1] == expected[1]
+
 
 # ------------------------------------------------------------------------------- selections
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tracegrad.differentiation.checks import differentiable_leaves
 from tracegrad.differentiation.closing_over import refusing
@@ -29,10 +29,10 @@ class DifferentiatedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         unconnected: str = "zero",
-        allow_int: bool = False,
+        allowed: Callable[[Any], bool] | Literal[False] = False,
     ):
         self.selection = resolve(fun, wrt, args, kwargs)
-        self.differentiable = differentiable_leaves(self.selection, unconnected, allow_int)
+        self.differentiable = differentiable_leaves(self.selection, unconnected, allowed)
         self.chosen = self.selection.refined(self.differentiable)
         self._state = ModuleState(self.chosen)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from tracegrad.differentiation.gradient_types import is_differentiable, is_numeric, type_of
+from tracegrad.differentiation.gradient_types import is_array, is_differentiable, type_of
 from tracegrad.differentiation.selection import Selection, check_wrt
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
@@ -55,9 +55,11 @@ def named_after(
 
 
 def differentiable_leaves(
-    selection: Selection, unconnected: str = "zero", allow_int: bool = False
+    selection: Selection,
+    unconnected: str = "zero",
+    allowed: Callable[[Any], bool] | Literal[False] = False,
 ) -> list[bool]:
-    """Which of the selected leaves JAX is to differentiate.
+    """Which of the selected leaves JAX is to differentiate; `allowed`: of the others, for zeros.
 
     Where whole arguments are selected that hold floats or complex numbers beside others (a model
     has functions, counters, flags), the others get None for an answer. Else raises TypeError for
@@ -71,15 +73,15 @@ def differentiable_leaves(
         for leaf, fits in zip(chosen, differentiable, strict=True):
             if not fits and unconnected != "none":
                 is_setting = is_differentiable(leaf)
-                fits = allow_int and is_numeric(leaf) and not is_setting
+                fits = callable(allowed) and allowed(leaf) and not is_setting
                 if not fits and not is_model:
                     path = selection.names[len(flags)]
-                    raise TypeError(_no_gradient(path, leaf, is_setting=is_setting))
+                    raise TypeError(_no_gradient(path, leaf, allowed, is_setting=is_setting))
             flags.append(fits)
     return flags
 
 
-def _no_gradient(path: str, leaf: Any, *, is_setting: bool) -> str:
+def _no_gradient(path: str, leaf: Any, allowed: object, *, is_setting: bool) -> str:
     if is_setting:
         return (
             f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "
@@ -91,7 +93,7 @@ def _no_gradient(path: str, leaf: Any, *, is_setting: bool) -> str:
         f"wrt selects {path}, of type {kind}: only float and complex arrays "
         "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
         'take None for it, with `unconnected="none"`'
-        + ("; or float0, with `allow_int=True`" if is_numeric(leaf) else "")
+        + ("; or float0, with `allow_int=True`" if is_array(leaf) and not allowed else "")
     )
 
 

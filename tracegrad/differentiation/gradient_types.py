@@ -39,6 +39,11 @@ def is_numeric(leaf: Any) -> bool:
     )
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, of random keys too, or a number."""
+    return isinstance(type_of(leaf), _jax.ARRAY)
+
+
 def is_differentiable(leaf: Any) -> bool:
     """Whether a leaf is a float or complex array, or such a number."""
     aval = type_of(leaf)

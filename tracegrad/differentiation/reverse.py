@@ -23,7 +23,7 @@ from tracegrad.differentiation.checks import (
     wrt_or_argnums,
 )
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
-from tracegrad.differentiation.gradient_types import zero_block
+from tracegrad.differentiation.gradient_types import is_array, is_numeric, zero_block
 from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.selection import Selection, Wrt
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
@@ -73,7 +73,8 @@ def grad(
         a mesh with explicit axes, gets an array.
       argnums: what JAX calls a `wrt` of positions; give one of the two.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
-      allow_int: whether integer leaves may be selected; their gradients have dtype ``float0``.
+      allow_int: whether integer leaves and random keys may be selected; their gradients have
+        dtype ``float0``.
 
     Returns:
       A function of the same arguments. It returns the gradient, or ``(gradient, aux)``, in the
@@ -167,7 +168,7 @@ def value_and_grad(
 
     @named_after(fun, "Value and gradient")
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int)
+        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int and is_array)
         scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome, has_aux))
         run = _jax.value_and_grad(
             scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
@@ -198,7 +199,7 @@ def jacobian(
 
     Args:
       fun: a traced or plain function that returns a pytree of float arrays.
-      wrt, argnums, holomorphic, allow_int: as in `grad`.
+      wrt, argnums, holomorphic, allow_int: as in `grad`, but for random keys.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       unconnected: as in `grad`, for each pair of an output leaf and a selected leaf by itself.
 
@@ -228,7 +229,9 @@ def jacobian(
 
     @named_after(fun, "Jacobian")
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
-        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int)
+        # JAX has no Jacobian with respect to random keys.
+        allowed = allow_int and is_numeric
+        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allowed)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
         leaves = call.chosen.leaves
