@@ -167,6 +167,20 @@ def test_a_nan_in_a_source_is_one_finding_that_names_it():
     assert [finding.sources for finding in both] == [("a",), ("b",)]
 
 
+@pytest.mark.any_jax
+def test_a_factor_that_starts_at_zero_and_gets_a_gradient_is_no_problem():
+    def adapted(p, x):
+        return jnp.sum((jax.jit(jnp.dot)(x @ p["down"], p["up"].T) - p["mask"]) ** 2)
+
+    p = {"down": jnp.ones((3, 2)), "up": jnp.zeros((4, 2)), "mask": jnp.ones(4)}
+    (finding,) = explain(adapted, p, X).findings
+    assert not finding.problem
+    assert (finding.cause, finding.sources) == ("multiplied by zero", ("p.down",))
+    assert "multiplied by p.up, all zeros" in finding.what
+    # Of a constant nothing comes.
+    assert explain(lambda down: adapted({**p, "down": down}, X), p["down"]).problems
+
+
 def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():
     def loss(x, flags):
         def step(carry, flag):

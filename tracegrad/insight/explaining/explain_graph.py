@@ -103,7 +103,7 @@ def explain_graph(
         findings += not_finite(observed, sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(observed, reports, sources)
+    findings += zero_gradients(observed, reports, sources, inputs)
     findings += slopes(observed, norms)
     findings += changed_rules(observed)
     findings += dead_units(observed, targets, findings)

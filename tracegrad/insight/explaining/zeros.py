@@ -9,12 +9,12 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
+from tracegrad.insight.explaining.observed import Observed, Place, call_of, handed_on, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
-from tracegrad.ir import CustomGradient, Occurrence, Value
+from tracegrad.ir import CustomGradient, Literal, Occurrence, Value, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -38,6 +38,7 @@ _CAUSES = {
     **dict.fromkeys(("scatter", "scatter-add", "dynamic_update_slice"), "not read"),
     **dict.fromkeys(("tanh", "logistic", "exp", "exp2", "erf"), "saturated"),
 }
+_MOVES = operations.REARRANGES | {"broadcast_in_dim"}
 _ZERO_CURES = {
     "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
     "multiplied by zero": "initialise with small random numbers",
@@ -52,24 +53,48 @@ _ZERO_CURES = {
 
 
 def zero_gradients(
-    observed: Observed, reports: Sequence[SourceReport], sources: dict[str, int | None]
+    observed: Observed,
+    reports: Sequence[SourceReport],
+    sources: dict[str, int | None],
+    inputs: Sequence[Any],
 ) -> Iterator[Finding]:
-    """Where the gradients died that are all zeros, of sources that are connected."""
+    """Where the gradients died that are all zeros, of sources that are connected.
+
+    `inputs`: the arrays of those of the graph.
+    """
+    moving = {
+        observed.graph.inputs[i]: (r.path, i)
+        for r in reports
+        if r.connected and r.zeros < 1 and (i := sources[r.path]) is not None
+    }
+
+    def starting(found: Occurrence) -> str | None:
+        """The factor that is zero and gets a gradient: the second one of a low-rank adapter, the
+        gate of a block."""
+        behind = (_input_behind(found.path, operand) for operand in found.node.inputs)
+        factors = (moving[each] for each in behind if each in moving)
+        return next((path for path, i in factors if not np.any(inputs[i])), None)
+
     for report in reports:
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
         for found, cause in _killers(observed, index).items():
+            words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
+            factor = starting(found) if cause == "multiplied by zero" else None
+            if factor is not None:
+                words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
+                cure = "none is needed: the first step changes that"
             yield Finding(
                 cause,
-                f"{found.node.name}: {_ZERO_WORDS[cause]}",
+                f"{found.node.name}: {words}",
                 (report.path,),
                 origin=found.origin,
                 whose=whose(found),
-                cure=_ZERO_CURES.get(cause, ""),
+                cure=cure,
                 operation=found.node.name,
                 # At an extremum, say: that is no mistake.
-                problem=cause != "zero derivative",
+                problem=cause != "zero derivative" and factor is None,
                 by_rule=by_rule.no_gradient(cause, found),
             )
 
@@ -103,6 +128,24 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
                         found[here] = "untaken branch"
         pending += _outside(observed, path, value)
     return found
+
+
+def _input_behind(path: Path, value: Value | Literal) -> Value | None:
+    """The input of the graph that an operand is, but for its shape and its type."""
+    while isinstance(value, Value):
+        if value.producer is not None:
+            if value.producer.op not in _MOVES:
+                return None
+            value = value.producer.inputs[0]
+        elif not path:
+            return value
+        else:
+            operands = handed_on(path[-1][0])
+            place = value.graph.inputs.index(value) if value in value.graph.inputs else None
+            if place is None or place >= len(operands):
+                return None
+            value, path = operands[place], path[:-1]
+    return None
 
 
 def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
