@@ -11,14 +11,17 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
-from tracegrad.ir import Graph, Source
+from tracegrad.ir import Graph, GraphError, Source
 from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import lone_node
+from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
+from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.keys import PROGRAMS
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorder import Recorder
+from tracegrad.tracing.in_force import rules_in_force
 
 
 class _Ran(NamedTuple):
@@ -155,6 +158,8 @@ def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> lis
     All of these are told to vary, those too that have an exception in the place of a tangent: a
     rule may look at what varies.
     """
+    if rules_in_force():
+        _refuse_rules(_graph_of(operation))
     push = _push_forward(operation, active)
     refused = joined(1 << k for k, one in enumerate(given) if isinstance(one, Exception))
     directions = [
@@ -170,6 +175,24 @@ def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> lis
             for tangent, mask in zip(tangents, push.linked, strict=True)
         ]
     return tangents
+
+
+def _refuse_rules(operation: Graph) -> None:
+    """Raises GraphError for a rule in force that would change the tangents of an operation: what it
+    takes together is not there yet when the tangents of a part are carried on."""
+    forces = [force for force in rules_in_force() if not force.everywhere]
+    for rule in (rule for force in forces for rule in force.rules):
+        if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
+            for match in matches_of(rule.where, operation, True, rule):
+                raise GraphError(
+                    f"{rule!r} does not reach the tangents of a ForwardAccumulator, which carries "
+                    f"them through {match} as that runs. Take tracegrad.jvp of the function, which "
+                    "rules reach, or give the rule to the function itself: "
+                    "tracegrad.rewrite(fun, rule)"
+                )
+
+
+_OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # they leave tangents as they are
 
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
