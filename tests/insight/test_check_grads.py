@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,40 @@ def test_a_rule_that_forgets_an_input_is_wrong_and_one_of_zeros_too():
             check_grads(lambda x, y, p=product: jnp.sum(p(x, y)), (X, X), order=1, modes=["rev"])
         assert [c.what for c in caught.value.report.wrong] == ["product, input 1", "y"]
         assert caught.value.report.wrong[0].got == 0
+
+
+@jax.custom_jvp
+def a_hundredth_off(x):
+    return x * x
+
+
+a_hundredth_off.defjvp(lambda x, dx: (x[0] * x[0], 2.02 * x[0] * dx[0]))
+
+
+@pytest.mark.any_jax
+def test_how_far_numbers_may_be_apart_and_along_what_they_are_taken_is_said_by_the_caller():
+    def numbers(**choices):
+        fun, x = lambda x: jnp.sum(a_hundredth_off(x)), jnp.ones(2)
+        return str(check_grads(fun, (x,), order=1, modes=("rev",), **choices))
+
+    with pytest.raises(GradientError):
+        numbers(rtol=0.005, atol=1e-5)
+    assert numbers(rtol=0.02) == numbers(rtol=0.0, atol=10.0) != numbers(rtol=0.02, seed=1)
+
+
+@pytest.mark.any_jax
+def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
+    def scaled(w, x):
+        return jnp.sum(doubled(x, eqxi.nondifferentiable(jnp.ones(3))) * w)
+
+    @eqx.filter_custom_vjp  # whose arguments but for the first may not be differentiated
+    def doubled(x, c):
+        return 2 * x * c
+
+    doubled.def_fwd(lambda perturbed, x, c: (2 * x * c, None))
+    doubled.def_bwd(lambda _, dy, perturbed, x, c: 2 * dy * c)
+    report = check_grads(scaled, (jnp.ones(3), jnp.arange(3.0)), order=1, modes=("rev",))
+    assert any(check.what.startswith("fn_wrapped") for check in report.rules)
 
 
 def test_a_wrong_custom_jvp_is_named():
