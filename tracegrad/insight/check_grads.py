@@ -71,7 +71,9 @@ def check_grads(
       fun: a function of pytrees whose floating leaves are differentiated.
       args: a tuple of its arguments. They are made float64 (complex128) inside a local x64 scope,
         or float32 (complex64).
-      order: 1, 2, ...: the derivatives of derivatives too.
+      order: 1, 2, ...: the derivatives of derivatives too. For a model of some layers the first
+        takes seconds and the second minutes: each sequence of modes is compiled, and differences
+        of gradients are taken along each leaf.
       modes: ``"fwd"``, ``"rev"``, or both; of a higher order every sequence of them.
       deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
         a name, several, or a predicate on the name of the function with the rule. They are listed
