@@ -24,6 +24,7 @@ from tracegrad._jax.arrays import type_key as type_key
 from tracegrad._jax.arrays import type_of as type_of
 from tracegrad._jax.arrays import type_text as type_text
 from tracegrad._jax.arrays import undifferentiated as undifferentiated
+from tracegrad._jax.arrays import varying_alike as varying_alike
 from tracegrad._jax.arrays import varying_as as varying_as
 from tracegrad._jax.arrays import varying_axes as varying_axes
 from tracegrad._jax.arrays import wait_for as wait_for

@@ -96,11 +96,20 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset() if axes is None else axes.varying
 
 
-def varying_as(array: Any, *avals: Any) -> Any:
-    """An array, as one that may differ between devices wherever what has one of the types may."""
-    over = frozenset[str]().union(*map(varying_axes, avals))
-    axes = tuple(over - varying_axes(jax.typeof(array)))
-    return jax.lax.pcast(array, axes, to="varying") if axes else array
+def varying_as(array: Any, aval: Any) -> Any:
+    """An array, as one that may differ between devices wherever what has a type may."""
+    return _varying(array, varying_axes(aval))
+
+
+def varying_alike(arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
+    """Arrays, as such that may each differ between devices wherever one of them or others may."""
+    axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*arrays, *others)))
+    return [_varying(x, axes) for x in arrays] if axes else list(arrays)
+
+
+def _varying(array: Any, axes: frozenset[str]) -> Any:
+    more = tuple(axes - varying_axes(jax.typeof(array)))
+    return jax.lax.pcast(array, more, to="varying") if more else array
 
 
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

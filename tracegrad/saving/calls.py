@@ -54,7 +54,7 @@ def differentiable(
 
     @jax.custom_vjp
     def call(*inputs: Any) -> list[Any]:
-        return [_jax.varying_as(each, *map(jax.typeof, inputs)) for each in run(*inputs)]
+        return _jax.varying_alike(run(*inputs), inputs)
 
     # What is told about symbolic zeros learns what is being differentiated, and which results have
     # cotangents.
@@ -92,8 +92,7 @@ def differentiable(
     # JAX wants a gradient to vary over the axes of a `jax.shard_map` as its operand does. It varies
     # as all operands together do, and so must these.
     def alike(*inputs: Any) -> list[Any]:
-        types = list(map(jax.typeof, inputs))
-        return call(*(_jax.varying_as(each, *types) for each in inputs))
+        return call(*_jax.varying_alike(inputs))
 
     return alike
 

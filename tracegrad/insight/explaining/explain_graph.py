@@ -30,7 +30,6 @@ from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.authors import is_jaxs_rule
-from tracegrad.planning.residuals import nbytes
 from tracegrad.tape.keys import AS_RUN, PROGRAMS, program_key, rule_keys
 
 # To compile a pass takes as long as to run it some ten times operation by operation.
@@ -196,8 +195,9 @@ def _is_straight(graph: Graph) -> bool:
         is_rule = isinstance(node, CustomGradient)
         if node.has_references or (node.regions and not (is_rule or is_called(node))):
             return False
-    results = (value for o in graph.walk() for value in o.node.outputs)
-    return sum(nbytes(value.aval) for value in results) <= _IN_MEMORY
+    results = (value.aval for o in graph.walk() for value in o.node.outputs)
+    held: int = sum(aval.size * aval.dtype.itemsize for aval in results if hasattr(aval, "size"))
+    return held <= _IN_MEMORY
 
 
 def _looks_bad(observed: Observed) -> bool:

@@ -1,7 +1,8 @@
 """The few numbers that `explain` takes of an array; each of them a vector f32[n].
 
 Inside a compiled program they are part of it. Of concrete arrays of moderate size NumPy takes them:
-a look at a thousand arrays of all shapes would otherwise compile a program for each.
+a look at a thousand arrays of all shapes would otherwise compile a program for each. Of what other
+processes have a part of XLA does.
 """
 
 from __future__ import annotations
@@ -39,17 +40,13 @@ def _by_place(measure: Measure) -> Measure:
         leaves = jax.tree.leaves(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return compiled(*barrier(arrays))
-        if any(np.size(x) > _BY_NUMPY or _is_elsewhere(x) for x in leaves):
+        is_here = all(getattr(x, "is_fully_addressable", True) for x in leaves)
+        if not is_here or any(np.size(x) > _BY_NUMPY for x in leaves):
             return compiled(*arrays)
         with np.errstate(all="ignore"):
             return measure(np, *jax.tree.map(_on_host, arrays))
 
     return run
-
-
-def _is_elsewhere(x: Any) -> bool:
-    """Whether other processes have a part of it."""
-    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def _on_host(x: Any) -> Any:
