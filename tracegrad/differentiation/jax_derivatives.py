@@ -61,6 +61,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
             found = by_rules(lambda fun: original(fun, *args, **kwargs), fun)
             return (found[0], _Pullback(found[1]), *found[2:]) if original is _jax.vjp else found
 
+        # Made here too: for its name, and since it says at once what is wrong with the arguments.
         @functools.wraps(original(fun, *args, **kwargs))
         def called(*of: Any, **named: Any) -> Any:
             return by_rules(lambda fun: original(fun, *args, **kwargs)(*of, **named), fun)
