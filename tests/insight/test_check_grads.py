@@ -217,6 +217,21 @@ def test_deliberate_rules_are_listed_and_the_rest_is_checked_without_them(declar
         check_grads(f, (X,), order=1, modes=["rev"])
 
 
+@pytest.mark.any_jax
+def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
+    rounded = jax.custom_jvp(jnp.round)
+    rounded.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
+    twice = jax.custom_vjp(lambda x: 2 * rounded(3 * x))
+    twice.defvjp(lambda x: (2 * rounded(3 * x), None), lambda _, ct: (7 * ct,))
+
+    def f(x):
+        return jnp.sum(twice(x) * rounded(x) * x)
+
+    for names in (["<lambda>", "round"], lambda name: True):
+        report = check_grads(f, (X,), 1, ["rev"], deliberate=names)
+        assert [c.status for c in report.leaves] == ["right"]
+
+
 def test_what_this_package_changes_on_demand_counts_as_deliberate():
     passed = tg.grad_pass_through(jnp.round)
     report = check_grads(lambda x: jnp.sum(passed(x) * x), (X,), order=1, modes=["rev"])

@@ -26,7 +26,8 @@ from tracegrad.insight.finite_differences import (
     random_like,
     weighed,
 )
-from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir import CustomGradient, Graph, Occurrence
+from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.ir.wording import first_line
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import function_name, graph, require_function
@@ -136,7 +137,7 @@ def check_grads(
             )
         limits = limits_of(program, rtol, atol)
         rules = tuple(check_rules(program, leaves, declared, limits, random))
-        whole = _without(program, {c.what.split(",")[0] for c in rules if c.status == "deliberate"})
+        whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
 
         def run(given: Sequence[Any]) -> list[Any]:
@@ -260,15 +261,26 @@ def _as_type_of(value: Any, numbers: Any) -> Any:
     return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
 
 
-def _without(program: Graph, names: set[str]) -> Graph:
-    """The program with the rules of these names replaced by their functions."""
+def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
+    """The program with the deliberate rules replaced by their functions."""
+    checked = {check.what.split(",")[0] for check in rules}
+    names = {check.what.split(",")[0] for check in rules if check.status == "deliberate"}
     if not names:
         return program
     program = program.copy()
-    for found in program.find(
-        lambda o: isinstance(o.node, CustomGradient) and o.node.name in names
-    ):
-        here = program.own(found)
-        assert isinstance(here.node, CustomGradient)
-        here.graph.replace(here.node, here.node.primal)
+
+    def is_deliberate(found: Occurrence) -> bool:
+        node = found.node
+        if not isinstance(node, CustomGradient) or is_jaxs_rule(node):
+            return False
+        # What one of them calls has not been checked.
+        return node.name in names or (node.name not in checked and bool(declared(node.name)))
+
+    while deliberate := list(program.find(is_deliberate)):
+        around = {found.node for found in deliberate}
+        for found in deliberate:
+            if not any(node in around for node, _ in found.path):
+                here = program.own(found)
+                assert isinstance(here.node, CustomGradient)
+                here.graph.replace(here.node, here.node.primal)
     return program
