@@ -24,6 +24,7 @@ from tracegrad.differentiation.pull_back import (
     tree_sum,
 )
 from tracegrad.tape.backward import seeds_for
+from tracegrad.tape.block import on_the_way
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.record import Record
@@ -61,7 +62,15 @@ _SUMS: dict[AggregationMethod, Aggregation] = {
 
 
 class _Everything(Record, Listener):
-    """A record that watches every value of the function that is being traced."""
+    """A record that watches every value of the function that is being traced.
+
+    Attributes:
+      trace: JAX's, of that function.
+      depth: its `tracing_depth`.
+    """
+
+    trace: Any
+    depth: int
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -74,7 +83,8 @@ class _Everything(Record, Listener):
 
 class _Recording(threading.local):
     def __init__(self) -> None:
-        self.depths: list[int] = []  # of the functions that are being traced with a record
+        # Of the functions that are being traced with a record, by depth.
+        self.records: dict[int, _Everything] = {}
 
 
 _recording = _Recording()
@@ -82,14 +92,15 @@ _recording = _Recording()
 
 @contextmanager
 def _recording_everything() -> Iterator[None]:
-    recorder, record = recorder_here(), _Everything(orders=2)
+    recorder, record, depth = recorder_here(), _Everything(orders=2), tracing_depth()
     recorder.add(record)
-    _recording.depths.append(tracing_depth())
+    _recording.records[depth] = record
+    record.trace, record.depth = recorder.parent_trace, depth
     try:
         with listening(record):
             yield
     finally:
-        _recording.depths.pop()
+        del _recording.records[depth]
         recorder.remove(record)
 
 
@@ -163,9 +174,9 @@ def gradients(
         for target, seed in zip(targets, seeds_for(targets, grad_ys), strict=True)
     ]
     record = _record_here(_values(sources))
-    reads = [_reads(record, x) for x in sources]
+    reads = [_reads(record, x, targets) for x in sources]
     constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
-    stops = [array for x in constants for array in _reads(record, x)]
+    stops = [array for x in constants for array in _reads(record, x, targets)]
     each = [array for of in reads for array in of]
     with jax.named_scope(name):
         kind = SPARSE_GRADIENT if sparse else GRADIENT
@@ -205,7 +216,7 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
-    total = sum_of_known(_pull_back(record, [first], _reads(record, x), JACOBIAN))
+    total = sum_of_known(_pull_back(record, [first], _reads(record, x, [first]), JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 
@@ -254,9 +265,12 @@ def _values(values: Any) -> list[Any]:
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
 
 
-def _reads(record: Record, x: Any) -> list[Any]:
-    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own."""
-    return record.stands_for(record.reads_of(x) or _values(x))
+def _reads(record: Record, x: Any, targets: Sequence[Any] = ()) -> list[Any]:
+    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own, and
+    some may be by enclosing functions, of which the targets use values."""
+    own = record.stands_for(record.reads_of(x) or _values(x))
+    used = _used_from_around(record, targets) if isinstance(x, Variable) else []
+    return [*own, *_reads(_enclosing(record), x, used)] if used else own
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
@@ -267,8 +281,8 @@ def _record_here(sources: Sequence[Any]) -> Record:
         record.hand_out()
         return record
     depth = tracing_depth()
-    if depth and depth not in _recording.depths:
-        trace_again(_recording_everything)
+    if depth and depth not in _recording.records:
+        trace_again(_recording_everything, depth)
     disabled = (
         " Under `jax.disable_jit` tracegrad.trace compiles nothing."
         if _jax.config.jax_disable_jit
@@ -288,16 +302,96 @@ def _pull_back(
     kind: Derivative,
     seeds: Sequence[Any] = (),
     stops: Sequence[Any] = (),
+    *how: Any,
+) -> list[Any]:
+    """The cotangents of sources; None for one that nothing connects to a target."""
+    around = _ways_around(record, targets, sources, stops)
+    if not around:
+        return _pull_back_here(record, targets, sources, kind, seeds, stops, *how)
+    if kind is JACOBIAN:
+        raise NotImplementedError(
+            "an x is a value of an enclosing traced function, and so are further values that the "
+            "ys depend on: ask for these second derivatives there"
+        )
+    enclosing = _enclosing(record)
+    # What is used here of the values around is pulled back through what has computed them there.
+    is_outer = [_is_from_around(record, x) for x in sources]
+    inner = [x for x, outer in zip(sources, is_outer, strict=True) if not outer]
+    here = _pull_back_here(record, targets, [*inner, *around], GRADIENT, seeds, stops, *how)
+    arrived = [(x, ct) for x, ct in zip(around, here[len(inner) :], strict=True) if ct is not None]
+    there = _pull_back(
+        enclosing,
+        [x for x, _ in arrived],
+        [x for x, outer in zip(sources, is_outer, strict=True) if outer],
+        GRADIENT,
+        [ct for _, ct in arrived],
+        stops,
+        *how,
+    )
+    each = iter(here), iter(there)
+    return [next(each[outer]) for outer in is_outer]
+
+
+def _pull_back_here(
+    record: Record,
+    targets: Sequence[Any],
+    sources: Sequence[Any],
+    kind: Derivative,
+    seeds: Sequence[Any] = (),
+    stops: Sequence[Any] = (),
     aggregate: Aggregation = running_sum,
     gated: bool = False,
 ) -> list[Any]:
-    """The cotangents of sources; None for one that nothing connects to a target."""
+    """The same by way of what the function itself computes, or what a tape follows."""
     stopped = frozenset(record.slots[id(array)] for array in stops if id(array) in record.slots)
     ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
     record.refuse_to_stop(stopped, ends[1])
     recorder = recorder_around()
     inline = recorder is None or not recorder.is_top
     return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated, inline)
+
+
+def _ways_around(
+    record: Record, targets: Sequence[Any], sources: Sequence[Any], stops: Sequence[Any]
+) -> list[Any]:
+    """The values of enclosing functions by which targets may be connected to sources that are such
+    values too; none if there is just one, used and asked for."""
+    given = {id(x) for x in sources if _is_from_around(record, x)}
+    if not given:
+        return []
+    stopped = set(map(id, stops)) - given
+    found = [array for array in _used_from_around(record, targets) if id(array) not in stopped]
+    return found if len(given.union(map(id, found))) > 1 else []
+
+
+def _used_from_around(record: Record, targets: Sequence[Any]) -> list[Any]:
+    """The values of enclosing functions from which some of the targets may be computed."""
+    if not isinstance(record, _Everything) or record.depth == 1:
+        return []
+    ends = tuple(map(record.slot, targets))
+    operations, types = record.operations(), record.types()
+    around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
+    used = {
+        slot for i in on_the_way(operations, types, around, ends) for slot in operations[i].args
+    }
+    return [record.arrays[slot] for slot in used.union(ends).intersection(around)]
+
+
+def _is_from_around(record: Record, array: Any) -> bool:
+    if not isinstance(record, _Everything) or record.depth == 1:
+        return False
+    is_traced = _jax.is_tracer(array) and _jax.has_gradient(array)
+    return is_traced and _jax.trace_of(array) is not record.trace
+
+
+def _enclosing(record: Record) -> _Everything:
+    """The record of the function that is being traced around the one of a record."""
+    assert isinstance(record, _Everything)
+    found = _recording.records.get(record.depth - 1)
+    if found is None:
+        trace_again(_recording_everything, record.depth - 1)
+    found.hand_out()
+    return found
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

@@ -80,7 +80,7 @@ def tracing_depth() -> int:
     return sum(attempt.is_tracing for attempt in _here.attempts)
 
 
-def trace_again(within: Any) -> NoReturn:
-    """Has the function that is being traced to a graph traced from the start once more, inside a
-    context: what `within` returns."""
-    next(attempt for attempt in _here.attempts if attempt.is_tracing).leave(within)
+def trace_again(within: Any, depth: int) -> NoReturn:
+    """Has a function that is being traced to a graph traced from the start once more, inside a
+    context: what `within` returns. `depth`: the innermost's is `tracing_depth`."""
+    [attempt for attempt in _here.attempts if attempt.is_tracing][-depth].leave(within)
