@@ -138,6 +138,22 @@ def test_a_gradient_that_happens_to_be_zero_is_connected():
     assert dx == 0.0
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("transform", [jax.jit, tg.trace, lambda f: lambda x: jax.vmap(f)(x[None])])
+def test_a_target_in_a_function_that_is_traced_in_the_block_is_warned_of(transform):
+    x = F32(3.0)
+
+    def f(z):
+        assert tape.gradient(z * z, [x, z]) == [None, None]
+        return z
+
+    with GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        with pytest.warns(UserWarning, match="does not see what computes the target"):
+            y = transform(f)(x)
+    assert tape.gradient(y, x) == 1.0
+
+
 def test_an_array_watched_after_its_use_has_none():
     x = F32(2.0)
     with GradientTape() as tape:

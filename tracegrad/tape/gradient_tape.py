@@ -34,7 +34,12 @@ from tracegrad.tape.leaves import (
 )
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
-from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unwatched
+from tracegrad.tape.sources import (
+    before_calls,
+    cotangents_of,
+    warn_of_unseen,
+    warn_of_unwatched,
+)
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -377,6 +382,8 @@ class GradientTape(Recording):
             found = cotangents_of(record, leaves, targets, variables, kind, seeds)
         if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
+            if self._recorder and any(map(self._is_further_inside, targets)):
+                warn_of_unseen()
             warn_of_unwatched(record, leaves, list(each_leaf), found)
         if not self._persistent:
             record.forget_arrays()
