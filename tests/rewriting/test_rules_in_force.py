@@ -176,6 +176,23 @@ def test_sources_and_constants_inside_of_a_match_have_their_own_gradients(rule, 
             np.testing.assert_allclose(tangents, second, rtol=1e-4)
 
 
+@pytest.mark.any_jax
+def test_sources_that_are_asked_for_together_have_what_each_has_alone():
+    def step(x):
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            with jax.named_scope("block"):
+                a = jnp.sin(x)
+                b = a * a
+            y = b * jnp.cos(b) * a
+        sources = [x, a, b]
+        alone = [tape.gradient([y, b], source) for source in sources]
+        return alone, tape.gradient([y, b], sources)
+
+    alone, together = tg.trace(step, rules=[rules.scale_gradient(BLOCK, 0.5)])(X)
+    np.testing.assert_allclose(together, alone, rtol=1e-6)
+
+
 @jax.custom_jvp
 def tripled(x):
     return x

@@ -205,8 +205,11 @@ def _under_rules(
     added = [slot for slot in dict.fromkeys(block.sources) if slot not in given]
     for slot in added:
         value, zero = now[slot], graph.add_input(block.types[slot])
-        (now[slot],) = graph.insert(perturbed, [value, zero], after=value.producer)
-        graph.replace_uses(value, now[slot])
+        for user in dict.fromkeys(value.users):  # where that is: what matches may hold some of them
+            (new,) = graph.insert(perturbed, [value, zero], before=user)
+            graph.replace_uses(value, new, {user}.__contains__)
+        if slot in block.targets:
+            (now[slot],) = graph.insert(perturbed, [value, zero])
     graph.add_outputs([now[slot] for slot in block.targets])
     graph.differentiated = (*(slot in block.sources for slot in given), *[True] * len(added))
     edited = apply_in_force(graph, rules)

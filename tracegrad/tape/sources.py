@@ -216,9 +216,9 @@ def warn_of_unwatched(
 def warn_of_unseen() -> None:
     """Warns, at the user's line, that what computes a target is nothing that the tape can see."""
     warn_where_called(
-        "the tape does not see what computes the target, so that its gradients are None: it is in a "
-        "function that is being traced in the tape's block (by jax.jit, jax.vmap, a loop), which is "
-        "one operation to this tape. Open a tape in that function, or ask when it has returned",
+        "the tape does not see what computes the target, so that its gradients are None: it is in "
+        "a function that is being traced in the tape's block (by jax.jit, jax.vmap, a loop), and "
+        "to this tape one operation. Open a tape in that function, or ask when it has returned",
         UserWarning,
     )
 
