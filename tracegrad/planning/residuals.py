@@ -68,7 +68,8 @@ class NodeResiduals:
                 raise ValueError(
                     "cannot plan what to recompute for a program without a gradient: "
                     f"{Occurrence((), node)} has no reverse-mode derivative ({error}). If none is "
-                    "needed through it, give it jax.lax.stop_gradient of what it takes"
+                    "needed through it, give it jax.lax.stop_gradient of what it takes; or give "
+                    "the budget to a train step, which takes the gradient by what it needs alone"
                 ) from error
         return self._known[key]
 
