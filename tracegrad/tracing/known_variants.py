@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from tracegrad import _jax
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.variants import Use, Variant
 from tracegrad.variables.outside import Fixture
@@ -106,9 +105,9 @@ def signature(static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, 
     dynamic, positions, static_kwargs = static.apart(args, kwargs)
     flat, tree = jax.tree.flatten(dynamic)
     try:
-        types = tuple(map(_jax.type_of, flat))
+        types = tuple(map(jax.typeof, flat))
         key = tree, types, tuple(args[i] for i in positions), tuple(static_kwargs.items())
         hash(key)
-    except (TypeError, ValueError):  # jit says what is wrong with it
+    except Exception:  # jit says what is wrong with it
         return None
     return key
