@@ -24,8 +24,15 @@ class ModuleState:
 
     def __init__(self, selection: Selection):
         self._selection = selection
+        self._beside: list[Argument] = []
+        self._changed: list[int] = []
+        self._has_modules = False
+        if is_whole() is None:  # without flax there are none
+            return
         beside = [argument for argument in selection.others if _has_modules(argument)]
         self._has_modules = bool(beside) or any(map(_has_modules, selection.arguments))
+        if not self._has_modules:
+            return
         # A copy of what another argument holds too would not be one with that: flax refuses then
         # that it is changed.
         uses = Counter(
@@ -34,21 +41,13 @@ class ModuleState:
             for variable in {id(each): each for each in _variables(argument)}.values()
         )
         self._beside = [a for a in beside if all(uses[id(v)] == 1 for v in _variables(a))]
-        self._changed: list[int] = []
 
     def call(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Calls the function with these for its selected leaves; returns its result, and what it
         has assigned, for `assign`."""
         if not self._has_modules:
             return self._selection.call(leaves), []
-        args, kwargs, filled = self._selection.filled(leaves)
-        for argument in self._beside:
-            copy = jax.tree.unflatten(argument.structure, argument.leaves)
-            filled.append(copy)
-            if isinstance(argument.key, int):
-                args[argument.key] = copy
-            else:
-                kwargs[argument.key] = copy
+        args, kwargs, filled = self._selection.filled(leaves, self._beside)
         structure: Any
         changed_structure: Any
         before, structure = jax.tree.flatten(filled)
@@ -88,10 +87,8 @@ class ModuleState:
 
 def _has_modules(argument: Argument) -> bool:
     """Whether there are modules in an argument."""
-    if (is_leaf := is_whole()) is None:
-        return False
-    tree = argument.tree
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_leaf(node) or is_variable(node))
+    is_leaf: Any = is_whole()
+    nodes = jax.tree.leaves(argument.tree, is_leaf=lambda node: is_leaf(node) or is_variable(node))
     return any(map(is_module, nodes))
 
 

@@ -185,10 +185,11 @@ class Selection:
 
     @functools.cached_property
     def others(self) -> list[Argument]:
-        """The arguments that `wrt` does not name."""
+        """The arguments that `wrt` does not name, of which nothing is selected."""
         named = {argument.key for argument in self.arguments}
         keys = (*range(len(self.args)), *sorted(self.kwargs))
-        return [_argument(key, self.args, self.kwargs, None) for key in keys if key not in named]
+        found = [_argument(key, self.args, self.kwargs, None) for key in keys if key not in named]
+        return [dataclasses.replace(each, mask=[False] * len(each.mask)) for each in found]
 
     @functools.cached_property
     def names_of_all(self) -> list[str]:
@@ -216,13 +217,15 @@ class Selection:
         args, kwargs, _ = self.filled(leaves)
         return self.fun(*args, **kwargs)
 
-    def filled(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    def filled(
+        self, leaves: Sequence[Any], copied: Sequence[Argument] = ()
+    ) -> tuple[list[Any], dict[str, Any], list[Any]]:
         """The arguments of the call with these in place of its selected leaves, and those of them
-        that `wrt` names by themselves."""
+        that `wrt` names by themselves, before copies of some of the `others`."""
         args, kwargs = list(self.args), dict(self.kwargs)
         values = []
         rest = iter(leaves)
-        for argument in self.arguments:
+        for argument in (*self.arguments, *copied):
             value = argument.filled([next(rest) for m in argument.mask if m])
             values.append(value)
             if isinstance(argument.key, int):
