@@ -403,6 +403,24 @@ def test_a_budget_is_for_all_examples_of_a_vmap():
     np.testing.assert_allclose(fits(*args), step(*args), rtol=1e-5)
 
 
+@pytest.mark.any_jax
+def test_a_tape_in_a_vmap_of_another_size_has_a_plan_of_its_own():
+    def deep(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def few_and_many(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradients = jax.vmap(by_tape(deep), (None, 0))
+        return gradients(w, x[:2]), gradients(w, x)
+
+    args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
+    fits = tracegrad.trace(few_and_many, memory_budget="4.5 MiB")
+    compiled = [f.lower(*args).compile() for f in (jax.jit(few_and_many), fits)]
+    whole, less = (each.memory_analysis().temp_size_in_bytes for each in compiled)
+    assert less <= 4.5 * 2**20 < whole
+
+
 def explicit_mesh() -> Any:
     return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
 

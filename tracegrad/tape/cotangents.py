@@ -149,7 +149,8 @@ def cotangents(
         gated,
         inline,
         _jax.is_top_level(),
-        rules_for_recorded(),
+        rules := rules_for_recorded(),
+        _jax.examples_at_once() if rules else 1,
     )
     ends = sources, targets
     if inline:
@@ -175,6 +176,7 @@ class _Request(NamedTuple):
         transformation): then it serves every block of the same gradient, else only those of the
         same derivatives.
       rules: those in force.
+      examples: of how many it is at once, in the `jax.vmap`s around it, where a rule may ask.
     """
 
     kind: Derivative
@@ -186,6 +188,7 @@ class _Request(NamedTuple):
     inline: bool
     only_runs: bool
     rules: tuple[Force, ...]
+    examples: int
 
 
 def _run(
