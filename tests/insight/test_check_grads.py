@@ -235,6 +235,67 @@ def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
         assert [c.status for c in report.leaves] == ["right"]
 
 
+def test_what_is_stopped_on_purpose_is_held_as_it_is():
+    def loss(x):
+        target = jax.jit(lambda x: jax.lax.stop_gradient(jnp.tanh(x)))(x)
+        return jnp.sum((jnp.sin(x) - target) ** 2 * jax.nn.softmax(x))
+
+    line = line_of(loss) + 1
+    with pytest.raises(GradientError, match=rf"stop_gradient at test_check_grads.py:{line} "):
+        check_grads(loss, (X,), order=1)
+    report = check_grads(loss, (X,), order=2, modes=["rev"], deliberate="stop_gradient")
+    assert [c.status for c in report.leaves] == ["right", "right"]
+    (stopped,) = report.deliberate  # that of softmax, which changes nothing, is JAX's
+    assert str(stopped).startswith(f"stop_gradient at test_check_grads.py:{line} ")
+    assert str(stopped).endswith(": held as it is")
+
+
+def test_in_a_loop_what_is_stopped_cannot_be_held():
+    def loss(x):
+        def step(h, _):
+            return h + jax.lax.stop_gradient(jnp.sin(h)) * x, None
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=3)[0])
+
+    with pytest.raises(GradientError, match="holds it as it is, but in loops"):
+        check_grads(loss, (X,), order=1, deliberate="stop_gradient")
+
+
+def test_what_the_function_of_a_rule_stops_is_no_fault_of_the_rule():
+    @jax.custom_vjp
+    def scaled(x):
+        return x * jax.lax.stop_gradient(inner(x))
+
+    @jax.custom_vjp
+    def inner(x):
+        return jnp.sin(x)
+
+    inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (ct * jnp.sin(x),))
+    with pytest.raises(GradientError) as caught:
+        check_grads(lambda x: jnp.sum(scaled(x)), (X,), order=1)
+    report = caught.value.report
+    assert {c.status for c in report.rules} == {"right"}
+    assert {c.status for c in report.leaves} == {"wrong"}  # what a function stops may be a mistake
+
+
+def test_a_rule_is_right_beside_results_that_are_huge_or_infinite():
+    @jax.custom_jvp
+    def both(x, large):
+        return jnp.sin(x), large
+
+    @both.defjvp
+    def _(primals, tangents):
+        return both(*primals), (jnp.cos(primals[0]) * tangents[0], tangents[1])
+
+    def f(x):
+        y, _ = both(x, jnp.array([1e14, jnp.inf]))
+        return jnp.sum(jnp.floor(x) * y)  # floor: differences are no complex step
+
+    report = check_grads(f, (X,), order=1)
+    assert [c.status for c in report.rules if c.what == "both, input 0"] == ["right"]
+
+
 def test_what_this_package_changes_on_demand_counts_as_deliberate():
     passed = tg.grad_pass_through(jnp.round)
     report = check_grads(lambda x: jnp.sum(passed(x) * x), (X,), order=1, modes=["rev"])

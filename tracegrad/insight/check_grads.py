@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import resolve
-from tracegrad.insight.check_rules import check_rules
+from tracegrad.insight.check_rules import check_rules, operands_in, without_rules
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import (
     Function,
@@ -26,24 +27,26 @@ from tracegrad.insight.finite_differences import (
     random_like,
     weighed,
 )
-from tracegrad.ir import CustomGradient, Graph, Occurrence
-from tracegrad.ir.authors import is_jaxs_rule
-from tracegrad.ir.wording import first_line
+from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient
+from tracegrad.ir.authors import is_jaxs_rule, whose
+from tracegrad.ir.occurrence import at
+from tracegrad.ir.wording import first_line, listed
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import function_name, graph, require_function
 
 MODES = ("fwd", "rev")
+_STOP = "stop_gradient"  # as `deliberate` names it
 Declared = str | Collection[str] | Callable[[str], Any]
 
 
 class GradientError(AssertionError):
     """A derivative is not what finite differences give; `report` is the whole `GradCheck`."""
 
-    def __init__(self, report: GradCheck):
+    def __init__(self, report: GradCheck, hint: str = ""):
         self.report = report
         first = "\n".join(f"  {check}" for check in report.wrong[:8])
         more = f"\n  ... and {len(report.wrong) - 8} more" if len(report.wrong) > 8 else ""
-        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}")
+        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
 
 
 def check_grads(
@@ -80,6 +83,8 @@ def check_grads(
         a name, several, or a predicate on the name of the function with the rule. They are listed
         and not failed, and the whole function is checked with the derivatives of their functions.
         Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`) are.
+        With ``"stop_gradient"`` what the function stops is held as it is at `args`, but in loops:
+        differences go through it else.
       rtol, atol: how far the numbers may be apart; default: by the least precise dtype that the
         function computes in, 1e-5 and 1e-7 for float64.
       seed: of the random numbers.
@@ -136,7 +141,16 @@ def check_grads(
                 "none. Is its `return` missing?"
             )
         limits = limits_of(program, rtol, atol)
-        rules = tuple(check_rules(program, leaves, declared, limits, random))
+        operands = operands_in(program, leaves)
+        stops = {
+            found: given[0]
+            for found, given in operands.items()
+            if isinstance(found.node, StopGradient) and whose(found) != "jax"
+        }
+        rules = tuple(check_rules(program, operands, declared, limits, random))
+        held: tuple[Checked, ...] = ()
+        if declared(_STOP):
+            program, held = _holding(program, stops)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
 
@@ -148,9 +162,10 @@ def check_grads(
             checks = tuple(
                 _check_leaves(run, leaves, paths, order, tuple(modes), limits, random, begin)
             )
-    report = GradCheck(function_name(fun), rules, checks, note)
+    report = GradCheck(function_name(fun), (*rules, *held), checks, note)
     if report.wrong:
-        raise GradientError(report)
+        is_whole = any(check.status == "wrong" for check in checks)
+        raise GradientError(report, _hint(stops) if is_whole else "")
     return report
 
 
@@ -261,26 +276,44 @@ def _as_type_of(value: Any, numbers: Any) -> Any:
     return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
 
 
+def _holding(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
+    """The program with what it stops as it is now; where that is. What is left is in loops."""
+    program, held = program.copy(), []
+    for found, value in list(stops.items()):
+        if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
+            here, nan, line = program.own(found), math.nan, found.origin
+            here.graph.replace(here.node, functools.partial(_constant, value))
+            held.append(Checked(_STOP, 1, "", nan, nan, "deliberate", line, note="held as it is"))
+            del stops[found]
+    return program, tuple(held)
+
+
+def _constant(value: Any, _: Any) -> Any:
+    return jnp.asarray(value)
+
+
+def _hint(stops: Collection[Occurrence]) -> str:
+    """What to do about what differences go through, and derivatives do not."""
+    if not stops:
+        return ""
+    places = listed(list(dict.fromkeys(f"{_STOP}{at(found.origin)}" for found in stops)), most=4)
+    return (
+        f"\nDifferences go through what is stopped, derivatives do not: {places}. If that is "
+        f'meant, deliberate="{_STOP}" holds it as it is, but in loops.'
+    )
+
+
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
     """The program with the deliberate rules replaced by their functions."""
     checked = {check.what.split(",")[0] for check in rules}
     names = {check.what.split(",")[0] for check in rules if check.status == "deliberate"}
     if not names:
         return program
-    program = program.copy()
 
-    def is_deliberate(found: Occurrence) -> bool:
-        node = found.node
-        if not isinstance(node, CustomGradient) or is_jaxs_rule(node):
+    def is_deliberate(node: CustomGradient) -> bool:
+        if is_jaxs_rule(node):
             return False
         # What one of them calls has not been checked.
         return node.name in names or (node.name not in checked and bool(declared(node.name)))
 
-    while deliberate := list(program.find(is_deliberate)):
-        around = {found.node for found in deliberate}
-        for found in deliberate:
-            if not any(node in around for node, _ in found.path):
-                here = program.own(found)
-                assert isinstance(here.node, CustomGradient)
-                here.graph.replace(here.node, here.node.primal)
-    return program
+    return without_rules(program, is_deliberate)

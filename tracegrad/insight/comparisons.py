@@ -17,8 +17,9 @@ class Checked:
     finite differences and `got` the derivative's; both are of the results, weighed by random
     numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near
     that differences say nothing), ``"none"`` (there is no such derivative; `got` is NaN) or
-    ``"deliberate"``; `note` says why there is none. `origin` is the user's line of a rule's call,
-    `defined` where the rule is.
+    ``"deliberate"``; `note` says why there is none. Of a `stop_gradient` that was declared nothing
+    is compared, and `mode` is empty. `origin` is the user's line of a rule's call, `defined` where
+    the rule is.
     """
 
     what: str
@@ -34,7 +35,8 @@ class Checked:
     def __str__(self) -> str:
         defined = f" (defined at {self.defined})" if self.defined else ""
         said = self.note or f"expected {self.expected:.6g}, got {self.got:.6g}"
-        return f"{self.what}{at(self.origin)}{defined}, order {self.order}, {self.mode}: {said}"
+        which = f", order {self.order}, {self.mode}" if self.mode else ""
+        return f"{self.what}{at(self.origin)}{defined}{which}: {said}"
 
 
 @dataclass(frozen=True, repr=False)

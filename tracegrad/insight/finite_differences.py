@@ -64,6 +64,7 @@ def _difference(
 ) -> Estimate:
     """The derivative of the weighed results along a direction in one leaf."""
     here = in_numpy(at[which])
+    here = here[np.isfinite(here)]
     spread = float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0
     step = limits.step * (spread or 1.0)
     if limits.exact:
@@ -71,19 +72,20 @@ def _difference(
         if exact is not None:
             return Estimate(direction, exact, 0.0, True)
 
+    before = fun(at)
+
     def along(distance: float) -> float:
         moved = list(at)
         moved[which] = at[which] + distance * direction
-        return weighed(fun(moved), weights)
+        return weighed(fun(moved), weights, before)
 
-    value_here = along(0.0)
     best = Estimate(direction, math.nan, math.inf, False)
     for scale in (1.0, 0.1, 0.01):
         h = step * scale
         ahead, behind, near, nearer = along(h), along(-h), along(h / 2), along(-h / 2)
         wide, narrow = (ahead - behind) / (2 * h), (near - nearer) / h
         # The one-sided derivatives of a smooth function meet as the step shrinks; at a kink not.
-        bend, less = (abs(x - 2 * value_here + y) for x, y in ((ahead, behind), (near, nearer)))
+        bend, less = (abs(x + y) for x, y in ((ahead, behind), (near, nearer)))
         bend, less = bend / h, 2 * less / h
         value, error = (4 * narrow - wide) / 3, abs(narrow - wide)
         noise = limits.rtol * max(abs(value), abs(wide)) + limits.atol
@@ -142,12 +144,24 @@ def _complex_step(
     return weighed(imaginary, weights) / 1e-30
 
 
-def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> float:
-    """The real part of the sum of the floating results, each element by its weight."""
+def weighed(
+    outs: Sequence[Any], weights: Sequence[Any], before: Sequence[Any] | None = None
+) -> float:
+    """The real part of the sum of the floating results, each element by its weight.
+
+    `before`: what to take from them first. An element that is what it was is then zero, however
+    large it is, or infinite, and adds no rounding to the sum of those that have moved.
+    """
     total = 0.0
-    for out, weight in zip(outs, weights, strict=True):
-        if weight is not None:
-            total += float(np.sum(np.real(in_numpy(out) * weight)))
+    for k, (out, weight) in enumerate(zip(outs, weights, strict=True)):
+        if weight is None:
+            continue
+        numbers = in_numpy(out)
+        if before is not None:
+            was = in_numpy(before[k])
+            with np.errstate(invalid="ignore"):
+                numbers = np.where(numbers == was, 0, numbers - was)
+        total += float(np.sum(np.real(numbers * weight)))
     return total
 
 

@@ -149,8 +149,8 @@ def cotangents(
         gated,
         inline,
         _jax.is_top_level(),
-        rules := rules_for_recorded(),
-        _jax.examples_at_once() if rules else 1,
+        forces := rules_for_recorded(),
+        _jax.examples_at_once() if forces else 1,
     )
     ends = sources, targets
     if inline:
