@@ -278,28 +278,39 @@ def _as_type_of(value: Any, numbers: Any) -> Any:
 
 def _holding(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
     """The program with what it stops as it is now; where that is. What is left is in loops."""
-    program, held = program.copy(), []
+    program = program.copy()
+    held = dict[str, Checked]()
     for found, value in list(stops.items()):
         if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
-            here, nan, line = program.own(found), math.nan, found.origin
+            here, nan = program.own(found), math.nan
             here.graph.replace(here.node, functools.partial(_constant, value))
-            held.append(Checked(_STOP, 1, "", nan, nan, "deliberate", line, note="held as it is"))
+            said = "deliberate", found.origin, "", "held as it is"
+            held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
             del stops[found]
-    return program, tuple(held)
+    return program, tuple(held.values())
 
 
 def _constant(value: Any, _: Any) -> Any:
     return jnp.asarray(value)
 
 
+def _name(found: Occurrence) -> str:
+    author = whose(found)
+    return _STOP if author == "yours" else f"{_STOP} of {author}"
+
+
+def _stop(found: Occurrence) -> str:
+    return f"{_name(found)}{at(found.origin)}"
+
+
 def _hint(stops: Collection[Occurrence]) -> str:
     """What to do about what differences go through, and derivatives do not."""
     if not stops:
         return ""
-    places = listed(list(dict.fromkeys(f"{_STOP}{at(found.origin)}" for found in stops)), most=4)
     return (
-        f"\nDifferences go through what is stopped, derivatives do not: {places}. If that is "
-        f'meant, deliberate="{_STOP}" holds it as it is, but in loops.'
+        "\nDifferences go through what is stopped, derivatives do not: "
+        f"{listed(list(dict.fromkeys(map(_stop, stops))), most=4)}. If that is meant, "
+        f'deliberate="{_STOP}" holds it as it is, but in loops.'
     )
 
 
