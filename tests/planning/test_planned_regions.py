@@ -53,7 +53,7 @@ def operands(dtype):
 
 def saving(loss, args, op, inner=()):
     """`loss` as one region that saves the results of one kind of operation."""
-    m = model(flatten(tg.graph(loss)(*args)), fused=False)
+    m = model(flatten(tg.graph(loss)(*args)))
     saved = frozenset(i for i, node in enumerate(m.nodes) if op in (node.op, node.name))
     assert saved
     return with_regions(m, [Segment(0, len(m), True, saved, inner)]).to_callable()

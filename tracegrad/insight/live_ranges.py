@@ -1,7 +1,7 @@
 """What a program holds while it runs: for each value the moments at which it is alive.
 
-The program is run as it is written, from its first operation to its last; what is computed inside
-of its only reader is not written, nor is a view (see `planning.fusion`). Arguments are there all
+The program is run as it is written, from its first operation to its last; a view is not written,
+nor is what is computed element by element for one reader that does so too. Arguments are there all
 the time. A loop, a branch and a recomputed part hold what is inside of them as well, at its peak.
 What waits in the host's memory is not held by a device that has one of its own.
 """
@@ -16,9 +16,9 @@ from tracegrad.ir import Graph, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.scopes import is_backward
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.model import alive
-from tracegrad.planning.residuals import NodeResiduals, nbytes, nbytes_anywhere
+from tracegrad.planning.modelling import is_by_element
+from tracegrad.planning.residuals import nbytes, nbytes_anywhere
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:
         peaks = [
             find_peak(region, Occurrence(path, node).into(name), is_host=is_host)
             for name, region in node.regions.items()
-            if node not in ranges.absorbed
+            if node not in ranges.inlined
         ]
         if peaks:
             inside[node] = max(peaks, key=lambda peak: peak.size)
@@ -99,7 +99,7 @@ class _Ranges:
         self.program = program
         self.path = path
         self.nbytes = nbytes
-        self.absorbed = Fusion(program, (), True, NodeResiduals()).absorbed
+        self.inlined = _inlined(program)
         self.first: dict[Value, int] = {}
         self.last: dict[Value, int] = {}
         self.readers: dict[Value, list[tuple[int, Node]]] = {}
@@ -111,11 +111,11 @@ class _Ranges:
         for i, node in enumerate(program.nodes):
             operands = [v for v in node.inputs if isinstance(v, Value)]
             read = tuple(dict.fromkeys(root for v in operands for root in roots[v]))
-            for root in read if node not in self.absorbed else ():
+            for root in read if node not in self.inlined else ():
                 self.last[root] = i
                 self.readers.setdefault(root, []).append((i, node))
             for value in node.outputs:
-                roots[value] = read if node in self.absorbed else (value,)
+                roots[value] = read if node in self.inlined else (value,)
                 self.first[value] = self.last[value] = i
         end = len(program.nodes)
         for output in program.outputs:
@@ -124,7 +124,7 @@ class _Ranges:
                 self.last[root] = end
         self._dying: dict[int, list[Value]] = {}  # by the operation that reads them last
         for value, first in self.first.items():
-            if value.producer not in self.absorbed and first < self.last[value]:
+            if value.producer not in self.inlined and first < self.last[value]:
                 self._dying.setdefault(self.last[value], []).append(value)
         self.sizes = [self.size_given + size for size in self._buffers(end)]
 
@@ -132,7 +132,7 @@ class _Ranges:
         """Bytes of buffers at each operation."""
         spans = []
         for i, node in enumerate(self.program.nodes):
-            for value in node.outputs if node not in self.absorbed else ():
+            for value in node.outputs if node not in self.inlined else ():
                 spans.append((self.first[value], self.last[value], self.nbytes(value.aval)))
             for value in self._overwritten(i, node):
                 spans.append((i, i, -self.nbytes(value.aval)))
@@ -140,7 +140,7 @@ class _Ranges:
 
     def _overwritten(self, moment: int, node: Node) -> list[Value]:
         """What an element-wise operation writes its result over: a buffer that it reads last."""
-        if node in self.absorbed or node.op not in operations.CHEAP | operations.COSTLY:
+        if node in self.inlined or node.op not in operations.CHEAP | operations.COSTLY:
             return []
         size = self.nbytes(node.outputs[0].aval)
         return [v for v in self._dying.get(moment, ()) if self.nbytes(v.aval) == size][:1]
@@ -152,7 +152,7 @@ class _Ranges:
             value
             for value, first in self.first.items()
             if first <= moment <= self.last[value] and value not in over
-            if value.producer not in self.absorbed
+            if value.producer not in self.inlined
         ]
         return tuple(self._held(value, moment) for value in (*self.given, *alive))
 
@@ -175,6 +175,29 @@ class _Ranges:
         end = len(self.program.nodes)
         first, last = self.first[value] / end, min(1.0, (self.last[value] + 1) / end)
         return Held(value, size, kind, source, self.nbytes(inner.aval), reader, first, last)
+
+
+def _inlined(program: Graph) -> set[Node]:
+    """What is computed inside of what reads it: views, and results by element with one reader that
+    takes them element by element."""
+    found: set[Node] = set()
+    results = {value for value in program.outputs if isinstance(value, Value)}
+    readers: dict[Value, set[Node]] = {}  # of a value or a view of it
+    for node in reversed(program.nodes):
+        own = set[Node]().union(*(readers.get(value, ()) for value in node.outputs))
+        is_view, is_result = node.op in operations.VIEWS, not results.isdisjoint(node.outputs)
+        into_one = len(own) == 1 and not is_result and is_by_element(node)
+        if is_view or (into_one and all(map(_takes_elements, own))):
+            found.add(node)
+        operands = [value for value in node.inputs if isinstance(value, Value)]
+        results.update(operands if is_view and is_result else ())
+        for value in operands:
+            readers.setdefault(value, set()).update(own if is_view else {node})
+    return found
+
+
+def _takes_elements(node: Node) -> bool:
+    return is_by_element(node) or node.op in operations.REDUCTIONS
 
 
 def _source(made: Occurrence, value: Value) -> tuple[Occurrence, Value]:

@@ -86,7 +86,7 @@ def step_bytes(whole: MemoryModel, step: int) -> int:
     if _is_scan(whole, step):
         return sum(whole.sizes[v] for v in needs if v != step)
     reads = sum(whole.sizes[v] for v in needs)
-    return reads + whole.cotangents[step] + whole.extra[step]
+    return reads + whole.cotangents[step] + whole.extra[step] + whole.beside[step]
 
 
 def _body_bytes(whole: MemoryModel, step: int) -> int:

@@ -16,6 +16,7 @@ from tracegrad import _jax
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.flatten import flatten
+from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan
@@ -63,7 +64,8 @@ def load_plan(
                 "another JAX. Plan again"
             )
         transfer = data["transfer"]
-        search = Search(model(flat, transfer=math.inf if transfer is None else transfer))
+        fusion = _fusion(path, data["fusion"], len(flat.nodes))
+        search = Search(model(flat, fusion, transfer=math.inf if transfer is None else transfer))
         number = data["scan_variant"]
         variant = next((each for each in search.variants() if each.number == number), None)
         if variant is None:
@@ -112,8 +114,16 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"{path} is a recompute plan of version {data.get('version')!r}; this package reads "
             f"version {VERSION}. {_AGAIN}"
         )
-    beside = {"program": str, "name": str, "transfer": int | float | None, "scan_variant": int}
+    beside = {"program": str, "name": str, "transfer": int | float | None}
+    beside |= {"fusion": list | None, "scan_variant": int}
     return _with_all(path, "the plan", data, _types(RecomputePlan) | beside)
+
+
+def _fusion(path: str | os.PathLike[str], data: Any, nodes: int) -> Fusion | None:
+    try:
+        return None if data is None else Fusion.of_lists(data, nodes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: 'fusion' is that of no program: {error}. {_AGAIN}") from error
 
 
 def _segment(path: str | os.PathLike[str], number: int, entry: Any) -> Segment:

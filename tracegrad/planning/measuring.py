@@ -6,6 +6,7 @@ arguments, the value beside it, or an optimizer behind it, and is compiled as a 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
 from tracegrad.planning.activity import traced_constants
+from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 
 # What planning has found out before, by all that it depends on; the first part of a key says what
 # it is: bytes that XLA holds, FLOPs of a transfer, the rule that a budget is. Saves seconds of
@@ -97,6 +99,20 @@ class Gradient:
 
         Raises NotMeasuredError if it cannot be compiled by itself.
         """
+        return self._compiled(program, evaluate)[0]
+
+    def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
+        """The same, and what XLA does with the results of the program, of which it may be that
+        nothing is recomputed."""
+        return self._compiled(program, evaluate_in_scopes, functools.partial(seen, program))
+
+    def _compiled(
+        self,
+        program: Graph,
+        run: Callable[..., Any],
+        look: Callable[[str], Any] = lambda text: None,
+    ) -> tuple[int, Any]:
+        """What XLA holds for the gradient, and what is seen in the text of what it compiled."""
         backend = jax.default_backend()
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
@@ -105,7 +121,7 @@ class Gradient:
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
-            gradient = gradient_of(program, traced, self._active)
+            gradient = gradient_of(program, traced, self._active, run)
             if self._examples > 1:
                 gradient = jax.vmap(gradient)
                 shapes, given = jax.tree.map(self._of_each_example, (shapes, given))
@@ -114,41 +130,51 @@ class Gradient:
                 "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
                 f"{_jax.compiled_by()} {options}",
+                run,
             )
-            known: int | None = FOUND.get(key)
+            known: tuple[int, Any] | None = FOUND.get(key)
             if known is None:
-                found = account_of(lowered.compile()).temp_size_in_bytes
-                known = FOUND.put(key, int(found))
+                compiled = lowered.compile()
+                found = int(account_of(compiled).temp_size_in_bytes), look(compiled.as_text() or "")
+                known = FOUND.put(key, found)
         return known
 
     def _of_each_example(self, shape: Any) -> Any:
         return _jax.struct((self._examples, *shape.shape), shape.dtype)
 
 
-def with_operands(program: Graph, constants: Sequence[Value]) -> Callable[[Sequence[Any]], Any]:
-    """A program as a function of its inputs, and of some of its constants behind them."""
+def with_operands(
+    program: Graph, constants: Sequence[Value], run: Callable[..., Any] = evaluate
+) -> Callable[[Sequence[Any]], Any]:
+    """A program as a function of its inputs, and of some of its constants behind them.
+
+    `run`: what runs a graph on its inputs.
+    """
     count = len(program.inputs)
 
-    def run(operands: Sequence[Any]) -> list[Any]:
+    def with_constants(operands: Sequence[Any]) -> Any:
         here = program.copy() if constants else program
         mine = dict(zip(program.constants, list(here.constants), strict=True))
         for value, array in zip(constants, operands[count:], strict=True):
             here.set_constant(mine[value], array)
-        return evaluate(here, operands[:count])
+        return run(here, operands[:count])
 
-    return run
+    return with_constants
 
 
 def gradient_of(
-    program: Graph, constants: Sequence[Value], active: Sequence[int]
+    program: Graph,
+    constants: Sequence[Value],
+    active: Sequence[int],
+    run: Callable[..., Any] = evaluate,
 ) -> Callable[[list[Any], list[Any]], Any]:
     """The gradients with respect to the operands of `with_operands` at some positions; of a loss
     without a cotangent, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if value.has_gradient]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:
-        run = with_operands(program, constants)
-        _, pull = _jax.vjp_of_some(run, operands, active, flowing)
+        given_all = with_operands(program, constants, run)
+        _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
         return pull(given or [jnp.ones((), program.outputs[i].aval.dtype) for i in flowing])
 
     gradient.__name__ = gradient.__qualname__ = program.name

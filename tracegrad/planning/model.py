@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tracegrad.ir import Graph, Node, Value
+from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.residuals import NodeResiduals
 
 
@@ -26,12 +27,15 @@ class MemoryModel:
       cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
         the operation is recomputed, and kept only where nothing around it is.
+      beside: bytes of what XLA makes of the buffers for its step before the backward pass begins,
+        and keeps until then; where its segment is recomputed, before that one's begins.
       cuts: for each operation, the position in `graph.nodes` before which a region begins with it.
       fixed: whether an operation, or one behind it that writes no buffer, has effects, which must
         not happen twice: a segment with it is not recomputed.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
       graph: what was modelled, with its calls written out.
       active: the values of the graph that get a cotangent.
+      fusion: what becomes of its results, where that was seen.
       residuals: what is known of its nodes, for models of much the same nodes.
       transfer: FLOPs for which there is time while a byte goes to the host's memory and back;
         infinite where nothing may be kept there.
@@ -43,11 +47,13 @@ class MemoryModel:
     needs: list[tuple[int, ...]]
     cotangents: list[int]
     extra: list[int] = field(default_factory=list)
+    beside: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None
     active: Collection[Value] = ()
+    fusion: Fusion | None = None
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
     behind: list[tuple[int, ...]] = field(default_factory=list)
     transfer: float = math.inf
@@ -55,6 +61,7 @@ class MemoryModel:
     def __post_init__(self) -> None:
         count = len(self.sizes)
         self.extra = self.extra or [0] * count
+        self.beside = self.beside or [0] * count
         self.behind = self.behind or [()] * count
         self.fixed = self.fixed or [False] * count
         self.cuts = self.cuts or list(range(count))

@@ -1,41 +1,33 @@
 """A graph → what its operations read, write and cost, as XLA runs them.
 
-A buffer is what XLA writes to memory. Views and broadcasts are not: reading one is reading what it
-is a view of. Nor is a cheap element-wise result that XLA computes inside each of its readers
-(fusion): the backward pass does the same with it, whether or not anything is recomputed, and so it
-is what such a result is computed from that is kept (see `fusion`). Arguments of the program and
-constants are alive anyway and count as nothing, and so do gradients of arguments, which are
-results.
+A buffer is what XLA writes to memory. Views are not: reading one is reading what it is a view of.
+Nor is a result that XLA was seen to compute inside each of its readers (see `fusion`): the backward
+pass does the same with it, whether or not anything is recomputed, and so it is what such a result
+is computed from that is kept. Arguments of the program and constants are alive anyway and count as
+nothing, and so do gradients of arguments, which are results.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
+from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
 from tracegrad.planning.activity import active_in_body, active_values
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.flops import node_flops
-from tracegrad.planning.fusion import (
-    Fusion,
-    distinct_elements,
-    handed_bytes,
-    is_broadcast,
-    operands,
-)
+from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, alive
-from tracegrad.planning.residuals import NodeResiduals, nbytes
+from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
 from tracegrad.planning.simulation import keep_all
-
-LIBRARY_ELEMENTS = 4096  # XLA leaves no element-wise operation on fewer to the library
 
 
 def model(
     graph: Graph,
+    fusion: Fusion | None = None,
     *,
-    fused: bool = True,
     active: Collection[Value] | None = None,
     residuals: NodeResiduals | None = None,
     transfer: float = math.inf,
@@ -45,15 +37,15 @@ def model(
     Args:
       graph: the forward program.
       active: the values that get a cotangent; without it those between any input and any output.
-      fused: whether cheap element-wise results are taken not to be kept (see above); False for
-        what JAX's own residuals hold before XLA fuses anything.
+      fusion: what becomes of the results; without it all but views are taken to be written, as
+        JAX's own residuals are before XLA has a part in it.
       residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
       transfer: that of `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
-    found = _Modelling(graph, fused, residuals or NodeResiduals(), active).result()
-    found.transfer = transfer
+    found = _Modelling(graph, fusion or without_compiling(graph), residuals, active).result()
+    found.fusion, found.transfer = fusion, transfer
     return found
 
 
@@ -63,19 +55,27 @@ class _Modelling:
     def __init__(
         self,
         graph: Graph,
-        fused: bool,
-        residuals: NodeResiduals,
+        fusion: Fusion,
+        residuals: NodeResiduals | None,
         active: Collection[Value] | None = None,
     ):
         self.graph = graph
-        self.fused = fused
         self.index = {node: i for i, node in enumerate(graph.nodes)}
-        self.residuals = residuals
+        self.residuals = residuals or NodeResiduals()
         self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
         self.active = active_values(graph) if active is None else active
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
-        self.fusion = Fusion(graph, self.active, fused, residuals)
+        nodes = graph.nodes
+        self.inlined = {nodes[i] for i in fusion.inlined}
+        self.repeated = {nodes[i] for i in fusion.repeated}
+        self.repeated_back = {nodes[i] for i in fusion.repeated_back}
+        self.beside = {nodes[i]: size for i, size in fusion.beside.items()}
+        self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
+        for node in nodes:
+            positions = active_inputs(node, self.active)
+            if positions and any(v in self.active for v in node.outputs):
+                self.read[node] = self.residuals.of(node, positions)
 
     def result(self) -> MemoryModel:
         if not self.active:
@@ -88,12 +88,12 @@ class _Modelling:
 
     def find_roots(self) -> None:
         """For every value the buffers that reading it reads: in the forward pass, in the backward
-        pass, and there if all is computed that can be; and the FLOPs of what was absorbed."""
+        pass, and there if all is computed that can be; and the FLOPs of what is inlined."""
         self.roots: dict[Value, frozenset[int]] = {}
         self.roots_back: dict[Value, frozenset[int]] = {}
         self.behind: dict[Value, frozenset[int]] = {}
         self.inside: dict[Value, int] = {}
-        self.ops: list[Node] = [n for n in self.graph.nodes if n not in self.fusion.absorbed]
+        self.ops: list[Node] = [n for n in self.graph.nodes if n not in self.inlined]
         number = {node: i for i, node in enumerate(self.ops)}
         nothing: frozenset[int] = frozenset()
         for value in (*self.graph.inputs, *self.graph.constants):
@@ -103,12 +103,12 @@ class _Modelling:
             values = set(operands(node))
             roots = back = behind = frozenset((number[node],)) if node in number else nothing
             cost = 0
-            if node in self.fusion.absorbed:
+            if node in self.inlined:
                 roots = nothing.union(*(self.roots[v] for v in values))
                 cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
-            if node in self.fusion.absorbed or node in self.fusion.repeated_back:
+            if node in self.inlined or node in self.repeated_back:
                 back = nothing.union(*(self.roots_back[v] for v in values))
-            if node in self.fusion.absorbed or node in self.fusion.repeated:
+            if node in self.inlined or node in self.repeated:
                 behind = nothing.union(*(self.behind[v] for v in values))
             for value in node.outputs:
                 self.roots[value], self.inside[value] = roots, cost
@@ -120,20 +120,22 @@ class _Modelling:
         needs: list[set[int]] = [set() for _ in ops]
         behind: list[set[int]] = [set() for _ in ops]
         extra = [0] * len(ops)
+        beside = [0] * len(ops)
         peaks = [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before: its backward step takes the node's too
         for node in self.graph.nodes if ops else ():
-            step = min(step + (node not in self.fusion.absorbed), len(ops) - 1)
+            step = min(step + (node not in self.inlined), len(ops) - 1)
             at = max(step, 0)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], cotangents.get(node, 0))
-            if node in self.fusion.read:
-                for value in self.fusion.read_back(node):
+            if node in self.read:
+                for value in self._read_back(node):
                     needs[at] |= self.roots_back[value]
-                    if not self.fusion.reads_memory_back(node):
+                    if is_by_element(node):
                         behind[at] |= self.behind[value]
-                extra[at] += self.fusion.read[node].extra + self._divisor_bytes(node)
+                extra[at] += self.read[node].extra
+                beside[at] += self.beside.get(node, 0) if is_by_element(node) else 0
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
             flops=[
@@ -146,6 +148,7 @@ class _Modelling:
             behind=[_sorted(more - found) for more, found in zip(behind, needs, strict=True)],
             cotangents=peaks,
             extra=extra,
+            beside=beside,
             fixed=fixed,
             cuts=self._cuts(),
             nodes=ops,
@@ -153,6 +156,11 @@ class _Modelling:
             active=self.active,
             residuals=self.residuals,
         )
+
+    def _read_back(self, node: Node) -> Iterator[Value]:
+        """The values of the graph that the backward pass of a node reads."""
+        yield from (v for i in self.read[node].operands if isinstance(v := node.inputs[i], Value))
+        yield from (node.outputs[i] for i in self.read[node].results)
 
     def _cotangent_bytes(self) -> dict[Node, int]:
         """Bytes alive while each node is pulled back, of cotangents of what it computed or was
@@ -170,7 +178,7 @@ class _Modelling:
             if not given:
                 continue
             # An element-wise operation writes its result over its operand.
-            in_place = self.fusion.category[node] in ("view", "cheap", "costly")
+            in_place = is_by_element(node)
             shares = given[0] if node.op in operations.PASSES_ON and len(given) == 1 else None
             for shared in given:
                 shared[1] -= 1
@@ -178,7 +186,7 @@ class _Modelling:
             peak = live
             live -= freed
             made = 0
-            taken = node in self.fusion.read
+            taken = node in self.read
             made += self.work(node) if taken else 0
             for value in dict.fromkeys(operands(node)) if taken else ():
                 size = nbytes(value.aval)
@@ -210,25 +218,6 @@ class _Modelling:
                 found.add(node.outputs[0])
         return found
 
-    def _divisor_bytes(self, node: Node) -> int:
-        """Bytes of a broadcast divisor that is written out for the backward pass.
-
-        It is that of a softmax before a product. The gradient, divided by it, goes into the library
-        call that starts with the product's own gradient, and which does not take a broadcast that
-        the forward pass has as well. If the sums are few, they are no work for the library. Without
-        it the model of an attention that XLA holds 98 MiB for has 77.
-        """
-        if not self.fused or node.op != "div":
-            return 0
-        divisor = node.inputs[1]
-        if not isinstance(divisor, Value) or divisor not in self.active:
-            return 0
-        if not is_broadcast(divisor, node) or distinct_elements(divisor) < LIBRARY_ELEMENTS:
-            return 0
-        readers = self.fusion.readers(node)
-        is_product = [reader.op == "dot_general" for reader in readers]
-        return nbytes(node.outputs[0].aval) if readers and all(is_product) else 0
-
     def work(self, node: Node) -> int:
         """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
         iteration with everything kept."""
@@ -258,7 +247,7 @@ class _Modelling:
                 body = flatten(region)
                 is_scan = node.primitive is _jax.SCAN
                 active = active_in_body(node, body, self.active) if is_scan else None
-                inside = model(body, fused=self.fused, active=active, residuals=self.residuals)
+                inside = model(body, active=active, residuals=self.residuals)
                 self.peaks_known[region] = keep_all(inside).peak
             except ValueError:  # it has no gradient by itself
                 self.peaks_known[region] = 0
@@ -286,3 +275,26 @@ class _Modelling:
 
 def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(positions)))
+
+
+def is_by_element(node: Node) -> bool:
+    """Whether each element of its results is computed of the same one of its operands."""
+    if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
+        nodes = [inner for region in node.regions.values() for inner in region.nodes]
+        return all(map(is_by_element, nodes))
+    return node.op in operations.VIEWS | operations.CHEAP | operations.COSTLY
+
+
+def operands(node: Node) -> list[Value]:
+    return [v for v in node.inputs if isinstance(v, Value)]
+
+
+def handed_bytes(scan: Node) -> int:
+    """Bytes of what an iteration has of its own of what comes into it: the slices that are cut out
+    for it and, of slices and constants, the gradients that it writes before they are put in their
+    places or added up."""
+    body = scan.regions["jaxpr"]
+    constants, carried = _jax.scan_split(scan.params)
+    read, cut = body.inputs[:constants], body.inputs[constants + carried :]
+    gradients = [v for v in (*read, *cut) if v.has_gradient]
+    return sum(nbytes(v.aval) for v in (*cut, *gradients))

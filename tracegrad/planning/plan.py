@@ -24,7 +24,7 @@ from tracegrad.planning.simulation import Segment, keep_all
 from tracegrad.tracing import to_callable
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class RecomputePlan:
             "name": self.graph.name,
             **own,
             "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
+            "fusion": self._whole.fusion and self._whole.fusion.as_lists(),
             "scan_variant": self._fit.variant.number,
             "segments": segments,
         }

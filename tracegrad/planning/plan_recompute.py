@@ -16,6 +16,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import name_of
+from tracegrad.planning.activity import active_values
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
 from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
@@ -119,13 +120,13 @@ def _plan_graph(
     `transfer_flops`; `shardings`: of its inputs, where they are known; `examples`: as of
     `Gradient`, for all of which the budget is."""
     with progress("plan_recompute", 1 + plans) as begin:
-        search = Search(model(flatten(graph), transfer=transfer), examples)
-        why_not = "measure=False"
+        program, why_not = flatten(graph), "measure=False"
         if plans:
             try:
                 begin("compiling with nothing recomputed")
-                gradient = Gradient(search.graph, search.whole.active, shardings, examples)
-                without = gradient.held(search.graph)
+                gradient = Gradient(program, active_values(program), shardings, examples)
+                without, fusion = gradient.held_and_fusion(program)
+                search = Search(model(program, fusion, transfer=transfer), examples)
                 budget = budget_bytes(memory_budget, without)
                 numbers = itertools.count(1)
 
@@ -138,6 +139,7 @@ def _plan_graph(
                 return plan_of(search, fit, budget, without, _jax.compiled_by())
             except NotMeasuredError as error:
                 why_not = str(error)
+        search = Search(model(program, transfer=transfer), examples)
         budget = budget_bytes(memory_budget, search.kept.peak * examples) // examples
         return plan_of(search, search.best(budget), budget, None, why_not)
 

@@ -241,6 +241,7 @@ def _tokens(model: MemoryModel) -> list[int]:
             model.sizes[i],
             model.flops[i],
             model.extra[i],
+            model.beside[i],
             model.cotangents[i],
             model.fixed[i],
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),

@@ -22,9 +22,9 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node
 from tracegrad.planning.activity import active_in_body
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import handed_bytes
+from tracegrad.planning.fusion import Fusion, moved
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.modelling import model
+from tracegrad.planning.modelling import handed_bytes, model
 from tracegrad.planning.planner import Planner, frontier, recomputing
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import nbytes
@@ -50,11 +50,13 @@ class Variant:
         return Planner(self.model)
 
 
-def variants(whole: MemoryModel, modelled: Callable[[Graph], MemoryModel]) -> Iterator[Variant]:
+def variants(
+    whole: MemoryModel, modelled: Callable[[Graph, Fusion | None], MemoryModel]
+) -> Iterator[Variant]:
     """The program as it is, then those that run ever more again to keep ever less: the same step
     for every scan that keeps something beside its operands and results.
 
-    `modelled`: makes the model of such a program.
+    `modelled`: makes the model of such a program, given what becomes of its results.
     """
     graph = whole.graph
     assert graph is not None
@@ -74,7 +76,9 @@ def variants(whole: MemoryModel, modelled: Callable[[Graph], MemoryModel]) -> It
             option.put(new, new.node_here(node))
         flops = sum(option.flops for option in chosen.values())
         name = "; ".join(dict.fromkeys(option.name for option in chosen.values()))
-        yield Variant(k + 1, modelled(flatten(new)), flops, name)
+        flat = flatten(new)
+        fusion = whole.fusion and moved(whole.fusion, graph, flat)
+        yield Variant(k + 1, modelled(flat, fusion), flops, name)
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,10 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
     length = node.params["length"]
     constants, carried = _jax.scan_split(node.params)
 
-    def modelled(graph: Graph) -> MemoryModel:
+    def modelled(graph: Graph, fusion: Fusion | None = None) -> MemoryModel:
         active = active_in_body(node, graph, around.active)
-        return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
+        known = around.residuals
+        return model(graph, fusion, active=active, residuals=known, transfer=around.transfer)
 
     whole = modelled(flatten(node.regions["jaxpr"]))
     assert whole.graph is not None

@@ -99,6 +99,7 @@ class Piece:
         self.sizes = model.sizes[start:stop]
         self.flops = model.flops[start:stop]
         self.extra = model.extra[start:stop]
+        self.beside = model.beside[start:stop]
         self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
         self.needs = [[v - start for v in model.needs[i] if v >= start] for i in within]
         self.cotangents = model.cotangents[start:stop]
@@ -134,7 +135,7 @@ class Piece:
         if not way.recompute:
             stored = frozenset([v for found in self.needs_kept for v in found])
             steps = [(i, False, self.needs_kept[i]) for i in reversed(range(count))]
-            local = self._local(stored, steps, kept_extra=sum(self.extra))
+            local = self._local(stored, steps, is_kept=True)
             return replace(local, unread=self.unread_kept)
         saved = {v for v in way.saved if not self.extra[v]}  # those run again in any case
         runs = [self._recomputed(saved, *piece) for piece in way.pieces]
@@ -154,7 +155,7 @@ class Piece:
             steps_back = reversed(range(start, stop))
             events += [(step, False, of(start, self.needs[step])) for step in steps_back]
         read = set(self.needed).union(*(self.args[i] for i in again))
-        local = self._local(frozenset(read - again), events, kept_extra=0)
+        local = self._local(frozenset(read - again), events)
         return self._offloaded(local) if way.offload else local
 
     def _offloaded(self, local: Local) -> Local:
@@ -172,17 +173,21 @@ class Piece:
             backward=tuple([size + came for size in local.backward]),
         )
 
-    def _local(self, stored: frozenset[int], events: Sequence[_Event], kept_extra: int) -> Local:
+    def _local(
+        self, stored: frozenset[int], events: Sequence[_Event], is_kept: bool = False
+    ) -> Local:
         order = [i % len(self.sizes) for i, is_run, _ in events if is_run]
         again = set(order)
-        staying = kept_extra + sum([self.sizes[v] for v in stored])
+        staying, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
+        if is_kept:
+            staying, made = staying + made + sum(self.extra), 0
         return Local(
             flops=sum([self.flops[i] for i in order]),
             stored=stored,
             staying=staying,
             unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
-            forward=self._forward(stored, kept_extra == 0),
-            backward=self._backward(events, staying),
+            forward=self._forward(stored, not is_kept),
+            backward=self._backward(events, staying + made),
             recomputed=tuple(order),
         )
 
@@ -235,7 +240,7 @@ class Piece:
             if is_run:
                 live -= 0 if reads[i] else sizes[i]  # run for its extra bytes alone
             else:
-                live -= extra[i]
+                live -= extra[i] + self.beside[i]
                 peaks.append(peak + self.cotangents[i])
                 peak = 0
         return tuple(peaks)
@@ -247,7 +252,7 @@ class Piece:
                 freed[self._last[v]] -= sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
-            live += size if recompute else size + self.extra[i]
+            live += size if recompute else size + self.extra[i] + self.beside[i]
             peaks.append(live)
             live -= freed[i]
         return tuple(peaks)
