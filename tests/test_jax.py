@@ -12,6 +12,7 @@ from jax.experimental import checkify, io_callback
 
 import tracegrad as tg
 from tracegrad import _jax
+from tracegrad._jax.compiled import written_by
 
 
 def equation(fun, *args):
@@ -603,3 +604,19 @@ def test_a_call_that_is_not_compiled_is_asked_about_first_and_a_warm_one_is_jits
     call.clear_cache()
     assert call(3.0) == 6.0
     assert len(asked) == 5
+
+
+def test_a_compiled_program_says_what_it_writes_and_where_that_was_traced():
+    def f(w, x):
+        with jax.named_scope("first"):
+            y = jnp.exp(x @ w)
+        with jax.named_scope("second"):
+            return y @ w, y
+
+    w, x = jnp.ones((64, 64)), jnp.ones((512, 64), jnp.float32)
+    found = written_by(jax.jit(f).lower(w, x).compile().as_text())
+    products = [each for each in found if any("second" in scope for scope in each.scopes)]
+    assert products[-1].size == 4 * 512 * 64
+    (read,) = products[-1].reads
+    assert any("first" in scope and "exp" in scope for scope in found[read].scopes)
+    assert sum(each.size for each in found) >= 2 * 4 * 512 * 64

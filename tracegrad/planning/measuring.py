@@ -6,7 +6,6 @@ arguments, the value beside it, or an optimizer behind it, and is compiled as a 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,17 +101,16 @@ class Gradient:
         return self._compiled(program, evaluate)[0]
 
     def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
-        """The same, and what XLA does with the results of the program, of which it may be that
-        nothing is recomputed."""
-        return self._compiled(program, evaluate_in_scopes, functools.partial(seen, program))
+        """The same of a program with nothing recomputed, and what becomes of its results."""
+        held, fusion = self._compiled(program, evaluate_in_scopes)
+        assert fusion is not None
+        return held, fusion
 
-    def _compiled(
-        self,
-        program: Graph,
-        run: Callable[..., Any],
-        look: Callable[[str], Any] = lambda text: None,
-    ) -> tuple[int, Any]:
-        """What XLA holds for the gradient, and what is seen in the text of what it compiled."""
+    def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
+        """Bytes that XLA holds for the gradient, and what is seen in it, where it has scopes.
+
+        `run`: what runs a graph on its inputs.
+        """
         backend = jax.default_backend()
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
@@ -130,13 +128,14 @@ class Gradient:
                 "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
                 f"{_jax.compiled_by()} {options}",
-                run,
             )
-            known: tuple[int, Any] | None = FOUND.get(key)
+            known: tuple[int, Fusion | None] | None = FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
-                found = int(account_of(compiled).temp_size_in_bytes), look(compiled.as_text() or "")
-                known = FOUND.put(key, found)
+                held, fusion = int(account_of(compiled).temp_size_in_bytes), None
+                if run is evaluate_in_scopes:
+                    fusion = seen(program, compiled.as_text() or "", self._examples)
+                known = FOUND.put(key, (held, fusion))
         return known
 
     def _of_each_example(self, shape: Any) -> Any:
@@ -177,5 +176,8 @@ def gradient_of(
         _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
         return pull(given or [jnp.ones((), program.outputs[i].aval.dtype) for i in flowing])
 
-    gradient.__name__ = gradient.__qualname__ = program.name
+    name = program.name
+    if run is not evaluate:  # JAX caches what is compiled by all but its scopes
+        name = f"{name}_in_{len(program.nodes)}_scopes"
+    gradient.__name__ = gradient.__qualname__ = name
     return gradient

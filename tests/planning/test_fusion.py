@@ -1,0 +1,179 @@
+"""What XLA does with the results of a program, looked up in what it compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import tracegrad as tg
+from tracegrad.ir import Graph
+from tracegrad.planning import plan_recompute
+from tracegrad.planning.activity import active_values
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.fusion import Fusion, moved, seen, without_compiling
+from tracegrad.planning.measuring import Gradient
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def ops(graph: Graph, positions: Any) -> list[str]:
+    return [graph.nodes[i].op for i in sorted(positions)]
+
+
+def program(*nodes: Any) -> Graph:
+    def run(x: jax.Array) -> jax.Array:
+        for node in nodes:
+            x = node(x)
+        return x
+
+    return tg.graph(run)(f32(8, 8))
+
+
+def of_gradient(graph: Graph) -> Fusion:
+    return Gradient(graph, active_values(graph)).held_and_fusion(graph)[1]
+
+
+# What XLA would write of a gradient: which node is where in it is said by its scope.
+COMPILED = """HloModule jit_f
+
+%inner (p0: f32[8,8]) -> f32[8,8] {
+  %p0 = f32[8,8] parameter(0)
+  %s = f32[8,8] sine(%p0), metadata={op_name="f/jvp(tracegrad.node.0)/sin"}
+  ROOT %e = f32[8,8] exponential(%s), metadata={op_name="f/jvp(tracegrad.node.1)/exp"}
+}
+
+%copied (p0.1: f32[8,8]) -> f32[8,8] {
+  %p0.1 = f32[8,8] parameter(0)
+  ROOT %t = f32[8,8] transpose(%p0.1), dimensions={1,0}
+}
+
+%back (p0.2: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
+  %p0.2 = f32[8,8] parameter(0)
+  %p1 = f32[8,8] parameter(1)
+  %again = f32[8,8] tanh(%p1), metadata={op_name="f/jvp(tracegrad.node.2)/tanh"}
+  ROOT %m = f32[8,8] multiply(%again, %p0.2), metadata={op_name="f/transpose(jvp(tracegrad.node.1))/mul"}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %exp = f32[8,8] fusion(%x), kind=kLoop, calls=%inner
+  %tanh = f32[8,8] tanh(%exp), metadata={op_name="f/jvp(tracegrad.node.2)/tanh"}
+  %mul = f32[8,8] multiply(%tanh, %x), metadata={op_name="f/jvp(tracegrad.node.3)/mul"}
+  %slope = f32[8,8] add(%mul, %x), metadata={op_name="f/jvp(tracegrad.node.3)/add"}
+  %kept = f32[8,8] fusion(%exp), kind=kLoop, calls=%copied
+  %cotangent = f32[8,8] add(%mul, %slope), metadata={op_name="f/transpose(jvp(tracegrad.node.3))/mul"}
+  ROOT %gradient = f32[8,8] fusion(%cotangent, %kept), kind=kLoop, calls=%back
+}
+"""
+
+
+@pytest.mark.any_jax
+def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
+    graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
+    found = seen(graph, COMPILED)
+    assert ops(graph, found.inlined) == ["sin"]
+    assert ops(graph, found.repeated) == ops(graph, found.repeated_back) == ["tanh"]
+    assert {graph.nodes[i].op: size for i, size in found.beside.items()} == {"mul": 4 * 64}
+
+
+@pytest.mark.any_jax
+def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
+    graph = program(jnp.sin, jnp.transpose, jnp.exp)
+    assert ops(graph, without_compiling(graph).inlined) == ["transpose"]
+    assert seen(graph, "") == without_compiling(graph)
+
+
+def test_what_xla_runs_as_one_is_seen():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.exp(0.5 * jnp.abs(x @ w) + 1)
+        return jnp.sum((y @ w) ** 2)
+
+    graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+    found = of_gradient(graph)
+    # The two products, and what the second one and its gradient read.
+    written = {node.op for i, node in enumerate(graph.nodes) if i not in found.inlined}
+    assert {"dot_general", "exp"} <= written
+    assert {"abs", "mul", "add"} <= {*ops(graph, found.inlined)}
+
+
+def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.exp(x) @ x))(x)))
+
+    graph = flatten(tg.graph(loss)(f32(32, 32)))
+    found = of_gradient(graph)
+    products = [i for i, node in enumerate(graph.nodes) if node.op == "dot_general"]
+    assert len(products) >= 2
+    assert found.inlined.isdisjoint(products)
+
+
+def test_each_example_of_a_vmap_is_seen_as_one():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
+
+    graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+    several = Gradient(graph, active_values(graph), examples=4).held_and_fusion(graph)[1]
+    largest = 4 * 512 * 64
+    assert all(size <= largest for size in several.beside.values())
+    assert {"exp", "tanh"}.isdisjoint(ops(graph, several.inlined))
+
+
+@pytest.mark.any_jax
+def test_a_copy_with_other_nodes_in_it_has_its_own_positions():
+    graph = program(jnp.sin, jnp.exp, jnp.tanh)
+    fusion = Fusion(frozenset({0}), frozenset({1}), frozenset({2}), {2: 8})
+    copy = graph.copy()
+    copy.replace(copy.nodes[1], lambda x: jnp.cos(x).T)
+    now = moved(fusion, graph, copy)
+    assert ops(copy, now.inlined) == ["sin", "transpose"]
+    assert now.repeated == frozenset()
+    assert ops(copy, now.repeated_back) == ops(copy, now.beside) == ["tanh"]
+
+
+@pytest.mark.any_jax
+def test_lists_say_all_of_it():
+    fusion = Fusion(frozenset({0, 3}), frozenset({1}), frozenset({2}), {1: 8, 2: 16})
+    assert Fusion.of_lists(fusion.as_lists(), 4) == fusion
+    for bad in ([[4], [], [], []], [[0.5], [], [], []], [[0], [], []], [[], [], [], [[1]]]):
+        with pytest.raises((TypeError, ValueError)):
+            Fusion.of_lists(bad, 4)
+
+
+def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        plans = []
+        for _ in range(2):
+            tg.clear_caches()
+            plans.append(plan_recompute(layers, "50%")([f32(64, 64)] * 4, f32(512, 64)))
+            kept = len([*tmp_path.iterdir()])
+            jax.clear_caches()
+        assert kept > 0
+        assert plans[0] == plans[1]
+        assert plans[0].is_needed
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
