@@ -55,6 +55,7 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
         rng.integers(low, high, count) for low, high in ((1, 9), (1, 20), (1, 4))
     )
     extra = rng.integers(0, 4, count) * (rng.random(count) < 0.2)
+    beside = rng.integers(0, 4, count) * (rng.random(count) < 0.2)
     cotangents += np.sort(rng.integers(0, 6, count))[::-1]  # more in the last steps
     return MemoryModel(
         sizes=sizes.tolist(),
@@ -63,6 +64,7 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
         needs=needs,
         cotangents=cotangents.tolist(),
         extra=extra.tolist(),
+        beside=beside.tolist(),
         behind=[
             tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
         ],
@@ -171,8 +173,16 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             if v not in alive
             and (v == now or any(v in m.args[i] and i >= now for i in range(count)))
         ]
-        extra = sum(m.extra[i] for i in range(now + 1) if not plan[segment_of[i]].recompute)
-        peak = max(peak, sum(m.sizes[v] for v in alive) + extra)
+        here = plan[segment_of[now]]
+        originals = [
+            v
+            for v in range(here.start, now + 1)
+            if here.recompute and stored(v)
+            if v == now or any(v in m.args[i] for i in range(now, here.stop))
+        ]
+        made = [i for i in range(now + 1) if not plan[segment_of[i]].recompute]
+        extra = sum(m.extra[i] + m.beside[i] for i in made)
+        peak = max(peak, sum(m.sizes[v] for v in (*alive, *originals)) + extra)
     for k, s in reversed(list(enumerate(plan))):  # backward
         from_before = {
             v
@@ -181,7 +191,8 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         }
         from_before.update(sent(k)[1])
         base = sum(m.sizes[v] for v in from_before)
-        base += sum(m.extra[i] for i in range(s.start) if not plan[segment_of[i]].recompute)
+        before = [i for i in range(s.start) if not plan[segment_of[i]].recompute]
+        base += sum(m.extra[i] + m.beside[i] for i in before)
         # All that happens: what is made, what is read, the step that it is for. The copy of a value
         # that one phase makes is not that of another.
         events: list[tuple[Any, set[Any], int]] = []
@@ -214,6 +225,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             own = {v for kind, v in made_before if kind == "own"}
             is_left = own if s.recompute else range(s.start, s.stop)
             size += sum(m.extra[i] for i in is_left if i <= step)
+            size += sum(m.beside[i] for i in range(s.start, step + 1))
             peak = max(peak, size)
     flops = sum(m.flops[i] for found in phases for _, run in found for i in run)
     for own, came in map(sent, range(len(plan))):

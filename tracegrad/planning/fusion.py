@@ -8,9 +8,10 @@ makes of it. Where nothing was compiled, all results but views are taken to be w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,41 +107,48 @@ def seen(graph: Graph, compiled: str, examples: int = 1) -> Fusion:
       compiled: the text of its gradient, compiled of `evaluate_in_scopes`.
       examples: how many are computed at once, in a `jax.vmap` around.
     """
-    least = [min((nbytes(v.aval) for v in node.outputs), default=0) for node in graph.nodes]
-    written: set[int] = set()
-    inside: set[int] = set()
-    inside_back: set[int] = set()
-    read_back: set[int] = set()
-    beside: Counter[int] = Counter()
-    of_backward: list[bool] = []  # whether it is written there
-    holds: list[set[int]] = []  # the nodes whose results it holds
     writes = written_by(compiled)
+    least = [min((nbytes(v.aval) for v in node.outputs), default=0) for node in graph.nodes]
+    holds: list[set[int]] = []  # of each that is written, the nodes whose results it holds
+    is_back: list[bool] = []  # and whether it is of the backward pass
     for each in writes:
         forward, backward = _nodes(each.scopes)
-        is_back = bool(backward) or (not forward and any(of_backward[k] for k in each.reads))
-        size = each.size // examples
-        of_backward.append(is_back)
-        holds.append({i for i in forward if size >= least[i]} if not is_back else set())
-        written |= holds[-1]
-        on_the_way, _ = _nodes(each.inside)
-        inside |= on_the_way
-        if is_back:
-            come_back = set().union(*(holds[k] for k in each.reads))
-            read_back |= come_back
-            inside_back |= on_the_way - come_back - backward
-    for k in {k for i, each in enumerate(writes) if of_backward[i] for k in each.reads}:
-        if not of_backward[k] and (made := _nodes(writes[k].scopes)[0]):
+        is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
+        is_whole = {i for i in forward if each.size // examples >= least[i]}
+        holds.append(set() if is_back[-1] else is_whole)
+    back = list(itertools.compress(writes, is_back))
+    kept = {k for each in back for k in each.reads if not is_back[k]}
+    read_back = set[int]().union(*(holds[k] for k in kept))
+    again = set[int]()
+    for each in back:
+        there = set[int]().union(*(holds[k] for k in each.reads))
+        again |= _nodes(each.inside)[0] - _nodes(each.scopes)[1] - there
+    beside: Counter[int] = Counter()
+    for k in kept:
+        if made := _nodes(writes[k].scopes)[0]:
             beside[max(made)] += writes[k].size // examples
     beside.subtract({i: sum(nbytes(v.aval) for v in graph.nodes[i].outputs) for i in read_back})
+    written = set[int]().union(*holds)
+    inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
+    inlined = _inlined(graph, written, inside)
+    again -= inlined
+    return Fusion(inlined, frozenset(again), frozenset(again - read_back), +beside)
+
+
+def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> frozenset[int]:
+    """The nodes that were seen inside of others and nowhere else, and views."""
     results = {v.producer for v in graph.outputs if isinstance(v, Value)}
-    inlined = {
-        i
-        for i, node in enumerate(graph.nodes)
-        if i not in written and node not in results and (i in inside or _is_view(node))
-        if isinstance(node, CustomGradient) or not (node.regions or node.effects)
-    }
-    repeated = inside_back - inlined
-    return Fusion(frozenset(inlined), frozenset(repeated), frozenset(repeated - read_back), +beside)
+    # A view of an argument is there from the beginning to the end, as that is, if XLA writes it.
+    given = {*graph.inputs, *graph.constants}
+    found: set[int] = set()
+    for i, node in enumerate(graph.nodes):
+        is_given = _is_view(node) and all(v in given for v in node.inputs if isinstance(v, Value))
+        given.update(node.outputs if is_given else ())
+        is_open = isinstance(node, CustomGradient) or not (node.regions or node.effects)
+        is_inside = i not in written and (i in inside or _is_view(node))
+        if is_given or (is_open and is_inside and node not in results):
+            found.add(i)
+    return frozenset(found)
 
 
 def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:

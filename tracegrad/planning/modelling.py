@@ -123,10 +123,13 @@ class _Modelling:
         beside = [0] * len(ops)
         peaks = [0] * len(ops)
         fixed = [False] * len(ops)
-        step = -1  # the last buffer at a node or before: its backward step takes the node's too
+        step = -1  # the last buffer at a node or before
         for node in self.graph.nodes if ops else ():
-            step = min(step + (node not in self.inlined), len(ops) - 1)
-            at = max(step, 0)
+            step += node not in self.inlined
+            # Of what is inlined, a chain by element goes back with what it is computed of, and
+            # anything else, which has a step of its own, with what it is in.
+            is_in_next = node in self.inlined and not is_by_element(node)
+            at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], cotangents.get(node, 0))
             if node in self.read:

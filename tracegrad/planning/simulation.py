@@ -247,12 +247,15 @@ class Piece:
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, self._freed.copy()
+        # What a policy saves JAX copies, and XLA keeps the original until it is read last.
+        copied = stored if recompute else frozenset[int]()
         for v in stored:
-            if not self.leaves[v]:
-                freed[self._last[v]] -= sizes[v]
+            if self.leaves[v] == recompute:
+                freed[self._last[v]] += sizes[v] if recompute else -sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i] + self.beside[i]
+            live += size if i in copied else 0
             peaks.append(live)
             live -= freed[i]
         return tuple(peaks)
