@@ -45,8 +45,8 @@ COMPILED = """HloModule jit_f
 
 %inner (p0: f32[8,8]) -> f32[8,8] {
   %p0 = f32[8,8] parameter(0)
-  %s = f32[8,8] sine(%p0), metadata={op_name="f/jvp(tracegrad.node.0)/sin"}
-  ROOT %e = f32[8,8] exponential(%s), metadata={op_name="f/jvp(tracegrad.node.1)/exp"}
+  %s = f32[8,8] sine(%p0), metadata={op_name="jvp(tracegrad.node.0)/sin"}
+  ROOT %e = f32[8,8] exponential(%s), metadata={op_name="jvp(tracegrad.node.1)/exp"}
 }
 
 %copied (p0.1: f32[8,8]) -> f32[8,8] {
@@ -57,18 +57,18 @@ COMPILED = """HloModule jit_f
 %back (p0.2: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
   %p0.2 = f32[8,8] parameter(0)
   %p1 = f32[8,8] parameter(1)
-  %again = f32[8,8] tanh(%p1), metadata={op_name="f/jvp(tracegrad.node.2)/tanh"}
-  ROOT %m = f32[8,8] multiply(%again, %p0.2), metadata={op_name="f/transpose(jvp(tracegrad.node.1))/mul"}
+  %again = f32[8,8] tanh(%p1), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
+  ROOT %m = f32[8,8] multiply(%again, %p0.2), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
 }
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8] parameter(0)
   %exp = f32[8,8] fusion(%x), kind=kLoop, calls=%inner
-  %tanh = f32[8,8] tanh(%exp), metadata={op_name="f/jvp(tracegrad.node.2)/tanh"}
-  %mul = f32[8,8] multiply(%tanh, %x), metadata={op_name="f/jvp(tracegrad.node.3)/mul"}
-  %slope = f32[8,8] add(%mul, %x), metadata={op_name="f/jvp(tracegrad.node.3)/add"}
+  %tanh = f32[8,8] tanh(%exp), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
+  %mul = f32[8,8] multiply(%tanh, %x), metadata={op_name="jvp(tracegrad.node.3)/mul"}
+  %slope = f32[8,8] add(%mul, %x), metadata={op_name="jvp(tracegrad.node.3)/add"}
   %kept = f32[8,8] fusion(%exp), kind=kLoop, calls=%copied
-  %cotangent = f32[8,8] add(%mul, %slope), metadata={op_name="f/transpose(jvp(tracegrad.node.3))/mul"}
+  %cotangent = f32[8,8] add(%mul, %slope), metadata={op_name="transpose(jvp(tracegrad.node.3))/mul"}
   ROOT %gradient = f32[8,8] fusion(%cotangent, %kept), kind=kLoop, calls=%back
 }
 """

@@ -241,6 +241,38 @@ def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_with
 
 
 @pytest.mark.any_jax
+def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
+    """As of a scan, whose body is run in few ways. XLA holds as much as the model says."""
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(body, x, ws)[0])
+
+    graph = flatten(tracegrad.graph(loss)(f32(16, 32, 32), f32(256, 32)))
+
+    class Asked(Search):
+        def best(self, target: int) -> Fit:
+            self.last = super().best(target)
+            return self.last
+
+    search, compiled = Asked(model(graph)), []
+
+    def held_by(_: Graph) -> int:
+        compiled.append(search.last.simulation.peak)
+        return compiled[-1]
+
+    first = search.best(search.lowest_peak)
+    budget = int(1.05 * first.simulation.peak)  # for which there is nothing else
+    assert search.best(budget).is_same(first)
+    fit = fitted(search, budget, held_by, search.kept.peak, 2)
+    assert fit.is_same(first)
+    assert len(compiled) == 2
+    assert compiled[1] > budget
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
 def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
     with pytest.raises(BudgetTooSmall, match="as XLA held it"):

@@ -55,6 +55,10 @@ def fitted(
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while len(tried) < plans:
         fit = _planned(search, target)
+        most = min([search.kept.peak, *(f.simulation.peak for f in tried if _held(f) > budget)])
+        while any(map(fit.is_same, tried)) and fit.simulation.peak <= target < most:
+            target = int(target / TUNING.careful)  # plans come in steps: of the next larger one
+            fit = _planned(search, min(target, most - 1))
         if any(map(fit.is_same, tried)):
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
