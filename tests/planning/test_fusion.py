@@ -54,11 +54,11 @@ COMPILED = """HloModule jit_f
   ROOT %t = f32[8,8] transpose(%p0.1), dimensions={1,0}
 }
 
-%back (p0.2: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
-  %p0.2 = f32[8,8] parameter(0)
+%back (p: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
   %p1 = f32[8,8] parameter(1)
   %again = f32[8,8] tanh(%p1), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
-  ROOT %m = f32[8,8] multiply(%again, %p0.2), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
+  ROOT %m = f32[8,8] multiply(%again, %p), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
 }
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
