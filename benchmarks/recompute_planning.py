@@ -30,7 +30,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -547,12 +547,7 @@ def repeated(fusion: Fusion, short: int, long: int, times: int) -> Fusion:
         else middle + (i - middle) % layer
         for i in range(long)
     ]
-
-    def of(found: Collection[int]) -> frozenset[int]:
-        return frozenset(i for i, place in enumerate(places) if place in found)
-
-    beside = {i: fusion.beside[place] for i, place in enumerate(places) if place in fusion.beside}
-    return Fusion(of(fusion.inlined), of(fusion.repeated), of(fusion.repeated_back), beside)
+    return tuple(fusion[place] for place in places)
 
 
 def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:

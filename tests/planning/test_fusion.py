@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.activity import active_values
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import Fusion, moved, seen, without_compiling
+from tracegrad.planning.fusion import (
+    Fate,
+    Fusion,
+    moved,
+    read_from,
+    seen,
+    without_compiling,
+    written_down,
+)
 from tracegrad.planning.measuring import Gradient
 
 
@@ -23,8 +32,10 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def ops(graph: Graph, positions: Any) -> list[str]:
-    return [graph.nodes[i].op for i in sorted(positions)]
+def ops(graph: Graph, fusion: Fusion, what: str) -> list[str]:
+    """The operations of which something is so."""
+    pairs = zip(graph.nodes, fusion, strict=True)
+    return [node.op for node, fate in pairs if getattr(fate, what)]
 
 
 def program(*nodes: Any) -> Graph:
@@ -78,15 +89,16 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
     found = seen(graph, COMPILED)
-    assert ops(graph, found.inlined) == ["sin"]
-    assert ops(graph, found.repeated) == ops(graph, found.repeated_back) == ["tanh"]
-    assert {graph.nodes[i].op: size for i, size in found.beside.items()} == {"mul": 4 * 64}
+    assert ops(graph, found, "inlined") == ["sin"]
+    assert ops(graph, found, "repeated") == ops(graph, found, "repeated_back") == ["tanh"]
+    assert ops(graph, found, "beside") == ["mul"]
+    assert found[-1].beside == 4 * 64
 
 
 @pytest.mark.any_jax
 def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     graph = program(jnp.sin, jnp.transpose, jnp.exp)
-    assert ops(graph, without_compiling(graph).inlined) == ["transpose"]
+    assert ops(graph, without_compiling(graph), "inlined") == ["transpose"]
     assert seen(graph, "") == without_compiling(graph)
 
 
@@ -98,9 +110,8 @@ def test_what_xla_runs_as_one_is_seen():
     graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
     found = of_gradient(graph)
     # The two products, and what the second one and its gradient read.
-    written = {node.op for i, node in enumerate(graph.nodes) if i not in found.inlined}
-    assert {"dot_general", "exp"} <= written
-    assert {"abs", "mul", "add"} <= {*ops(graph, found.inlined)}
+    assert {"abs", "mul", "add"} <= {*ops(graph, found, "inlined")}
+    assert {"dot_general", "exp"}.isdisjoint(ops(graph, found, "inlined"))
 
 
 def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
@@ -109,9 +120,8 @@ def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
 
     graph = flatten(tg.graph(loss)(f32(32, 32)))
     found = of_gradient(graph)
-    products = [i for i, node in enumerate(graph.nodes) if node.op == "dot_general"]
-    assert len(products) >= 2
-    assert found.inlined.isdisjoint(products)
+    assert sum(node.op == "dot_general" for node in graph.nodes) >= 2
+    assert "dot_general" not in ops(graph, found, "inlined")
 
 
 def test_each_example_of_a_vmap_is_seen_as_one():
@@ -121,29 +131,30 @@ def test_each_example_of_a_vmap_is_seen_as_one():
     graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
     several = Gradient(graph, active_values(graph), examples=4).held_and_fusion(graph)[1]
     largest = 4 * 512 * 64
-    assert all(size <= largest for size in several.beside.values())
-    assert {"exp", "tanh"}.isdisjoint(ops(graph, several.inlined))
+    assert all(fate.beside <= largest for fate in several)
+    assert {"exp", "tanh"}.isdisjoint(ops(graph, several, "inlined"))
 
 
 @pytest.mark.any_jax
 def test_a_copy_with_other_nodes_in_it_has_its_own_positions():
     graph = program(jnp.sin, jnp.exp, jnp.tanh)
-    fusion = Fusion(frozenset({0}), frozenset({1}), frozenset({2}), {2: 8})
+    fusion = (Fate(inlined=True), Fate(repeated=True), Fate(repeated_back=True, beside=8))
     copy = graph.copy()
     copy.replace(copy.nodes[1], lambda x: jnp.cos(x).T)
     now = moved(fusion, graph, copy)
-    assert ops(copy, now.inlined) == ["sin", "transpose"]
-    assert now.repeated == frozenset()
-    assert ops(copy, now.repeated_back) == ops(copy, now.beside) == ["tanh"]
+    assert ops(copy, now, "inlined") == ["sin", "transpose"]
+    assert ops(copy, now, "repeated") == []
+    assert ops(copy, now, "repeated_back") == ops(copy, now, "beside") == ["tanh"]
 
 
 @pytest.mark.any_jax
-def test_lists_say_all_of_it():
-    fusion = Fusion(frozenset({0, 3}), frozenset({1}), frozenset({2}), {1: 8, 2: 16})
-    assert Fusion.of_lists(fusion.as_lists(), 4) == fusion
-    for bad in ([[4], [], [], []], [[0.5], [], [], []], [[0], [], []], [[], [], [], [[1]]]):
+def test_what_is_written_down_says_all_of_it():
+    fusion = (Fate(inlined=True), Fate(), Fate(repeated=True, beside=8), Fate(repeated_back=True))
+    rows = written_down(fusion)
+    assert read_from(json.loads(json.dumps(rows)), 4) == fusion
+    for bad in ([[4, 1, 0, 0, 0]], [[0.5, 1, 0, 0, 0]], [[0, 1, 0, 0]], [[0, 1, 0, 0, "8"]], [3]):
         with pytest.raises((TypeError, ValueError)):
-            Fusion.of_lists(bad, 4)
+            read_from(bad, 4)
 
 
 def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):

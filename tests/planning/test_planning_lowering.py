@@ -392,6 +392,8 @@ SEGMENT = {"start": 0, "stop": 1, "recompute": True, "saved": [], "inner": [], "
         ({"segments": [SEGMENT | {"saved": [7]}]}, "segment 0 is not one of a recompute plan"),
         ({"segments": [SEGMENT | {"stop": 0}]}, "segment 0 is not one of a recompute plan"),
         ({"segments": [SEGMENT | {"offload": True}]}, "no 'transfer' says what it costs"),
+        ({"fusion": [[999, 1, 0, 0, 0]]}, "'fusion' is that of no program: .* the first below"),
+        ({"fusion": [[0, 1, 0]]}, "'fusion' is that of no program"),
     ],
 )
 def test_files_that_are_no_plan_of_the_program_are_refused(

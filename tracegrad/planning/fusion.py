@@ -11,9 +11,8 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,62 +25,54 @@ _SCOPE = "tracegrad.node."
 _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """What becomes of the results of nodes, by their positions in the graph.
+class Fate(NamedTuple):
+    """What becomes of the results of a node.
 
     Attributes:
       inlined: they are computed inside of all that reads them, and written nowhere.
       repeated: they are written, and something in the backward pass computes them all the same.
       repeated_back: all that reads them there does.
-      beside: bytes of what else of a node is written in the forward pass and read in the backward
+      beside: bytes of what else of the node is written in the forward pass and read in the backward
         pass, such as a derivative.
     """
 
-    inlined: frozenset[int]
-    repeated: frozenset[int] = frozenset()
-    repeated_back: frozenset[int] = frozenset()
-    beside: Mapping[int, int] = field(default_factory=dict)
+    inlined: bool = False
+    repeated: bool = False
+    repeated_back: bool = False
+    beside: int = 0
 
-    def as_lists(self) -> list[list[Any]]:
-        """All that it says, as lists of whole numbers, for a file; see `of_lists`."""
-        positions = self.inlined, self.repeated, self.repeated_back
-        return [*map(sorted, positions), [[i, size] for i, size in self.beside.items()]]
 
-    @staticmethod
-    def of_lists(lists: Sequence[Sequence[Any]], nodes: int) -> Fusion:
-        """What `as_lists` wrote of a graph of so many nodes; ValueError for anything else."""
-        inlined, repeated, repeated_back, pairs = lists
-        beside = dict(pairs)
-        numbers = [*inlined, *repeated, *repeated_back, *beside]
-        if not all(type(i) is int for i in (*numbers, *beside.values())):
-            raise ValueError("three lists of whole numbers, and one of pairs of these")
-        if not all(0 <= i < nodes for i in numbers):
-            raise ValueError(f"whole numbers below {nodes}")
-        return Fusion(frozenset(inlined), frozenset(repeated), frozenset(repeated_back), beside)
+Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 
 
 def without_compiling(graph: Graph) -> Fusion:
-    """The views of a graph, and nothing else, are inlined."""
-    return Fusion(frozenset(i for i, node in enumerate(graph.nodes) if _is_view(node)))
+    """Views are inlined, and nothing else."""
+    return tuple(Fate(inlined=_is_view(node)) for node in graph.nodes)
 
 
 def moved(fusion: Fusion, graph: Graph, copy: Graph) -> Fusion:
     """The same for a copy of the graph, where some nodes may have been replaced by others."""
-    nodes = copy.nodes
-    number = {node: i for i, node in enumerate(nodes)}
-    now: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
+    known: dict[Node, Fate] = {}
+    for node, fate in zip(graph.nodes, fusion, strict=True):
         with contextlib.suppress(GraphError):  # it was replaced
-            now[i] = number[copy.node_here(node)]
-    new = set(range(len(nodes))).difference(now.values())
-    inlined, repeated, repeated_back = (
-        frozenset(now[i] for i in positions if i in now)
-        for positions in (fusion.inlined, fusion.repeated, fusion.repeated_back)
-    )
-    inlined = inlined.union(i for i in new if _is_view(nodes[i]))
-    beside = {now[i]: size for i, size in fusion.beside.items() if i in now}
-    return Fusion(inlined, repeated, repeated_back, beside)
+            known[copy.node_here(node)] = fate
+    return tuple(known.get(node, Fate(inlined=_is_view(node))) for node in copy.nodes)
+
+
+def written_down(fusion: Fusion) -> list[list[int]]:
+    """All that is said of nodes, as rows of whole numbers, for a file; see `read_from`."""
+    return [[i, *map(int, fate)] for i, fate in enumerate(fusion) if fate != Fate()]
+
+
+def read_from(rows: Sequence[Sequence[Any]], nodes: int) -> Fusion:
+    """What `written_down` wrote for so many nodes; ValueError or TypeError for anything else."""
+    found = [Fate()] * nodes
+    for place, *fate in rows:
+        if not all(type(number) is int for number in (place, *fate)) or not 0 <= place < nodes:
+            raise ValueError(f"rows of whole numbers, the first below {nodes}")
+        inlined, repeated, repeated_back, beside = fate
+        found[place] = Fate(bool(inlined), bool(repeated), bool(repeated_back), beside)
+    return tuple(found)
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
@@ -132,10 +123,14 @@ def seen(graph: Graph, compiled: str, examples: int = 1) -> Fusion:
     inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
     inlined = _inlined(graph, written, inside)
     again -= inlined
-    return Fusion(inlined, frozenset(again), frozenset(again - read_back), +beside)
+    unread = again - read_back
+    beside = +beside
+    return tuple(
+        Fate(i in inlined, i in again, i in unread, beside[i]) for i in range(len(graph.nodes))
+    )
 
 
-def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> frozenset[int]:
+def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> set[int]:
     """The nodes that were seen inside of others and nowhere else, and views."""
     results = {v.producer for v in graph.outputs if isinstance(v, Value)}
     # A view of an argument is there from the beginning to the end, as that is, if XLA writes it.
@@ -148,7 +143,7 @@ def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) ->
         is_inside = i not in written and (i in inside or _is_view(node))
         if is_given or (is_open and is_inside and node not in results):
             found.add(i)
-    return frozenset(found)
+    return found
 
 
 def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:

@@ -16,7 +16,7 @@ from tracegrad import _jax
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import Fusion
+from tracegrad.planning.fusion import Fusion, read_from
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import FORMAT, VERSION, RecomputePlan
@@ -121,7 +121,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 def _fusion(path: str | os.PathLike[str], data: Any, nodes: int) -> Fusion | None:
     try:
-        return None if data is None else Fusion.of_lists(data, nodes)
+        return None if data is None else read_from(data, nodes)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: 'fusion' is that of no program: {error}. {_AGAIN}") from error
 

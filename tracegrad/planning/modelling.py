@@ -66,13 +66,9 @@ class _Modelling:
         self.active = active_values(graph) if active is None else active
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
-        nodes = graph.nodes
-        self.inlined = {nodes[i] for i in fusion.inlined}
-        self.repeated = {nodes[i] for i in fusion.repeated}
-        self.repeated_back = {nodes[i] for i in fusion.repeated_back}
-        self.beside = {nodes[i]: size for i, size in fusion.beside.items()}
+        self.fate = dict(zip(graph.nodes, fusion, strict=True))
         self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
-        for node in nodes:
+        for node in graph.nodes:
             positions = active_inputs(node, self.active)
             if positions and any(v in self.active for v in node.outputs):
                 self.read[node] = self.residuals.of(node, positions)
@@ -93,7 +89,7 @@ class _Modelling:
         self.roots_back: dict[Value, frozenset[int]] = {}
         self.behind: dict[Value, frozenset[int]] = {}
         self.inside: dict[Value, int] = {}
-        self.ops: list[Node] = [n for n in self.graph.nodes if n not in self.inlined]
+        self.ops: list[Node] = [n for n in self.graph.nodes if not self.fate[n].inlined]
         number = {node: i for i, node in enumerate(self.ops)}
         nothing: frozenset[int] = frozenset()
         for value in (*self.graph.inputs, *self.graph.constants):
@@ -103,12 +99,13 @@ class _Modelling:
             values = set(operands(node))
             roots = back = behind = frozenset((number[node],)) if node in number else nothing
             cost = 0
-            if node in self.inlined:
+            fate = self.fate[node]
+            if fate.inlined:
                 roots = nothing.union(*(self.roots[v] for v in values))
                 cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
-            if node in self.inlined or node in self.repeated_back:
+            if fate.inlined or fate.repeated_back:
                 back = nothing.union(*(self.roots_back[v] for v in values))
-            if node in self.inlined or node in self.repeated:
+            if fate.inlined or fate.repeated:
                 behind = nothing.union(*(self.behind[v] for v in values))
             for value in node.outputs:
                 self.roots[value], self.inside[value] = roots, cost
@@ -125,10 +122,11 @@ class _Modelling:
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before
         for node in self.graph.nodes if ops else ():
-            step += node not in self.inlined
+            fate = self.fate[node]
+            step += not fate.inlined
             # Of what is inlined, a chain by element goes back with what it is computed of, and
             # anything else, which has a step of its own, with what it is in.
-            is_in_next = node in self.inlined and not is_by_element(node)
+            is_in_next = fate.inlined and not is_by_element(node)
             at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], cotangents.get(node, 0))
@@ -138,7 +136,7 @@ class _Modelling:
                     if is_by_element(node):
                         behind[at] |= self.behind[value]
                 extra[at] += self.read[node].extra
-                beside[at] += self.beside.get(node, 0) if is_by_element(node) else 0
+                beside[at] += fate.beside if is_by_element(node) else 0
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
             flops=[

@@ -16,6 +16,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.wording import table
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
+from tracegrad.planning.fusion import written_down
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.residuals import host_bytes
@@ -115,7 +116,7 @@ class RecomputePlan:
             "name": self.graph.name,
             **own,
             "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
-            "fusion": self._whole.fusion and self._whole.fusion.as_lists(),
+            "fusion": self._whole.fusion and written_down(self._whole.fusion),
             "scan_variant": self._fit.variant.number,
             "segments": segments,
         }
