@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +149,13 @@ def test_a_copy_with_other_nodes_in_it_has_its_own_positions():
 @pytest.mark.any_jax
 def test_what_is_written_down_says_all_of_it():
     fusion = (Fate(inlined=True), Fate(), Fate(repeated=True, beside=8), Fate(repeated_back=True))
-    rows = written_down(fusion)
-    assert read_from(json.loads(json.dumps(rows)), 4) == fusion
-    for bad in ([[4, 1, 0, 0, 0]], [[0.5, 1, 0, 0, 0]], [[0, 1, 0, 0]], [[0, 1, 0, 0, "8"]], [3]):
-        with pytest.raises((TypeError, ValueError)):
-            read_from(bad, 4)
+    digits, beside = written_down(fusion)
+    assert read_from(digits, beside, 4) == fusion
+    with pytest.raises(ValueError, match="should be 5 digits"):
+        read_from(digits, beside, 5)
+    for bad in ({"4": 8}, {"-1": 8}, {"x": 8}):
+        with pytest.raises(ValueError, match=r"positions below 4|invalid literal"):
+            read_from(digits, bad, 4)
 
 
 def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):

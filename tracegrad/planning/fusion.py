@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,20 +59,24 @@ def moved(fusion: Fusion, graph: Graph, copy: Graph) -> Fusion:
     return tuple(known.get(node, Fate(inlined=_is_view(node))) for node in copy.nodes)
 
 
-def written_down(fusion: Fusion) -> list[list[int]]:
-    """All that is said of nodes, as rows of whole numbers, for a file; see `read_from`."""
-    return [[i, *map(int, fate)] for i, fate in enumerate(fusion) if fate != Fate()]
+def written_down(fusion: Fusion) -> tuple[str, dict[str, int]]:
+    """The same for a file: a digit for each node, the sum of 1, 2 and 4 for what is so of inlined,
+    repeated and repeated_back; and by position the bytes beside those that have some."""
+    digits = "".join(str(a + 2 * b + 4 * c) for a, b, c, _ in fusion)
+    return digits, {str(i): fate.beside for i, fate in enumerate(fusion) if fate.beside}
 
 
-def read_from(rows: Sequence[Sequence[Any]], nodes: int) -> Fusion:
-    """What `written_down` wrote for so many nodes; ValueError or TypeError for anything else."""
-    found = [Fate()] * nodes
-    for place, *fate in rows:
-        if not all(type(number) is int for number in (place, *fate)) or not 0 <= place < nodes:
-            raise ValueError(f"rows of whole numbers, the first below {nodes}")
-        inlined, repeated, repeated_back, beside = fate
-        found[place] = Fate(bool(inlined), bool(repeated), bool(repeated_back), beside)
-    return tuple(found)
+def read_from(digits: str, beside: Mapping[str, int], nodes: int) -> Fusion:
+    """What `written_down` wrote of so many nodes; ValueError for anything else."""
+    sizes = {int(place): size for place, size in beside.items()}
+    if len(digits) != nodes or not set(digits) <= set("01234567"):
+        raise ValueError(f"fusion should be {nodes} digits from 0 to 7")
+    if not all(0 <= place < nodes for place in sizes):
+        raise ValueError(f"beside should have bytes by positions below {nodes}")
+    return tuple(
+        Fate(bool(digit & 1), bool(digit & 2), bool(digit & 4), sizes.get(i, 0))
+        for i, digit in enumerate(map(int, digits))
+    )
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.ir import Graph
@@ -18,14 +16,12 @@ from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fusion import written_down
 from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.plan_file import FORMAT, VERSION, PlanRecord, SegmentRecord, write
 from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.residuals import host_bytes
 from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, keep_all
 from tracegrad.tracing import to_callable
-
-FORMAT = "tracegrad recompute plan"
-VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -96,30 +92,35 @@ class RecomputePlan:
         return to_callable(self.rewritten())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, to be reviewed and kept with the model; see `load_plan`."""
-        Path(path).write_text(json.dumps(self._as_json(), indent=1) + "\n", encoding="utf-8")
+        """Writes the plan as JSON, to be reviewed and kept with the model; see `load_plan`.
 
-    def _as_json(self) -> dict[str, Any]:
-        """All that the plan says, by the names of its attributes, and what it takes to load it."""
-        simulation = self._fit.simulation
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        Raises OSError where that cannot be; a file that was there stays then, as it was.
+        """
         segments = [
-            {**vars(segment), "saved": sorted(segment.saved), "peak": peak, "flops": local.flops}
-            for segment, peak, local in zip(
-                self.segments, simulation.peaks, simulation.locals, strict=True
-            )
+            SegmentRecord(**{**vars(segment), "saved": tuple(sorted(segment.saved))})
+            for segment in self.segments
         ]
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "program": fingerprint(self.graph),
-            "name": self.graph.name,
-            **own,
-            "transfer": self._whole.transfer if self._whole.transfer < math.inf else None,
-            "fusion": self._whole.fusion and written_down(self._whole.fusion),
-            "scan_variant": self._fit.variant.number,
-            "segments": segments,
-        }
+        seen = self._whole.fusion
+        fusion, beside = (None, {}) if seen is None else written_down(seen)
+        record = PlanRecord(
+            format=FORMAT,
+            version=VERSION,
+            name=self.graph.name,
+            program=fingerprint(self.graph),
+            summary=tuple(str(self).splitlines()),
+            budget=self.budget,
+            held=self.held,
+            held_without=self.held_without,
+            measured_on=self.measured_on,
+            target=self.target,
+            transfer=self._whole.transfer if self._whole.transfer < math.inf else None,
+            fusion=fusion,
+            beside=beside,
+            scans=self.scans,
+            scan_variant=self._fit.variant.number,
+            segments=tuple(segments),
+        )
+        write(record, path)
 
     def __str__(self) -> str:
         simulation = self._fit.simulation
