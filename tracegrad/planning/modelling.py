@@ -124,10 +124,7 @@ class _Modelling:
         for node in self.graph.nodes if ops else ():
             fate = self.fate[node]
             step += not fate.inlined
-            # Of what is inlined, a chain by element goes back with what it is computed of, and
-            # anything else, which has a step of its own, with what it is in.
-            is_in_next = fate.inlined and not is_by_element(node)
-            at = min(max(step + is_in_next, 0), len(ops) - 1)
+            at = min(max(step + self._is_in_next(node), 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], cotangents.get(node, 0))
             if node in self.read:
@@ -157,6 +154,12 @@ class _Modelling:
             active=self.active,
             residuals=self.residuals,
         )
+
+    def _is_in_next(self, node: Node) -> bool:
+        """Whether a node goes back with the buffer that follows. What is inlined and works by
+        element goes back with what it is computed of; anything else has a step of its own, with
+        what it is in."""
+        return self.fate[node].inlined and not is_by_element(node)
 
     def _read_back(self, node: Node) -> Iterator[Value]:
         """The values of the graph that the backward pass of a node reads."""
@@ -269,7 +272,10 @@ class _Modelling:
         before = 0
         for node in self.ops:
             at = self.index[node]
-            cuts.append(min(range(before, at + 1), key=lambda p: (crossing[p], -p)))
+            # What goes back with the node (see `assemble`) is in its segment.
+            inside = [p for p in range(before, at) if self._is_in_next(self.graph.nodes[p])]
+            places = range(before, min([at, *inside]) + 1)
+            cuts.append(min(places, key=lambda p: (crossing[p], -p)))
             before = at + 1
         return cuts
 
