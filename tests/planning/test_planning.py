@@ -69,6 +69,7 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
             tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
         ],
         transfer=transfer,
+        fusion=(),
     )
 
 

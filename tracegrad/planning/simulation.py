@@ -106,6 +106,7 @@ class Piece:
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
         self.transfer = model.transfer
+        self.is_seen = model.fusion is not None
         alone = _read_alone(model, start, stop)
         read_back = {v for i in within for v in model.needs[i]}
         self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
@@ -248,10 +249,12 @@ class Piece:
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, self._freed.copy()
         # What a policy saves JAX copies, and XLA keeps the original until it is read last.
-        copied = stored if recompute else frozenset[int]()
+        copied = stored if recompute and self.is_seen else frozenset[int]()
         for v in stored:
-            if self.leaves[v] == recompute:
-                freed[self._last[v]] += sizes[v] if recompute else -sizes[v]
+            if v not in copied and not self.leaves[v]:
+                freed[self._last[v]] -= sizes[v]
+            elif v in copied and self.leaves[v]:
+                freed[self._last[v]] += sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i] + self.beside[i]
