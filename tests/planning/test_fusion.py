@@ -154,7 +154,7 @@ def test_what_is_written_down_says_all_of_it():
     with pytest.raises(ValueError, match="should be 5 digits"):
         read_from(digits, beside, 5)
     for bad in ({"4": 8}, {"-1": 8}, {"x": 8}):
-        with pytest.raises(ValueError, match=r"positions below 4|invalid literal"):
+        with pytest.raises(ValueError, match="positions below 4"):
             read_from(digits, bad, 4)
 
 

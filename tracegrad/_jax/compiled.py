@@ -16,12 +16,13 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _OPERANDS = re.compile(r"%([\w.\-]+)|^(\d+)\)")
 _ARRAYS = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 # Nothing is written for them.
 _VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "optimization-barrier")
-# The elements that were there, maybe in another order.
-_COPIES = ("bitcast", "copy", "reshape", "transpose")
+# The elements that were there, maybe in another order or precision (CPUs compute bfloat16 in
+# float32).
+_COPIES = ("bitcast", "copy", "reshape", "transpose", "convert")
 
 _T = TypeVar("_T")
 
@@ -56,7 +57,7 @@ def written_by(text: str) -> list[Written]:
         if each.op in _VIEWS:
             places[each.name] = reads
             continue
-        body = others.get(each.called, {}) if each.op in ("fusion", "call") else {}
+        body = others.get(each.called, {}) if each.op == "fusion" else {}
         last = list(_last(body, [v.name for v in body.values() if v.is_result])) or [each]
         scopes = [scope for end in last if end.op != "parameter" for scope in end.scopes]
         if not scopes:  # it copies what it reads

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,13 +67,12 @@ def written_down(fusion: Fusion) -> tuple[str, dict[str, int]]:
 
 def read_from(digits: str, beside: Mapping[str, int], nodes: int) -> Fusion:
     """What `written_down` wrote of so many nodes; ValueError for anything else."""
-    sizes = {int(place): size for place, size in beside.items()}
     if len(digits) != nodes or not set(digits) <= set("01234567"):
         raise ValueError(f"fusion should be {nodes} digits from 0 to 7")
-    if not all(0 <= place < nodes for place in sizes):
+    if not beside.keys() <= set(map(str, range(nodes))):
         raise ValueError(f"beside should have bytes by positions below {nodes}")
     return tuple(
-        Fate(bool(digit & 1), bool(digit & 2), bool(digit & 4), sizes.get(i, 0))
+        Fate(bool(digit & 1), bool(digit & 2), bool(digit & 4), beside.get(str(i), 0))
         for i, digit in enumerate(map(int, digits))
     )
 
@@ -94,13 +92,14 @@ def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
     return read(graph.outputs, run_nodes(graph, args, lowering, instead=instead))
 
 
-def seen(graph: Graph, compiled: str, examples: int = 1) -> Fusion:
+def seen(graph: Graph, compiled: str, examples: int = 1, devices: int = 1) -> Fusion:
     """What the compiled gradient of a program does with its results.
 
     Args:
       graph: the program.
       compiled: the text of its gradient, compiled of `evaluate_in_scopes`.
       examples: how many are computed at once, in a `jax.vmap` around.
+      devices: over how many results may be split.
     """
     writes = written_by(compiled)
     least = [min((nbytes(v.aval) for v in node.outputs), default=0) for node in graph.nodes]
@@ -109,7 +108,7 @@ def seen(graph: Graph, compiled: str, examples: int = 1) -> Fusion:
     for each in writes:
         forward, backward = _nodes(each.scopes)
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
-        is_whole = {i for i in forward if each.size // examples >= least[i]}
+        is_whole = {i for i in forward if each.size * devices // examples >= least[i]}
         holds.append(set() if is_back[-1] else is_whole)
     back = list(itertools.compress(writes, is_back))
     kept = {k for each in back for k in each.reads if not is_back[k]}
@@ -118,19 +117,19 @@ def seen(graph: Graph, compiled: str, examples: int = 1) -> Fusion:
     for each in back:
         there = set[int]().union(*(holds[k] for k in each.reads))
         again |= _nodes(each.inside)[0] - _nodes(each.scopes)[1] - there
-    beside: Counter[int] = Counter()
+    sizes: dict[int, list[int]] = {}  # of what is kept of each node
     for k in kept:
         if made := _nodes(writes[k].scopes)[0]:
-            beside[max(made)] += writes[k].size // examples
-    beside.subtract({i: sum(nbytes(v.aval) for v in graph.nodes[i].outputs) for i in read_back})
+            sizes.setdefault(max(made), []).append(writes[k].size // examples)
+    beside = {i: sum(each) - (max(each) if i in read_back else 0) for i, each in sizes.items()}
     written = set[int]().union(*holds)
     inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
     inlined = _inlined(graph, written, inside)
     again -= inlined
     unread = again - read_back
-    beside = +beside
     return tuple(
-        Fate(i in inlined, i in again, i in unread, beside[i]) for i in range(len(graph.nodes))
+        Fate(i in inlined, i in again, i in unread, beside.get(i, 0))
+        for i in range(len(graph.nodes))
     )
 
 

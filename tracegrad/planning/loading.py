@@ -78,7 +78,9 @@ def load_plan(
         planned = variant.model
         ends = [0, *(segment.stop for segment in segments)]
         if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
-            raise ValueError(f"{path}: the segments do not cover the program's operations in order")
+            raise ValueError(
+                f"{path}: the segments do not cover the program's operations in order. {AGAIN}"
+            )
         if any(s.recompute and any(planned.fixed[s.start : s.stop]) for s in segments):
             raise ValueError(f"{path}: an operation with effects would happen twice. {AGAIN}")
         simulation = simulate(planned, segments)

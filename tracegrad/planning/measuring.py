@@ -91,6 +91,8 @@ class Gradient:
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._examples = examples
+        device_sets = (sharding.device_set for sharding in shardings or () if sharding is not None)
+        self._devices = max(map(len, device_sets), default=1)
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
@@ -134,7 +136,8 @@ class Gradient:
                 compiled = lowered.compile()
                 held, fusion = int(account_of(compiled).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
-                    fusion = seen(program, compiled.as_text() or "", self._examples)
+                    text = compiled.as_text() or ""
+                    fusion = seen(program, text, self._examples, self._devices)
                 known = FOUND.put(key, (held, fusion))
         return known
 
@@ -177,7 +180,8 @@ def gradient_of(
         return pull(given or [jnp.ones((), program.outputs[i].aval.dtype) for i in flowing])
 
     name = program.name
-    if run is not evaluate:  # JAX caches what is compiled by all but its scopes
-        name = f"{name}_in_{len(program.nodes)}_scopes"
+    if run is not evaluate:  # JAX caches what is compiled, and we do, by all but its scopes
+        operations = " ".join(node.op for node in program.nodes)
+        name = f"{name}_in_scopes_{hashlib.sha256(operations.encode()).hexdigest()[:16]}"
     gradient.__name__ = gradient.__qualname__ = name
     return gradient

@@ -285,7 +285,7 @@ def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether each element of its results is computed of the same one of its operands."""
+    """Whether it is a view, or computes each element of its results of one of each operand."""
     if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
         nodes = [inner for region in node.regions.values() for inner in region.nodes]
         return all(map(is_by_element, nodes))
