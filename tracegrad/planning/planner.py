@@ -198,11 +198,10 @@ class Planner:
                 runs.append((in_pieces, piece.run(in_pieces)))
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)
-            leaving = [v for v, leaves in enumerate(piece.leaves) if leaves and piece.sizes[v]]
             self._alike[key] = _Ways(
                 [runs[k][0] for k in chosen],
                 table[chosen],
-                [tuple(v for v in leaving if v not in runs[k][1].stored) for k in chosen],
+                [tuple(piece.left(way, local.stored)) for way, local in (runs[k] for k in chosen)],
             )
         return self._alike[key]
 

@@ -130,6 +130,16 @@ class Piece:
             if not self.leaves[v]:
                 self._freed[at] += self.sizes[v]
 
+    def left(self, way: Segment, stored: AbstractSet[int]) -> list[int]:
+        """What others read and the segment does not keep for itself. What a policy saves JAX
+        copies, so that XLA keeps the original beside it, until it is read last."""
+        keeps_copies = way.recompute and self.is_seen
+        return [
+            v
+            for v, leaves in enumerate(self.leaves)
+            if leaves and (keeps_copies or v not in stored)
+        ]
+
     def run(self, way: Segment) -> Local:
         """Simulates it; positions in the segment and in the result count from its start."""
         count = len(self.sizes)
@@ -248,13 +258,10 @@ class Piece:
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, self._freed.copy()
-        # What a policy saves JAX copies, and XLA keeps the original until it is read last.
         copied = stored if recompute and self.is_seen else frozenset[int]()
-        for v in stored:
-            if v not in copied and not self.leaves[v]:
+        for v in stored - copied:
+            if not self.leaves[v]:
                 freed[self._last[v]] -= sizes[v]
-            elif v in copied and self.leaves[v]:
-                freed[self._last[v]] += sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i] + self.beside[i]
@@ -303,18 +310,19 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
     for segment in plan:
         start, stop = segment.start, segment.stop
         piece = Piece(model, start, stop)
-        local = piece.run(segment.shifted(-start)).shifted(start)
+        way = segment.shifted(-start)
+        local = piece.run(way)
+        left = [
+            (next(u for u in model.uses[start + v] if u >= stop), piece.sizes[v])
+            for v in piece.left(way, local.stored)
+        ]
+        local = local.shifted(start)
         staying += sum(size for first, size in waiting if first < stop)
         waiting = [(first, size) for first, size in waiting if first >= stop]
         staying -= local.unread
         forward += [kept + size for size in local.forward]
         backward.append([staying + size for size in local.backward])
         peaks.append(max(kept + local.forward_peak, staying + local.backward_peak))
-        left = [
-            (next(u for u in model.uses[v] if u >= stop), model.sizes[v])
-            for v in range(start, stop)
-            if piece.leaves[v - start] and v not in local.stored
-        ]
         staying += local.staying
         waiting += left
         kept += local.staying + sum(size for _, size in left) - local.unread
