@@ -69,7 +69,9 @@ late = {"annotations", "differentiation", "insight", "planning", "rewriting", "s
 assert not late & rooms(), rooms()
 assert late | {"explain", "grad", "save", "plan_recompute"} <= set(dir(tg))
 budget = tg.trace(lambda x: x, memory_budget="2GiB")  # the engine brings what it needs
-assert "planning" in rooms() and not {"insight", "saving"} & rooms(), rooms()
+assert "planning" in rooms() and "insight" not in rooms(), rooms()
+of_saving = {name.split(".")[2] for name in sys.modules if name.startswith("tracegrad.saving.")}
+assert of_saving <= {"atomic", "documents", "errors"}, of_saving  # what plans' files need
 with tg.GradientTape() as tape:
     pass
 

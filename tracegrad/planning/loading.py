@@ -108,7 +108,7 @@ def _segment(path: str | os.PathLike[str], number: int, record: SegmentRecord) -
     segment = Segment(**{**vars(record), "saved": frozenset(record.saved)})
     is_within = all(start <= v < stop for v in (*record.saved, *record.inner))
     in_order = all(first < last for first, last in segment.pieces)
-    is_possible = record.recompute or not (record.offload or record.inner)
+    is_possible = record.recompute or not (record.offload or record.inner or record.saved)
     if is_within and in_order and is_possible and not (record.offload and record.inner):
         return segment
     raise ValueError(f"{path}: segment {number} is none of a recompute plan: {record}. {AGAIN}")

@@ -43,9 +43,13 @@ class BudgetTooSmall(ValueError):
             f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
             f"{lowest:,} bytes{held}{least}"
             + (f". Most is held there of {_listed(held_most)}" if held_most else "")
+            + (f". {_MORE_PLANS}" if measured_on else "")
         )
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
         self.held_most = tuple(held_most)
+
+
+_MORE_PLANS = "With a larger measure=, of plan_recompute and recompute_to_fit, more plans are tried"
 
 
 def _listed(held: Sequence[tuple[str, int]]) -> str:
