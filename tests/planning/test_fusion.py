@@ -37,6 +37,10 @@ def ops(graph: Graph, fusion: Fusion, what: str) -> list[str]:
     return [node.op for node, fate in pairs if getattr(fate, what)]
 
 
+def written(graph: Graph, fusion: Fusion) -> list[str]:
+    return [node.op for node, fate in zip(graph.nodes, fusion, strict=True) if not fate.inlined]
+
+
 def program(*nodes: Any) -> Graph:
     def run(x: jax.Array) -> jax.Array:
         for node in nodes:
@@ -132,6 +136,43 @@ def test_each_example_of_a_vmap_is_seen_as_one():
     largest = 4 * 512 * 64
     assert all(fate.beside <= largest for fate in several)
     assert {"exp", "tanh"}.isdisjoint(ops(graph, several, "inlined"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_computed_in_another_precision_is_seen(dtype: Any):
+    shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 4, jax.ShapeDtypeStruct((512, 64), dtype)
+    graph = flatten(tg.graph(layers)(*shapes))
+    assert written(graph, of_gradient(graph)).count("tanh") >= 3
+    plan = plan_recompute(layers, "60%")(*shapes)
+    assert plan.held is not None
+    assert plan.held <= plan.budget
+
+
+def test_of_what_is_split_over_devices_as_much_is_written():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, split = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")
+    )
+    graph = flatten(tg.graph(layers)([f32(64, 64)] * 4, f32(512, 64)))
+    gradient = Gradient(graph, active_values(graph), [*[whole] * 4, split])
+    in_parts = gradient.held_and_fusion(graph)[1]
+    assert written(graph, in_parts) == written(graph, of_gradient(graph))
+
+
+def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
+    def sin_before(w: jax.Array, x: jax.Array) -> jax.Array:
+        jnp.sin(x)  # for nothing
+        return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w) ** 2)
+
+    def cos_behind(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.exp(jnp.tanh(x @ w) @ w)
+        jnp.cos(x)
+        return jnp.sum(y**2)
+
+    for loss in (sin_before, cos_behind):
+        loss.__name__ = "loss"
+        graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+        assert {"sin", "cos"}.isdisjoint(ops(graph, of_gradient(graph), "inlined"))
 
 
 @pytest.mark.any_jax
