@@ -191,7 +191,7 @@ def test_memory_falls_and_products_are_done_again_as_planned(budget: str):
 
 
 def test_memory_falls_as_planned_where_a_backward_pass_goes_piece_by_piece():
-    plan = planned("recurrent")
+    plan = plan_recompute(recurrent, "70%")(*RECURRENT)
     assert any(segment.inner for segment in plan.segments)
     assert re.search(r" recompute, \d+ pieces ", str(plan))
     share = cost(plan.apply(), RECURRENT)[0] / cost(recurrent, RECURRENT)[0]
