@@ -105,25 +105,26 @@ def seen(graph: Graph, compiled: str, examples: int = 1, devices: int = 1) -> Fu
     least = [min((nbytes(v.aval) for v in node.outputs), default=0) for node in graph.nodes]
     holds: list[set[int]] = []  # of each that is written, the nodes whose results it holds
     is_back: list[bool] = []  # and whether it is of the backward pass
-    for each in writes:
-        forward, backward = _nodes(each.scopes)
+    made = [_nodes(each.scopes) for each in writes]
+    on_the_way = [_nodes(each.inside)[0] for each in writes]
+    for each, (forward, backward) in zip(writes, made, strict=True):
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
         is_whole = {i for i in forward if each.size * devices // examples >= least[i]}
         holds.append(set() if is_back[-1] else is_whole)
-    back = list(itertools.compress(writes, is_back))
-    kept = {k for each in back for k in each.reads if not is_back[k]}
+    back = list(itertools.compress(range(len(writes)), is_back))
+    kept = {k for i in back for k in writes[i].reads if not is_back[k]}
     read_back = set[int]().union(*(holds[k] for k in kept))
     again = set[int]()
-    for each in back:
-        there = set[int]().union(*(holds[k] for k in each.reads))
-        again |= _nodes(each.inside)[0] - _nodes(each.scopes)[1] - there
+    for i in back:
+        there = set[int]().union(*(holds[k] for k in writes[i].reads))
+        again |= on_the_way[i] - made[i][1] - there
     sizes: dict[int, list[int]] = {}  # of what is kept of each node
     for k in kept:
-        if made := _nodes(writes[k].scopes)[0]:
-            sizes.setdefault(max(made), []).append(writes[k].size // examples)
+        if of := made[k][0]:
+            sizes.setdefault(max(of), []).append(writes[k].size // examples)
     beside = {i: sum(each) - (max(each) if i in read_back else 0) for i, each in sizes.items()}
     written = set[int]().union(*holds)
-    inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
+    inside = set[int]().union(*on_the_way)
     inlined = _inlined(graph, written, inside)
     again -= inlined
     unread = again - read_back
