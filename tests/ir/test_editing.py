@@ -264,6 +264,22 @@ def test_a_group_is_a_region_that_computes_the_same(recompute):
     assert ("remat" in str(jax.make_jaxpr(f)(*ARGUMENTS))) == recompute
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_group_may_have_copies_of_what_stands_before_it(recompute):
+    graph = tg.graph(net)(*ARGUMENTS)
+    (sin,), (product,) = nodes_of(graph, "sin"), nodes_of(graph, "dot_general")
+    node = graph.group([product], recompute=recompute, copies=[sin])
+    graph.verify()
+    assert [n.op for n in node.regions["jaxpr"].nodes] == ["sin", "dot_general"]
+    assert node.inputs == graph.inputs
+    assert sin in graph.nodes
+    f = graph.to_callable()
+    for got, expected in zip(
+        jax.grad(f, (0, 1))(*ARGUMENTS), jax.grad(net, (0, 1))(*ARGUMENTS), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_a_recompute_group_saves_only_its_inputs():
     graph = tg.graph(net)(*ARGUMENTS)
     graph.group(graph.nodes[:3], recompute=True)
@@ -299,6 +315,8 @@ def test_grouping_never_reorders_effects(capfd):
     first, _, third = nodes_of(graph, "debug_print")
     with pytest.raises(tg.GraphError, match=r"effect before|not convex"):
         graph.group([first, third])
+    with pytest.raises(tg.GraphError, match=r"cannot copy .*would happen twice"):
+        graph.group([third], copies=[first])
     graph.group(nodes_of(graph, "sin", "cos", "tanh"))
     graph.verify()
     graph.to_callable()(1.0)

@@ -93,7 +93,7 @@ def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_k
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
     found = seen(graph, COMPILED)
     assert ops(graph, found, "inlined") == ["sin"]
-    assert ops(graph, found, "repeated") == ops(graph, found, "repeated_back") == ["tanh"]
+    assert ops(graph, found, "repeated") == ["tanh"]
     assert ops(graph, found, "beside") == ["mul"]
     assert found[-1].beside == 4 * 64
 
@@ -178,18 +178,17 @@ def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
 @pytest.mark.any_jax
 def test_a_copy_with_other_nodes_in_it_has_its_own_positions():
     graph = program(jnp.sin, jnp.exp, jnp.tanh)
-    fusion = (Fate(inlined=True), Fate(repeated=True), Fate(repeated_back=True, beside=8))
+    fusion = (Fate(inlined=True), Fate(repeated=True), Fate(repeated=True, beside=8))
     copy = graph.copy()
     copy.replace(copy.nodes[1], lambda x: jnp.cos(x).T)
     now = moved(fusion, graph, copy)
     assert ops(copy, now, "inlined") == ["sin", "transpose"]
-    assert ops(copy, now, "repeated") == []
-    assert ops(copy, now, "repeated_back") == ops(copy, now, "beside") == ["tanh"]
+    assert ops(copy, now, "repeated") == ops(copy, now, "beside") == ["tanh"]
 
 
 @pytest.mark.any_jax
 def test_what_is_written_down_says_all_of_it():
-    fusion = (Fate(inlined=True), Fate(), Fate(repeated=True, beside=8), Fate(repeated_back=True))
+    fusion = (Fate(inlined=True), Fate(), Fate(repeated=True, beside=8), Fate(True, True))
     digits, beside = written_down(fusion)
     assert read_from(digits, beside, 4) == fusion
     with pytest.raises(ValueError, match="should be 5 digits"):

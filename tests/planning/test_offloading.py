@@ -63,8 +63,8 @@ def moved(fun: Any, *shapes: Any) -> dict[str, list[int]]:
 def test_a_plan_brings_to_the_host_what_it_says_and_back(name: str, tmp_path: Path):
     fun, shapes, times = PROGRAMS[name]
     with pytest.raises(BudgetTooSmall):
-        plan_recompute(fun, "30%", measure=False)(*shapes)
-    plan = plan_recompute(fun, "30%", measure=False, offload=0.5)(*shapes)
+        plan_recompute(fun, "35%", measure=False)(*shapes)
+    plan = plan_recompute(fun, "35%", measure=False, offload=0.5)(*shapes)
     assert plan.flops_bound <= plan.flops
     found = moved(plan.apply(), *shapes)
     assert times * sum(found["pinned_host"]) == plan.offloaded > 0

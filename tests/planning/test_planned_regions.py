@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.ir import Recompute
+from tracegrad.planning.activity import active_values
 from tracegrad.planning.flatten import flatten
+from tracegrad.planning.fusion import Fate
+from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.simulation import Segment
@@ -128,3 +132,48 @@ def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
     planned_flops, planned_held = compiled(plan.apply())
     assert planned_flops - flops < 1.1 * plan.flops
     assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15
+
+
+@pytest.mark.any_jax
+def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
+    def loss(x, first, last):
+        y = x @ first
+        gate = 0.5 * y + 1
+        return jnp.sum((gate * jnp.tanh(y)) @ last)
+
+    args = [jnp.ones((32, 64)) / 64, jnp.ones((64, 16)), jnp.ones((16, 8)) / 8]
+    graph = flatten(tg.graph(loss)(*args))
+    m = model(graph, tuple(Fate(inlined=node.op in ("mul", "add")) for node in graph.nodes))
+    assert [node.op for node in m.nodes] == ["dot_general", "tanh", "dot_general", "reduce_sum"]
+    kept = frozenset([0, 1])
+    planned = with_regions(m, [Segment(0, 2, True, kept), Segment(2, 4, True, frozenset())])
+    first, second = (node for node in planned.nodes if isinstance(node, Recompute))
+    inside = [[n.op for n in node.regions["jaxpr"].nodes] for node in (first, second)]
+    assert "mul" not in inside[0]
+    assert inside[1] == ["mul", "add", "mul", "dot_general", "reduce_sum"]
+    assert not any(node.op in ("mul", "add") for node in planned.nodes)
+    assert len(second.inputs) == 3  # the product, its tanh and the last weights
+    np.testing.assert_allclose(
+        jax.grad(planned.to_callable(), 1)(*args), jax.grad(loss, 1)(*args), rtol=1e-6
+    )
+
+
+@pytest.mark.any_jax
+def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():
+    """XLA could add up the terms of a residual sum again from the originals of what is saved."""
+
+    def loss(ws, x):
+        for w in ws:
+            y = x @ w
+            x = x + jnp.tanh(y - jnp.mean(y, 0))
+        return jnp.mean(x**2)
+
+    f32 = jnp.float32
+    args = [jax.ShapeDtypeStruct((32, 32), f32)] * 4, jax.ShapeDtypeStruct((2048, 32), f32)
+    graph = flatten(tg.graph(loss)(*args))
+    gradient = Gradient(graph, active_values(graph))
+    held, fusion = gradient.held_and_fusion(graph)
+    m = model(graph, fusion)
+    for cut in range(1, len(m)):
+        plan = [Segment(0, cut, True, frozenset(range(cut))), Segment(cut, len(m))]
+        assert gradient.held(with_regions(m, plan)) <= held, m.nodes[cut]

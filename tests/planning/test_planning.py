@@ -174,18 +174,9 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             if v not in alive
             and (v == now or any(v in m.args[i] and i >= now for i in range(count)))
         ]
-        here = plan[segment_of[now]]
-        originals = [
-            v
-            for v in range(now + 1)
-            if plan[segment_of[v]].recompute and stored(v)
-            if v == now
-            or any(v in m.args[i] for i in range(now, here.stop) if segment_of[v] == segment_of[i])
-            or (outside(v) and (kept_by(v) or here.start < plan[outside(v)[0]].stop))
-        ]
         made = [i for i in range(now + 1) if not plan[segment_of[i]].recompute]
         extra = sum(m.extra[i] + m.beside[i] for i in made)
-        peak = max(peak, sum(m.sizes[v] for v in (*alive, *originals)) + extra)
+        peak = max(peak, sum(m.sizes[v] for v in alive) + extra)
     for k, s in reversed(list(enumerate(plan))):  # backward
         from_before = {
             v
@@ -193,13 +184,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             if stored(v) or (any(u <= k for u in outside(v)) and kept_by(v))
         }
         from_before.update(sent(k)[1])
-        originals = [
-            v
-            for v in range(s.start)
-            if plan[segment_of[v]].recompute and stored(v)
-            if any(u <= k for u in outside(v)) and kept_by(v)
-        ]
-        base = sum(m.sizes[v] for v in (*from_before, *originals))
+        base = sum(m.sizes[v] for v in from_before)
         before = [i for i in range(s.start) if not plan[segment_of[i]].recompute]
         base += sum(m.extra[i] + m.beside[i] for i in before)
         # All that happens: what is made, what is read, the step that it is for. The copy of a value

@@ -201,7 +201,7 @@ def test_memory_falls_as_planned_where_a_backward_pass_goes_piece_by_piece():
 @pytest.mark.any_jax
 def test_terms_of_a_weights_gradient_that_wait_for_each_other_leave_room_for_a_plan():
     shapes = recurrent_shapes(4, 32, 64)  # the weights are wide beside the batch
-    plan = plan_recompute(recurrent, "85%")(*shapes)
+    plan = plan_recompute(recurrent, "90%")(*shapes)
     assert plan.held is not None
     assert plan.held <= plan.budget
     assert 0 < plan.flops < 0.05 * plan.forward_flops
@@ -392,7 +392,7 @@ SEGMENT = {"start": 0, "stop": 1, "recompute": True, "saved": [], "inner": [], "
         ({"segments": [SEGMENT | {"saved": [7]}]}, "segment 0 is none of a recompute plan"),
         ({"segments": [SEGMENT | {"stop": 0}]}, "segment 0 is none of a recompute plan"),
         ({"segments": [SEGMENT | {"offload": True}]}, "no 'transfer' says what it costs"),
-        ({"fusion": "01"}, "fusion should be .* digits from 0 to 7. Plan again"),
+        ({"fusion": "01"}, "fusion should be .* digits from 0 to 3. Plan again"),
         ({"fusion": 1}, "fusion should be a string and is 1"),
     ],
 )

@@ -382,6 +382,7 @@ class Graph(Body):
         recompute: bool = False,
         policy: Callable[..., Any] | None = None,
         name: str = "group",
+        copies: Sequence[Node] = (),
     ) -> Call | Recompute:
         """Moves nodes of this graph into a region of their own.
 
@@ -389,11 +390,12 @@ class Graph(Body):
           nodes: a convex set: no path leads from one of them out and back to another.
           recompute: make a `Recompute` of them (with `policy`), else a jitted `Call`.
           name: the region's name.
+          copies: nodes before them, in order, that are in the region as well as where they stand.
 
         Returns:
           The new node, which stands where its inputs are defined and before its users.
 
-        Raises GraphError if the set is empty or not convex, or if grouping would change the order
-        of effects.
+        Raises GraphError if the set is empty or not convex, or if effects would change their order
+        or happen twice.
         """
-        return grouping.group(self, nodes, recompute, policy, name)
+        return grouping.group(self, nodes, recompute, policy, name, copies)

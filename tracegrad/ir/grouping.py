@@ -88,19 +88,24 @@ def group(
     recompute: bool,
     policy: Callable[..., Any] | None,
     name: str,
+    copies: Sequence[Node],
 ) -> Call | Recompute:
     """See `Graph.group`."""
     chosen = set(nodes)
-    for node in chosen:
+    for node in (*chosen, *copies):
         graph._check_node(node)
     if not chosen:
         raise GraphError(f"no nodes to group in {graph.name}")
+    for node in copies:
+        if node.effects:
+            raise GraphError(f"cannot copy {Occurrence((), node)}: its effects would happen twice")
     places = [i for i, node in enumerate(graph._nodes) if node in chosen]
     stretch = slice(places[0], places[-1] + 1)
     members, before, after = set_apart(graph._nodes[stretch], chosen)
-    inputs, outputs = entering(members), leaving(graph, members)
+    inside = [*copies, *members]
+    inputs, outputs = entering(inside), leaving(graph, members)
     graph._edited()
-    region = _region_of(graph, members, inputs, outputs, name)
+    region = _region_of(graph, inside, inputs, outputs, name)
     kind = Recompute if recompute else Call
     grouped = kind(
         primitive=_jax.REMAT if recompute else _jax.JIT,

@@ -83,12 +83,10 @@ def _planned(search: Search, target: int) -> Fit:
 
 def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) -> int:
     """What to plan for next: halfway between the largest plan that was within the budget and the
-    next larger one that was not. Before there are both, as many bytes more or fewer as XLA held of
-    the last plan, and fewer still where that was too much; halfway to everything, where it says
-    that all would fit. Where XLA's bytes fell so little from the next larger plan to this one, or
-    rose, that not even those are few enough, as few as that asks for. Unless that is none at all,
-    not the very fewest that there is a plan for, which costs the most by far, and of which XLA
-    often holds no less than of the next."""
+    next larger one that was not. Before there are both, most of the way to as many bytes more as
+    XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
+    bytes. Where XLA's bytes fell so little from the next larger plan to this one, or rose, that not
+    even those are few enough, somewhat fewer than that asks for."""
     peak = search.kept.peak
     last = tried[-1]
     here, held = last.simulation.peak, max(1, _held(last))
@@ -98,16 +96,13 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     if fits and above:
         return (fits + above) // 2
     target = here * budget / held
-    if held > budget:
-        careful = TUNING.careful * target
-        sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
-        larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
-        less = here - (held - budget) * (larger - here) / max(1, then - held)
-        if less < careful:
-            fewest = search.lowest_peak / TUNING.careful if less > 0 else 0
-            careful = min(careful, max(TUNING.careful * less, fewest))
-        return int(careful)
-    return int(target if here < target < peak else (here + peak) / 2)
+    if held <= budget:
+        return int(here + TUNING.ahead * (min(target, peak) - here))
+    sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
+    larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
+    less = here - (held - budget) * (larger - here) / max(1, then - held)
+    careful = TUNING.careful * target
+    return int(careful if careful <= less else TUNING.careful * less)
 
 
 def _held(fit: Fit) -> int:

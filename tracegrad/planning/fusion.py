@@ -30,14 +30,12 @@ class Fate(NamedTuple):
     Attributes:
       inlined: they are computed inside of all that reads them, and written nowhere.
       repeated: they are written, and something in the backward pass computes them all the same.
-      repeated_back: all that reads them there does.
       beside: bytes of what else of the node is written in the forward pass and read in the backward
         pass, such as a derivative.
     """
 
     inlined: bool = False
     repeated: bool = False
-    repeated_back: bool = False
     beside: int = 0
 
 
@@ -59,20 +57,20 @@ def moved(fusion: Fusion, graph: Graph, copy: Graph) -> Fusion:
 
 
 def written_down(fusion: Fusion) -> tuple[str, dict[str, int]]:
-    """The same for a file: a digit for each node, the sum of 1, 2 and 4 for what is so of inlined,
-    repeated and repeated_back; and by position the bytes beside those that have some."""
-    digits = "".join(str(a + 2 * b + 4 * c) for a, b, c, _ in fusion)
+    """The same for a file: a digit for each node, the sum of 1 if inlined and 2 if repeated, and by
+    position the bytes beside those that have some."""
+    digits = "".join(str(a + 2 * b) for a, b, _ in fusion)
     return digits, {str(i): fate.beside for i, fate in enumerate(fusion) if fate.beside}
 
 
 def read_from(digits: str, beside: Mapping[str, int], nodes: int) -> Fusion:
     """What `written_down` wrote of so many nodes; ValueError for anything else."""
-    if len(digits) != nodes or not set(digits) <= set("01234567"):
-        raise ValueError(f"fusion should be {nodes} digits from 0 to 7")
+    if len(digits) != nodes or not set(digits) <= set("0123"):
+        raise ValueError(f"fusion should be {nodes} digits from 0 to 3")
     if not beside.keys() <= set(map(str, range(nodes))):
         raise ValueError(f"beside should have bytes by positions below {nodes}")
     return tuple(
-        Fate(bool(digit & 1), bool(digit & 2), bool(digit & 4), beside.get(str(i), 0))
+        Fate(bool(digit & 1), bool(digit & 2), beside.get(str(i), 0))
         for i, digit in enumerate(map(int, digits))
     )
 
@@ -127,11 +125,7 @@ def seen(graph: Graph, compiled: str, examples: int = 1, devices: int = 1) -> Fu
     inside = set[int]().union(*on_the_way)
     inlined = _inlined(graph, written, inside)
     again -= inlined
-    unread = again - read_back
-    return tuple(
-        Fate(i in inlined, i in again, i in unread, beside.get(i, 0))
-        for i in range(len(graph.nodes))
-    )
+    return tuple(Fate(i in inlined, i in again, beside.get(i, 0)) for i in range(len(graph.nodes)))
 
 
 def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> set[int]:

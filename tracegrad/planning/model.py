@@ -29,7 +29,6 @@ class MemoryModel:
         the operation is recomputed, and kept only where nothing around it is.
       beside: bytes of what XLA makes of the buffers for its step before the backward pass begins,
         and keeps until then; where its segment is recomputed, before that one's begins.
-      cuts: for each operation, the position in `graph.nodes` before which a region begins with it.
       fixed: whether an operation, or one behind it that writes no buffer, has effects, which must
         not happen twice: a segment with it is not recomputed.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
@@ -48,7 +47,6 @@ class MemoryModel:
     cotangents: list[int]
     extra: list[int] = field(default_factory=list)
     beside: list[int] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None
@@ -64,7 +62,6 @@ class MemoryModel:
         self.beside = self.beside or [0] * count
         self.behind = self.behind or [()] * count
         self.fixed = self.fixed or [False] * count
-        self.cuts = self.cuts or list(range(count))
         self.uses: list[tuple[int, ...]] = self._uses()
 
     def __len__(self) -> int:

@@ -60,7 +60,6 @@ class _Modelling:
         active: Collection[Value] | None = None,
     ):
         self.graph = graph
-        self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.residuals = residuals or NodeResiduals()
         self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
         self.active = active_values(graph) if active is None else active
@@ -83,33 +82,27 @@ class _Modelling:
         return self.assemble()
 
     def find_roots(self) -> None:
-        """For every value the buffers that reading it reads: in the forward pass, in the backward
-        pass, and there if all is computed that can be; and the FLOPs of what is inlined."""
+        """For every value the buffers that reading it reads, those where all is computed that can
+        be, and the FLOPs of what is inlined."""
         self.roots: dict[Value, frozenset[int]] = {}
-        self.roots_back: dict[Value, frozenset[int]] = {}
         self.behind: dict[Value, frozenset[int]] = {}
         self.inside: dict[Value, int] = {}
         self.ops: list[Node] = [n for n in self.graph.nodes if not self.fate[n].inlined]
         number = {node: i for i, node in enumerate(self.ops)}
         nothing: frozenset[int] = frozenset()
         for value in (*self.graph.inputs, *self.graph.constants):
-            self.roots[value] = self.roots_back[value] = self.behind[value] = nothing
-            self.inside[value] = 0
+            self.roots[value], self.behind[value], self.inside[value] = nothing, nothing, 0
         for node in self.graph.nodes:
-            values = set(operands(node))
-            roots = back = behind = frozenset((number[node],)) if node in number else nothing
+            values, fate = set(operands(node)), self.fate[node]
+            roots = behind = frozenset((number[node],)) if node in number else nothing
             cost = 0
-            fate = self.fate[node]
             if fate.inlined:
                 roots = nothing.union(*(self.roots[v] for v in values))
                 cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
-            if fate.inlined or fate.repeated_back:
-                back = nothing.union(*(self.roots_back[v] for v in values))
             if fate.inlined or fate.repeated:
                 behind = nothing.union(*(self.behind[v] for v in values))
             for value in node.outputs:
-                self.roots[value], self.inside[value] = roots, cost
-                self.roots_back[value], self.behind[value] = back, behind
+                self.roots[value], self.behind[value], self.inside[value] = roots, behind, cost
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
@@ -121,15 +114,15 @@ class _Modelling:
         peaks = [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before
-        for node in self.graph.nodes if ops else ():
+        for node, size in zip(self.graph.nodes, cotangents, strict=True) if ops else ():
             fate = self.fate[node]
             step += not fate.inlined
             at = min(max(step + self._is_in_next(node), 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
-            peaks[at] = max(peaks[at], cotangents.get(node, 0))
+            peaks[at] = max(peaks[at], size)
             if node in self.read:
                 for value in self._read_back(node):
-                    needs[at] |= self.roots_back[value]
+                    needs[at] |= self.roots[value]
                     if is_by_element(node):
                         behind[at] |= self.behind[value]
                 extra[at] += self.read[node].extra
@@ -148,7 +141,6 @@ class _Modelling:
             extra=extra,
             beside=beside,
             fixed=fixed,
-            cuts=self._cuts(),
             nodes=ops,
             graph=self.graph,
             active=self.active,
@@ -166,61 +158,27 @@ class _Modelling:
         yield from (v for i in self.read[node].operands if isinstance(v := node.inputs[i], Value))
         yield from (node.outputs[i] for i in self.read[node].results)
 
-    def _cotangent_bytes(self) -> dict[Node, int]:
-        """Bytes alive while each node is pulled back, of cotangents of what it computed or was
-        computed from. Not of arguments: their terms wait for each other whatever the plan is, and
-        what is seen of that in a compiled program corrects the plan."""
-        arguments = self._arguments()
-        buffer: dict[Value, list[int]] = {}  # [bytes, how many values share it]
-        live = 0
-        during: dict[Node, int] = {}
-        for value in self.is_output.intersection(self.active).difference(arguments):
-            buffer[value] = [nbytes(value.aval), 1]
-            live += nbytes(value.aval)
-        for node in reversed(self.graph.nodes):
-            given = [buffer.pop(v) for v in node.outputs if v in buffer]
-            if not given:
-                continue
-            # An element-wise operation writes its result over its operand.
-            in_place = is_by_element(node)
-            shares = given[0] if node.op in operations.PASSES_ON and len(given) == 1 else None
-            for shared in given:
-                shared[1] -= 1
-            freed = sum(size for size, users in given if users == 0)
-            peak = live
-            live -= freed
-            made = 0
-            taken = node in self.read
-            made += self.work(node) if taken else 0
-            for value in dict.fromkeys(operands(node)) if taken else ():
-                size = nbytes(value.aval)
-                if value not in self.active or value in arguments:
-                    continue
-                if value in buffer and buffer[value][1] == 1:
-                    made += 0 if in_place else size  # beside the one that it is added to
-                elif value in buffer:  # the sum goes to a buffer of its own
-                    buffer[value][1] -= 1
-                    buffer[value] = [size, 1]
-                    live += size
-                elif shares is not None and size == shares[0]:
-                    if shares[1] == 0:
-                        live += size
-                    shares[1] += 1
-                    buffer[value] = shares
-                else:
-                    buffer[value] = [size, 1]
-                    live += size
-            during[node] = max(peak, live + made + (0 if in_place else freed))
-        return during
-
-    def _arguments(self) -> set[Value]:
-        """The arguments and constants, and what they are in another shape."""
-        found = {*self.graph.inputs, *self.graph.constants}
-        for node in self.graph.nodes:
-            is_inside = node.op in operations.RESHAPES and node.outputs[0] not in self.is_output
-            if is_inside and node.inputs[0] in found:
-                found.add(node.outputs[0])
-        return found
+    def _cotangent_bytes(self) -> list[int]:
+        """Bytes alive while each node is pulled back, of cotangents: of a value from the first step
+        back that adds to it, which is that of its last reader, to that of its producer. Not of
+        arguments: their terms wait for each other whatever the plan is, and what is seen of that
+        in a compiled program corrects the plan."""
+        first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
+        last = {
+            v: i
+            for i, node in enumerate(self.graph.nodes)
+            if node in self.read
+            for v in operands(node)
+        }
+        last |= dict.fromkeys(self.is_output, len(self.graph.nodes))
+        spans = (
+            (first[v], last[v], nbytes(v.aval)) for v in self.active if v in last and v in first
+        )
+        live = alive(spans, len(self.graph.nodes))
+        return [
+            size + (self.work(node) if node in self.read else 0)
+            for size, node in zip(live, self.graph.nodes, strict=True)
+        ]
 
     def work(self, node: Node) -> int:
         """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
@@ -256,28 +214,6 @@ class _Modelling:
             except ValueError:  # it has no gradient by itself
                 self.peaks_known[region] = 0
         return self.peaks_known[region]
-
-    def _cuts(self) -> list[int]:
-        """The place before each buffer's node where the fewest bytes go from one side to the other.
-
-        Results that are no buffers would be, if they went over a region's border.
-        """
-        end = len(self.index)
-        last = {v: max((self.index[u] for u in v._uses), default=-1) for v in self.roots}
-        last.update(dict.fromkeys(self.is_output, end))
-        made = [(at + 1, last[v], v) for node, at in self.index.items() for v in node.outputs]
-        spans = ((start, stop, nbytes(v.aval)) for start, stop, v in made if stop >= start)
-        crossing = alive(spans, end)
-        cuts = []
-        before = 0
-        for node in self.ops:
-            at = self.index[node]
-            # What goes back with the node (see `assemble`) is in its segment.
-            inside = [p for p in range(before, at) if self._is_in_next(self.graph.nodes[p])]
-            places = range(before, min([at, *inside]) + 1)
-            cuts.append(min(places, key=lambda p: (crossing[p], -p)))
-            before = at + 1
-        return cuts
 
 
 def _sorted(positions: Iterable[int]) -> tuple[int, ...]:

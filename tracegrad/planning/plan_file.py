@@ -13,7 +13,7 @@ from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 7
+VERSION = 8
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
 
 

@@ -201,7 +201,7 @@ class Planner:
             self._alike[key] = _Ways(
                 [runs[k][0] for k in chosen],
                 table[chosen],
-                [tuple(piece.left(way, local.stored)) for way, local in (runs[k] for k in chosen)],
+                [tuple(piece.left(runs[k][1].stored)) for k in chosen],
             )
         return self._alike[key]
 

@@ -4,6 +4,10 @@ What the plan saves inside a segment gets a name (see `names`), and the policy o
 these names and nothing else. What comes into it is kept anyway; to be kept on the host it gets a
 name inside. Where the backward pass of a segment goes piece by piece, each piece is a `Recompute`
 within that of the segment.
+
+So that nothing is kept but what the plan counts, what XLA computes inside of what reads it goes
+over no border: a region has copies of it. And there is a barrier in front of each region and behind
+it, over which XLA does not compute again in one place what was written in another.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import jax
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.ir.grouping import entering
+from tracegrad.ir.grouping import entering, leaving
+from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.names import name_results, name_values
+from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Segment
 
 
@@ -33,10 +39,25 @@ def with_regions(
     graph = model.graph.copy()
     inputs = [graph.inputs[i] for i in offloaded]
     names = (f"planned_{k}" for k in itertools.count())
+    inlined = {graph.node_here(node) for node in _inlined(model)}
     for segment in reversed(plan):  # what comes before it stays where it is
         if segment.recompute:
-            _recompute(graph, model, segment, names, inputs)
+            _recompute(graph, model, segment, names, inputs, inlined)
+    for node in reversed(graph.nodes):
+        if node in inlined and not leaving(graph, [node]):
+            graph.erase(node)
     return graph
+
+
+def _inlined(model: MemoryModel) -> Iterator[Node]:
+    """The nodes that XLA computes inside of what reads them, but those that take a part of
+    something: their cotangents are as large as the whole, for each region that reads a part."""
+    assert model.graph is not None
+    fusion = model.fusion or without_compiling(model.graph)
+    for node, fate in zip(model.graph.nodes, fusion, strict=True):
+        whole = max((nbytes(v.aval) for v in node.inputs if isinstance(v, Value)), default=0)
+        if fate.inlined and all(nbytes(v.aval) >= whole for v in node.outputs):
+            yield node
 
 
 def _recompute(
@@ -45,8 +66,10 @@ def _recompute(
     segment: Segment,
     names: Iterator[str],
     inputs: Collection[Value],
+    inlined: Collection[Node],
 ) -> None:
-    """Puts a segment into a region; `inputs`: those that may be kept on the host."""
+    """Puts a segment into a region; `inputs`: those that may be kept on the host; `inlined`: what
+    the region has copies of."""
     kept: list[str] = []
     pieces = []
     for start, stop in reversed(segment.pieces):
@@ -58,14 +81,27 @@ def _recompute(
     if segment.offload:
         (inside,) = pieces
         alone = _read_alone(graph, inside, inputs)
-        kept += (came := list(itertools.islice(names, len(alone))))
-        name_values(graph, alone, came, before=inside[0])
+        kept += (given := list(itertools.islice(names, len(alone))))
+        name_values(graph, alone, given, before=inside[0])
         pieces = [graph.nodes[first : len(graph.nodes) - behind]]
+        inlined = ()  # what comes in has its name here
     policy = _keeping(kept, segment.offload)
     whole: Sequence[Node] = pieces[0]
     if len(pieces) > 1:
-        whole = [_recomputed(graph, nodes, policy) for nodes in reversed(pieces) if nodes]
-    _in_turn(graph, _recomputed(graph, whole, policy))
+        whole = [_recomputed(graph, nodes, policy, inlined) for nodes in pieces][::-1]
+    region = _recomputed(graph, whole, policy, inlined)
+    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
+    # regions ahead, and holds it until their turn comes.
+    came = list(dict.fromkeys(v for v in region.inputs if isinstance(v, Value)))
+    if any(v.producer is not None for v in came):
+        waited = graph.insert(_barrier(), came, before=region)
+        for value, together in zip(came, waited, strict=True):
+            graph.replace_uses(value, together, lambda user: user is region, outputs=False)
+    # JAX rounds what is saved, and XLA has the original beside it as long as that is read.
+    if left := [v for v in region.outputs if v.users]:
+        waited = graph.insert(_barrier(), left, after=region)
+        for value, together in zip(left, waited, strict=True):
+            graph.replace_uses(value, together)
 
 
 def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
@@ -81,20 +117,8 @@ def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) 
     ]
 
 
-def _in_turn(graph: Graph, region: Node) -> None:
-    """Lets nothing of a region run before all that comes into it is there.
-
-    XLA may run what depends on arguments alone (an RNN's products with its inputs) for all regions
-    ahead, and holds it until their turn comes.
-    """
-    values = list(dict.fromkeys(v for v in region.inputs if isinstance(v, Value)))
-    if all(v.producer is None for v in values):
-        return
-    together = dict(zip(values, graph.insert(_barrier(), values, before=region), strict=True))
-    graph.set_inputs(region, [together[v] if isinstance(v, Value) else v for v in region.inputs])
-
-
 def _barrier() -> Callable[..., list[Any]]:
+    """What gives nothing of what it is given before all of it is there."""
     barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
 
     @jax.custom_jvp
@@ -130,9 +154,27 @@ def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
     return keep
 
 
-def _recomputed(graph: Graph, members: Sequence[Node], policy: Callable[..., Any] | None) -> Node:
-    """Puts nodes of a graph into a `Recompute`."""
-    return graph.group(members, recompute=True, policy=policy, name="recomputed")
+def _recomputed(
+    graph: Graph,
+    nodes: Sequence[Node],
+    policy: Callable[..., Any] | None,
+    inlined: Collection[Node],
+) -> Node:
+    """Puts nodes of a graph into a `Recompute`, but those of which only copies are read."""
+    read, pending = set[Node](), entering(nodes)
+    while pending:
+        producer = pending.pop().producer
+        if producer is not None and producer in inlined and producer not in read:
+            read.add(producer)
+            pending += [v for v in producer.inputs if isinstance(v, Value)]
+    unread = set[Node]()
+    for node in reversed(nodes):
+        is_read = any(v in graph.outputs or not unread.issuperset(v.users) for v in node.outputs)
+        if node in inlined and not is_read:
+            unread.add(node)
+    members = [node for node in nodes if node not in unread]
+    copies = [node for node in graph.nodes if node in read]
+    return graph.group(members, recompute=True, policy=policy, name="recomputed", copies=copies)
 
 
 def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
@@ -142,7 +184,9 @@ def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
 
 
 def _place(model: MemoryModel, operation: int) -> int:
+    """Where the nodes begin that stand behind the operation before: there XLA has written it."""
     assert model.graph is not None
-    if operation == len(model):
-        return len(model.graph.nodes)
-    return model.cuts[operation] if operation else 0
+    nodes = model.graph.nodes
+    if operation in (0, len(model)):
+        return len(nodes) if operation else 0
+    return nodes.index(model.nodes[operation - 1]) + 1

@@ -106,7 +106,6 @@ class Piece:
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
         self.transfer = model.transfer
-        self.is_seen = model.fusion is not None
         alone = _read_alone(model, start, stop)
         read_back = {v for i in within for v in model.needs[i]}
         self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
@@ -130,15 +129,9 @@ class Piece:
             if not self.leaves[v]:
                 self._freed[at] += self.sizes[v]
 
-    def left(self, way: Segment, stored: AbstractSet[int]) -> list[int]:
-        """What others read and the segment does not keep for itself. What a policy saves JAX
-        copies, so that XLA keeps the original beside it, until it is read last."""
-        keeps_copies = way.recompute and self.is_seen
-        return [
-            v
-            for v, leaves in enumerate(self.leaves)
-            if leaves and (keeps_copies or v not in stored)
-        ]
+    def left(self, stored: AbstractSet[int]) -> list[int]:
+        """What others read and the segment does not keep for itself."""
+        return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
         """Simulates it; positions in the segment and in the result count from its start."""
@@ -258,14 +251,12 @@ class Piece:
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, self._freed.copy()
-        copied = stored if recompute and self.is_seen else frozenset[int]()
-        for v in stored - copied:
+        for v in stored:
             if not self.leaves[v]:
                 freed[self._last[v]] -= sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i] + self.beside[i]
-            live += size if i in copied else 0
             peaks.append(live)
             live -= freed[i]
         return tuple(peaks)
@@ -310,11 +301,10 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
     for segment in plan:
         start, stop = segment.start, segment.stop
         piece = Piece(model, start, stop)
-        way = segment.shifted(-start)
-        local = piece.run(way)
+        local = piece.run(segment.shifted(-start))
         left = [
             (next(u for u in model.uses[start + v] if u >= stop), piece.sizes[v])
-            for v in piece.left(way, local.stored)
+            for v in piece.left(local.stored)
         ]
         local = local.shifted(start)
         staying += sum(size for first, size in waiting if first < stop)
