@@ -176,4 +176,5 @@ def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():
     m = model(graph, fusion)
     for cut in range(1, len(m)):
         plan = [Segment(0, cut, True, frozenset(range(cut))), Segment(cut, len(m))]
-        assert gradient.held(with_regions(m, plan)) <= held, m.nodes[cut]
+        # XLA's tuples have pointers.
+        assert gradient.held(with_regions(m, plan)) <= held + 1024, m.nodes[cut]
