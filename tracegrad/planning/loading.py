@@ -17,7 +17,7 @@ from tracegrad.planning.fusion import read_from
 from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.plan_file import AGAIN, SegmentRecord, read
+from tracegrad.planning.plan_file import AGAIN, read
 from tracegrad.planning.plan_recompute import plan_of
 from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, simulate
@@ -45,7 +45,10 @@ def load_plan(
         it is measured again.
     """
     record = read(path)
-    segments = [_segment(path, k, entry) for k, entry in enumerate(record.segments)]
+    segments = record.segments
+    for k, segment in enumerate(segments):
+        if not _is_possible(segment):
+            raise ValueError(f"{path}: segment {k} is none of a recompute plan: {segment}. {AGAIN}")
     if record.transfer is None and any(segment.offload for segment in segments):
         raise ValueError(f"{path}: no 'transfer' says what it costs to offload. {AGAIN}")
 
@@ -84,7 +87,7 @@ def load_plan(
         if any(s.recompute and any(planned.fixed[s.start : s.stop]) for s in segments):
             raise ValueError(f"{path}: an operation with effects would happen twice. {AGAIN}")
         simulation = simulate(planned, segments)
-        fit = Fit(variant, tuple(segments), simulation, record.target, record.held)
+        fit = Fit(variant, segments, simulation, record.target, record.held)
         budget, without, measured_on = record.budget, record.held_without, record.measured_on
         if fit.held is not None and measured_on != _jax.compiled_by():
             gradient = Gradient(flat, search.whole.active, shardings_of(graph, args, kwargs))
@@ -103,12 +106,9 @@ def load_plan(
     return load
 
 
-def _segment(path: str | os.PathLike[str], number: int, record: SegmentRecord) -> Segment:
-    start, stop = record.start, record.stop
-    segment = Segment(**{**vars(record), "saved": frozenset(record.saved)})
-    is_within = all(start <= v < stop for v in (*record.saved, *record.inner))
+def _is_possible(segment: Segment) -> bool:
+    is_within = all(segment.start <= v < segment.stop for v in (*segment.saved, *segment.inner))
     in_order = all(first < last for first, last in segment.pieces)
-    is_possible = record.recompute or not (record.offload or record.inner or record.saved)
-    if is_within and in_order and is_possible and not (record.offload and record.inner):
-        return segment
-    raise ValueError(f"{path}: segment {number} is none of a recompute plan: {record}. {AGAIN}")
+    is_kept = not (segment.offload or segment.inner or segment.saved)
+    is_way = segment.recompute or is_kept
+    return is_within and in_order and is_way and not (segment.offload and segment.inner)

@@ -16,7 +16,7 @@ from tracegrad.planning.budget import in_units
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fusion import written_down
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.plan_file import FORMAT, VERSION, PlanRecord, SegmentRecord, write
+from tracegrad.planning.plan_file import FORMAT, VERSION, PlanRecord, write
 from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.residuals import host_bytes
 from tracegrad.planning.search import Fit, Search
@@ -96,10 +96,6 @@ class RecomputePlan:
 
         Raises OSError where that cannot be; a file that was there stays then, as it was.
         """
-        segments = [
-            SegmentRecord(**{**vars(segment), "saved": tuple(sorted(segment.saved))})
-            for segment in self.segments
-        ]
         seen = self._whole.fusion
         fusion, beside = (None, {}) if seen is None else written_down(seen)
         record = PlanRecord(
@@ -118,7 +114,7 @@ class RecomputePlan:
             beside=beside,
             scans=self.scans,
             scan_variant=self._fit.variant.number,
-            segments=tuple(segments),
+            segments=self.segments,
         )
         write(record, path)
 

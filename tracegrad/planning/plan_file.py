@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracegrad.planning.simulation import Segment
 from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.documents import Natural
@@ -15,18 +16,6 @@ from tracegrad.saving.errors import ArtefactError
 FORMAT = "tracegrad recompute plan"
 VERSION = 8
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
-
-
-@dataclass(frozen=True)
-class SegmentRecord:
-    """A `tracegrad.planning.simulation.Segment`."""
-
-    start: Natural
-    stop: Natural
-    recompute: bool
-    saved: tuple[Natural, ...]
-    inner: tuple[Natural, ...]
-    offload: bool
 
 
 @dataclass(frozen=True)
@@ -53,12 +42,14 @@ class PlanRecord:
     beside: dict[str, Natural]
     scans: str
     scan_variant: Natural
-    segments: tuple[SegmentRecord, ...]
+    segments: tuple[Segment, ...]
 
 
 def write(record: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Raises OSError; a file that was there is whole then."""
-    text = json.dumps(record, default=vars, indent=1)
+    text = json.dumps(
+        record, default=lambda x: sorted(x) if isinstance(x, frozenset) else vars(x), indent=1
+    )
     with replacing(path) as file:
         file.write(f"{text}\n".encode())
 

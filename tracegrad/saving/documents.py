@@ -112,10 +112,10 @@ def parse(kind: type[T], value: Any, member: str, where: str = "") -> T:
 
     Args:
         kind: ``str``, ``int``, ``float``, ``bool``: exactly that one, so True is no int;
-            ``tuple[s, ...]``, a list; ``tuple[s, t]``, a list of two; ``dict[str, s]``, an object
-            with any keys; a dataclass, an object with exactly its fields as keys; ``s | None``;
-            ``Annotated[s, f]`` with a function from a value to what it should be, or None if that
-            is what it is; `Any`.
+            ``tuple[s, ...]`` and ``frozenset[s]``, a list; ``tuple[s, t]``, a list of two;
+            ``dict[str, s]``, an object with any keys; a dataclass, an object with exactly its
+            fields as keys; ``s | None``; ``Annotated[s, f]`` with a function from a value to what
+            it should be, or None if that is what it is; `Any`.
         value: what was read.
         member: the part of the file that it is in, for errors.
         where: where in it `value` stands, for errors.
@@ -160,16 +160,16 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         (inner,) = (each for each in typing.get_args(kind) if each is not type(None))
         return None if value is None else _parse(inner, value, where)
-    if origin is tuple:
+    if origin in (tuple, frozenset):
         if type(value) is not list:
             raise _WrongForm(f"{place} should be a list and is {show(value)}")
         kinds = typing.get_args(kind)
-        if kinds[-1] is ...:
+        if origin is frozenset or kinds[-1] is ...:
             kinds = kinds[:1] * len(value)
         elif len(kinds) != len(value):
             raise _WrongForm(f"{place} should be a list of {len(kinds)} and is {show(value)}")
         pairs = enumerate(zip(kinds, value, strict=True))
-        return tuple([_parse(each, item, f"{where}[{i}]") for i, (each, item) in pairs])
+        return origin([_parse(each, item, f"{where}[{i}]") for i, (each, item) in pairs])
     if type(value) is not dict:
         raise _WrongForm(f"{place} should be an object and is {show(value)}")
     if origin is dict:
