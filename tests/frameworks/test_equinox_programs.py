@@ -340,7 +340,16 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
     Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, "65%", mark="slow"),
     Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", mark="slow"),
-    Program(batch_norm, eqx.filter_jit, CLIP(match.call("relu")), clipped, "90%", mark="slow"),
+    Program(
+        batch_norm,
+        eqx.filter_jit,
+        CLIP(match.call("relu")),
+        clipped,
+        "90%",
+        mark="slow",
+        no_plan="of 4 kB XLA holds more where parts are recomputed, and three quarters where nearly "
+        "all is, which the planner takes for more",
+    ),
     Program(ensemble, eqx.filter_jit, CLIP(match.call("softplus")), clipped, "98%"),
 )
 def test_a_program_of_equinox(program):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.planning import BudgetTooSmall
 
 Edit = Callable[[jax.Array], jax.Array]
 STEPS = 5
@@ -57,14 +58,17 @@ class Program:
     by_hand: Edit
     budget: str = "60%"
     mark: str = ""  # or "slow": what is quickest of each framework is not
+    no_plan: str = ""  # why there is none within the budget
 
 
 def each(*programs: Program) -> pytest.MarkDecorator:
     """For the test of a framework."""
-    marked = [
-        pytest.param(p, marks=[getattr(pytest.mark, p.mark)] if p.mark else [], id=p.run.__name__)
-        for p in programs
-    ]
+    marked = []
+    for p in programs:
+        marks = [getattr(pytest.mark, p.mark)] if p.mark else []
+        if p.no_plan:
+            marks.append(pytest.mark.xfail(reason=p.no_plan, raises=BudgetTooSmall, strict=True))
+        marked.append(pytest.param(p, marks=marks, id=p.run.__name__))
     return pytest.mark.parametrize("program", marked)
 
 
