@@ -249,9 +249,10 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
 
 @pytest.mark.any_jax
 def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_without():
-    lowest = small_search().lowest_peak
-    assert fitted_where(1.1, 1.0).simulation.peak > 1.1 * lowest
-    assert fitted_where(1.3, 1.0).is_same(small_search().best(lowest))
+    fit, lowest = fitted_where(1.25, 1.0), small_search().lowest_peak
+    assert lowest < fit.simulation.peak < 1.1 * lowest
+    assert fit.flops < small_search().best(lowest).flops
+    assert fitted_where(1.5, 1.0).is_same(small_search().best(lowest))
 
 
 @pytest.mark.any_jax

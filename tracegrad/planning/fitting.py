@@ -86,7 +86,9 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     next larger one that was not. Before there are both, most of the way to as many bytes more as
     XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
     bytes. Where XLA's bytes fell so little from the next larger plan to this one, or rose, that not
-    even those are few enough, somewhat fewer than that asks for."""
+    even those are few enough, somewhat fewer than that asks for; but, unless that is none at all,
+    not the very fewest that there is a plan for, which costs the most by far, and of which XLA
+    often holds no less than of the next."""
     peak = search.kept.peak
     last = tried[-1]
     here, held = last.simulation.peak, max(1, _held(last))
@@ -102,7 +104,10 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
     careful = TUNING.careful * target
-    return int(careful if careful <= less else TUNING.careful * less)
+    if less < careful:
+        fewest = 1.05 * search.lowest_peak if less > 0 else 0
+        careful = max(TUNING.careful * less, fewest)
+    return int(careful)
 
 
 def _held(fit: Fit) -> int:
