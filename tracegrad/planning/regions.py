@@ -28,6 +28,9 @@ from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Segment
 
 
+_BARRIER = "together"
+
+
 def with_regions(
     model: MemoryModel, plan: Sequence[Segment], offloaded: Collection[int] = ()
 ) -> Graph:
@@ -104,8 +107,9 @@ def _recompute(
         waited = graph.insert(_barrier(), came, before=region)
         for value, together in zip(came, waited, strict=True):
             graph.replace_uses(value, together, lambda user: user is region, outputs=False)
-    # JAX rounds what is saved, and XLA has the original beside it as long as that is read.
-    if left := [v for v in region.outputs if v.users]:
+    # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
+    # behind have a barrier of their own.
+    if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
         waited = graph.insert(_barrier(), left, after=region)
         for value, together in zip(left, waited, strict=True):
             graph.replace_uses(value, together)
@@ -136,6 +140,7 @@ def _barrier() -> Callable[..., list[Any]]:
         # Cotangents do not wait for each other: those of an argument's slices would be padded.
         return together(*values), list(tangents)
 
+    together.__name__ = _BARRIER
     together.defjvp(derivative, symbolic_zeros=True)
     return together
 
