@@ -27,8 +27,7 @@ from tracegrad.planning.names import name_results, name_values
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Segment
 
-
-_BARRIER = "together"
+_BARRIER = "together"  # see `_barrier`
 
 
 def with_regions(
@@ -140,7 +139,6 @@ def _barrier() -> Callable[..., list[Any]]:
         # Cotangents do not wait for each other: those of an argument's slices would be padded.
         return together(*values), list(tangents)
 
-    together.__name__ = _BARRIER
     together.defjvp(derivative, symbolic_zeros=True)
     return together
 
