@@ -53,9 +53,9 @@ def with_regions(
 
 def _inlined(model: MemoryModel) -> Iterator[Node]:
     """The nodes that XLA computes inside of what reads them and of which regions have copies: those
-    as large as all that has to be there for it, so that a sum of several, such as a residual
-    stream, goes over the border itself; and as each that they take, since the cotangent of a part
-    is as large as the whole, for each region that reads it."""
+    at least half as large as all that has to be there for it, so that a sum of many, such as a
+    residual stream, goes over the border itself; and as large as each that they take, since the
+    cotangent of a part is as large as the whole, for each region that reads it."""
     assert model.graph is not None
     fusion = model.fusion or without_compiling(model.graph)
     there: dict[Value, frozenset[Value]] = {v: frozenset() for v in model.graph.inputs}
@@ -63,7 +63,7 @@ def _inlined(model: MemoryModel) -> Iterator[Node]:
     for node, fate in zip(model.graph.nodes, fusion, strict=True):
         taken = [v for v in node.inputs if isinstance(v, Value)]
         read = frozenset[Value]().union(*(there.get(v, {v}) for v in taken))
-        least = max([sum(nbytes(v.aval) for v in read), *(nbytes(v.aval) for v in taken)])
+        least = max([sum(nbytes(v.aval) for v in read) // 2, *(nbytes(v.aval) for v in taken)])
         if fate.inlined and all(nbytes(v.aval) >= least for v in node.outputs):
             there.update(dict.fromkeys(node.outputs, read))
             yield node
