@@ -105,7 +105,7 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     less = here - (held - budget) * (larger - here) / max(1, then - held)
     careful = TUNING.careful * target
     if less < careful:
-        fewest = 1.05 * search.lowest_peak if less > 0 else 0
+        fewest = TUNING.fewest * search.lowest_peak if less > 0 else 0
         careful = max(TUNING.careful * less, fewest)
     return int(careful)
 

@@ -23,9 +23,11 @@ from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.grouping import entering, leaving
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import operands
 from tracegrad.planning.names import name_results, name_values
 from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Segment
+from tracegrad.planning.tuning import TUNING
 
 _BARRIER = "together"  # see `_barrier`
 
@@ -41,30 +43,32 @@ def with_regions(
     graph = model.graph.copy()
     inputs = [graph.inputs[i] for i in offloaded]
     names = (f"planned_{k}" for k in itertools.count())
-    inlined = {graph.node_here(node) for node in _inlined(model)}
+    copied = {graph.node_here(node) for node in _copied(model)}
     for segment in reversed(plan):  # what comes before it stays where it is
         if segment.recompute:
-            _recompute(graph, model, segment, names, inputs, inlined)
+            _recompute(graph, model, segment, names, inputs, copied)
     for node in reversed(graph.nodes):
-        if node in inlined and not leaving(graph, [node]):
+        if node in copied and not leaving(graph, [node]):
             graph.erase(node)
     return graph
 
 
-def _inlined(model: MemoryModel) -> Iterator[Node]:
+def _copied(model: MemoryModel) -> Iterator[Node]:
     """The nodes that XLA computes inside of what reads them and of which regions have copies: those
-    at least half as large as all that has to be there for it, so that a sum of many, such as a
-    residual stream, goes over the border itself; and as large as each that they take, since the
-    cotangent of a part is as large as the whole, for each region that reads it."""
+    not much smaller than all that has to be there for it, so that a sum of many, such as a residual
+    stream, goes over the border itself; and as large as each that they take, since the cotangent of
+    a part is as large as the whole, for each region that reads it."""
     assert model.graph is not None
     fusion = model.fusion or without_compiling(model.graph)
-    there: dict[Value, frozenset[Value]] = {v: frozenset() for v in model.graph.inputs}
-    there |= dict.fromkeys(model.graph.constants, frozenset())
+    there: dict[Value, frozenset[Value]] = {}
     for node, fate in zip(model.graph.nodes, fusion, strict=True):
-        taken = [v for v in node.inputs if isinstance(v, Value)]
-        read = frozenset[Value]().union(*(there.get(v, {v}) for v in taken))
-        least = max([sum(nbytes(v.aval) for v in read) // 2, *(nbytes(v.aval) for v in taken)])
-        if fate.inlined and all(nbytes(v.aval) >= least for v in node.outputs):
+        taken = operands(node)
+        made = [v for v in taken if v.producer is not None]
+        read = frozenset[Value]().union(*(there.get(v, {v}) for v in made))
+        size = min((nbytes(v.aval) for v in node.outputs), default=0)
+        is_whole = all(nbytes(v.aval) <= size for v in taken)
+        is_small = sum(nbytes(v.aval) for v in read) <= TUNING.terms * size
+        if fate.inlined and is_whole and is_small:
             there.update(dict.fromkeys(node.outputs, read))
             yield node
 
@@ -75,9 +79,9 @@ def _recompute(
     segment: Segment,
     names: Iterator[str],
     inputs: Collection[Value],
-    inlined: Collection[Node],
+    copied: Collection[Node],
 ) -> None:
-    """Puts a segment into a region; `inputs`: those that may be kept on the host; `inlined`: what
+    """Puts a segment into a region; `inputs`: those that may be kept on the host; `copied`: what
     the region has copies of."""
     kept: list[str] = []
     pieces = []
@@ -93,25 +97,28 @@ def _recompute(
         kept += (given := list(itertools.islice(names, len(alone))))
         name_values(graph, alone, given, before=inside[0])
         pieces = [graph.nodes[first : len(graph.nodes) - behind]]
-        inlined = ()  # what comes in has its name here
+        copied = ()  # what comes in has its name here
     policy = _keeping(kept, segment.offload)
     whole: Sequence[Node] = pieces[0]
     if len(pieces) > 1:
-        whole = [_recomputed(graph, nodes, policy, inlined) for nodes in pieces][::-1]
-    region = _recomputed(graph, whole, policy, inlined)
+        whole = [_recomputed(graph, nodes, policy, copied) for nodes in pieces][::-1]
+    region = _recomputed(graph, whole, policy, copied)
     # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
     # regions ahead, and holds it until their turn comes.
-    came = list(dict.fromkeys(v for v in region.inputs if isinstance(v, Value)))
+    came = entering([region])
     if any(v.producer is not None for v in came):
-        waited = graph.insert(_barrier(), came, before=region)
-        for value, together in zip(came, waited, strict=True):
-            graph.replace_uses(value, together, lambda user: user is region, outputs=False)
+        _wait(graph, came, {"before": region}, where=lambda user: user is region, outputs=False)
     # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
     # behind have a barrier of their own.
     if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
-        waited = graph.insert(_barrier(), left, after=region)
-        for value, together in zip(left, waited, strict=True):
-            graph.replace_uses(value, together)
+        _wait(graph, left, {"after": region})
+
+
+def _wait(graph: Graph, values: Sequence[Value], place: dict[str, Node], **users: Any) -> None:
+    """Lets users of some values, as of `Graph.replace_uses`, wait until all of these are there."""
+    waited = graph.insert(_barrier(), values, **place)
+    for value, together in zip(values, waited, strict=True):
+        graph.replace_uses(value, together, **users)
 
 
 def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
@@ -168,19 +175,19 @@ def _recomputed(
     graph: Graph,
     nodes: Sequence[Node],
     policy: Callable[..., Any] | None,
-    inlined: Collection[Node],
+    copied: Collection[Node],
 ) -> Node:
     """Puts nodes of a graph into a `Recompute`, but those of which only copies are read."""
     read, pending = set[Node](), entering(nodes)
     while pending:
         producer = pending.pop().producer
-        if producer is not None and producer in inlined and producer not in read:
+        if producer is not None and producer in copied and producer not in read:
             read.add(producer)
-            pending += [v for v in producer.inputs if isinstance(v, Value)]
+            pending += operands(producer)
     unread = set[Node]()
     for node in reversed(nodes):
         is_read = any(v in graph.outputs or not unread.issuperset(v.users) for v in node.outputs)
-        if node in inlined and not is_read:
+        if node in copied and not is_read:
             unread.add(node)
     members = [node for node in nodes if node not in unread]
     copies = [node for node in graph.nodes if node in read]

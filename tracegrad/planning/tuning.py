@@ -32,6 +32,10 @@ class Tuning:
         those beside it.
       ahead: the share of the bytes that seem to be left of the budget by which the next plan is
         larger. With all of them one in four was too large, and with .6 up to 4 points are lost.
+      fewest: how many times the fewest bytes that there is a plan for are planned for instead of
+        those. With 1 a program had no plan of which XLA held less of the next, with 1.08 another.
+      terms: how many times the bytes of what is copied into regions may have to be there for it.
+        With 1 a program has no plan at 45 %, and without a bound sums of a chain keep all terms.
     """
 
     cuts: int = 64
@@ -45,6 +49,8 @@ class Tuning:
     plans: int = 2
     careful: float = 0.93
     ahead: float = 0.75
+    fewest: float = 1.05
+    terms: int = 2
 
 
 TUNING = Tuning()
