@@ -395,7 +395,6 @@ class Graph(Body):
         Returns:
           The new node, which stands where its inputs are defined and before its users.
 
-        Raises GraphError if the set is empty or not convex, or if effects would change their order
-        or happen twice.
+        Raises GraphError for a set that is empty or not convex, and for effects reordered or copied.
         """
         return grouping.group(self, nodes, recompute, policy, name, copies)
