@@ -395,6 +395,6 @@ class Graph(Body):
         Returns:
           The new node, which stands where its inputs are defined and before its users.
 
-        Raises GraphError for a set that is empty or not convex, and for effects reordered or copied.
+        Raises GraphError for a set that is empty or not convex, and for effects moved or copied.
         """
         return grouping.group(self, nodes, recompute, policy, name, copies)
