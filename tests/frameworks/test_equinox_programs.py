@@ -95,7 +95,7 @@ def mlp_mixer(compiled, edit):
     model = Mixer2d((1, 4, 4), 2, 8, 2, end, lambda x: edit(jax.nn.gelu(x)), key=jr.key(0))
     optim = optax.adabelief(1e-3)
     opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    data, key, losses = jr.normal(jr.key(1), (4, 1, 4, 4)), jr.key(2), []
+    data, key, losses = jr.normal(jr.key(1), (32, 1, 4, 4)), jr.key(2), []
     for _ in range(STEPS):
         loss, model, key, opt_state = make_step(model, data, key, opt_state, optim.update)
         losses.append(loss)
@@ -294,7 +294,7 @@ def batch_norm(compiled, edit):
 
     model, state = eqx.nn.make_with_state(CNN)(edit, key=jr.key(0))
     opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    xs, ys = jr.normal(jr.key(1), (32, 3)), jnp.arange(32) % 2
+    xs, ys = jr.normal(jr.key(1), (256, 3)), jnp.arange(256) % 2
     for _ in range(STEPS):
         model, state, opt_state = make_step(model, state, opt_state, xs, ys)
     return evaluate(model, state, xs), arrays_of(model, state, opt_state)

@@ -98,8 +98,8 @@ def cnn_with_batch_stats(compiled, edit):
         metrics = state.metrics.update(loss, logits, batch["label"])
         return state.replace(batch_stats=updates["batch_stats"], metrics=metrics)
 
-    images = jax.random.normal(jax.random.key(2), (8, 4, 4, 1))
-    batch = {"image": images, "label": jnp.arange(8) % 3}
+    images = jax.random.normal(jax.random.key(2), (64, 4, 4, 1))
+    batch = {"image": images, "label": jnp.arange(64) % 3}
     for _ in range(STEPS):
         state = train_step(state, batch)
     return jax.tree.leaves(state)

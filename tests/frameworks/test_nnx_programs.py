@@ -53,8 +53,8 @@ def mnist_cnn(compiled, edit):
         metrics.update(loss=loss, logits=logits, labels=batch["label"])
         optimizer.update(model, grads)
 
-    images = jax.random.normal(jax.random.key(2), (8, 4, 4, 1))
-    batch = {"image": images, "label": jnp.arange(8) % 3}
+    images = jax.random.normal(jax.random.key(2), (64, 4, 4, 1))
+    batch = {"image": images, "label": jnp.arange(64) % 3}
     model.train()
     for _ in range(STEPS):
         train_step(model, optimizer, metrics, rngs, batch)
@@ -113,7 +113,7 @@ def transformer(compiled, edit):
         metrics.update(loss=loss, logits=logits, labels=batch[:, 1:])
         optimizer.update(model, grads)
 
-    batch = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    batch = jax.random.randint(jax.random.key(1), (16, 7), 0, 11)
     model.train()
     for _ in range(STEPS):
         train_step(model, optimizer, metrics, batch)
@@ -153,14 +153,14 @@ def gan(compiled, edit):
 
     def discriminator_loss(discriminator, real, fake):
         on_real, on_fake = discriminator(real), discriminator(fake)
-        return jnp.mean(bce(on_real, jnp.ones(8)) + bce(on_fake, jnp.zeros(8)))
+        return jnp.mean(bce(on_real, jnp.ones(64)) + bce(on_fake, jnp.zeros(64)))
 
     def generator_loss(generator, discriminator, z):
-        return jnp.mean(bce(discriminator(generator(z)), jnp.ones(8)))
+        return jnp.mean(bce(discriminator(generator(z)), jnp.ones(64)))
 
     @compiled
     def train_step(generator, discriminator, g_optimizer, d_optimizer, rngs, real):
-        z = jax.random.normal(rngs.noise(), (8, 3))
+        z = jax.random.normal(rngs.noise(), (64, 3))
         fake = jax.lax.stop_gradient(generator(z))
         d_loss, d_grads = nnx.value_and_grad(discriminator_loss)(discriminator, real, fake)
         d_optimizer.update(discriminator, d_grads)
@@ -169,7 +169,7 @@ def gan(compiled, edit):
         return {"discriminator": d_loss, "generator": g_loss}
 
     modules = generator, discriminator, g_optimizer, d_optimizer, rngs
-    real, losses = jax.random.normal(jax.random.key(2), (8, 2)) + 3, []
+    real, losses = jax.random.normal(jax.random.key(2), (64, 2)) + 3, []
     for _ in range(STEPS):
         losses.append(train_step(*modules, real))
     return losses, arrays_of(*modules)
