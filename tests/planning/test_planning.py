@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.flops import node_flops
 from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import Planner
 from tracegrad.planning.residuals import NodeResiduals
 from tracegrad.planning.simulation import (
@@ -425,6 +426,55 @@ def test_calls_are_written_out_at_every_depth_and_compute_the_same():
     flat.verify()
     assert not [node for node in flat.nodes if node.regions]
     assert float(flat.to_callable()(0.5)) == pytest.approx(float(fun(jnp.float32(0.5))))
+
+
+def batch_norm(x: jax.Array) -> jax.Array:
+    centred = x - jnp.mean(x, 0)
+    return centred / jnp.sqrt(jnp.var(x, 0) + 1e-5)  # which has its own mean
+
+
+def batch_norm_by_hand(x: jax.Array) -> jax.Array:
+    centred = x - jnp.mean(x, 0)
+    return centred / jnp.sqrt(jnp.mean(centred**2, 0) + 1e-5)
+
+
+def test_what_a_library_computes_twice_is_computed_once():
+    """``keepdims`` broadcasts before it divides, which makes no difference."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)))
+    flat = flatten(tracegrad.graph(batch_norm)(x))
+    flat.verify()
+    made = [(node.op, *node.outputs[0].shape) for node in flat.nodes]
+    assert (made.count(("reduce_sum", 8)), made.count(("sub", 64, 8))) == (2, 1)
+    np.testing.assert_array_equal(flat.to_callable()(x), batch_norm(x))
+    cotangent = jnp.cos(jnp.arange(64 * 8.0)).reshape(64, 8)
+    (gradient,) = jax.vjp(flat.to_callable(), x)[1](cotangent)
+    (expected,) = jax.vjp(batch_norm_by_hand, x)[1](cotangent)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_computed_twice_counts_once():
+    def layers(norm: Callable[[jax.Array], jax.Array]) -> int:
+        def fun(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+            for w in ws:
+                x = jnp.tanh(norm(x @ w))
+            return jnp.sum(x)
+
+        return keep_all(model(flatten(tracegrad.graph(fun)([f32(32, 32)] * 4, f32(256, 32))))).peak
+
+    assert layers(batch_norm) == pytest.approx(layers(batch_norm_by_hand), rel=0.02)
+
+
+def test_what_is_not_the_same_is_computed_twice():
+    def fun(x: jax.Array) -> jax.Array:
+        first, again = jax.lax.optimization_barrier(x), jax.lax.optimization_barrier(x)
+        sums = jnp.sum(x, 0), jnp.sum(x, 1), jnp.sum(x.astype(int), 0)
+        with jax.default_matmul_precision("highest"):
+            product = x @ x
+        return first * again * 2.0 * (x * 2) * sums[0] * sums[1] * sums[2] @ (x @ x) @ product
+
+    ops = [node.op for node in flatten(tracegrad.graph(fun)(f32(8, 8))).nodes]
+    wanted = {"optimization_barrier": 2, "reduce_sum": 3, "dot_general": 4}
+    assert {op: ops.count(op) for op in wanted} == wanted
 
 
 # ----------------------------------------------------------------------------------------- budgets
