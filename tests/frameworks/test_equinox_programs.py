@@ -347,7 +347,7 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
         clipped,
         "90%",
         mark="slow",
-        no_plan="of 4 kB XLA holds more where parts are recomputed, three quarters where nearly "
+        no_plan="of 37 kB XLA holds more where parts are recomputed, three quarters where nearly "
         "all is, which the planner takes for more",
     ),
     Program(ensemble, eqx.filter_jit, CLIP(match.call("softplus")), clipped, "98%"),
