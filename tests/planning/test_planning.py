@@ -477,6 +477,14 @@ def test_what_is_not_the_same_is_computed_twice():
     assert {op: ops.count(op) for op in wanted} == wanted
 
 
+def test_numbers_that_print_alike_stay_apart():
+    close, closer = np.array(0.1234567890123), np.array(0.1234567890124)
+    with jax.enable_x64(True):
+        x = jnp.asarray(3.0)
+        flat = flatten(tracegrad.graph(lambda x: (x * close) - (x * closer))(x))
+        assert float(flat.to_callable()(x)) == float(x * close - x * closer) != 0.0
+
+
 # ----------------------------------------------------------------------------------------- budgets
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import numpy as np
+
 from tracegrad import _jax
 from tracegrad.ir import Apply, Call, Graph, Literal, Node, Value, operations
 from tracegrad.lowering import has_jit_settings
@@ -88,7 +90,7 @@ class _Numbers:
 
     def _name(self, operand: Value | Literal) -> Hashable:
         if isinstance(operand, Literal):
-            return repr(operand.value), operand.aval
+            return np.asarray(operand.value).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
     def _number(self, *computed: Hashable) -> int:
