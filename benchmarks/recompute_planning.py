@@ -15,7 +15,7 @@ All are simulated by the same model. A budget is a share of the peak of the prog
 kept, counted as XLA holds it; or, with ``--before-fusion``, as JAX hands it from the forward to the
 backward pass, which is what other planners count.
 
-``--xla`` plans by what XLA holds instead, beside these programs scans in scans and five others, and
+``--xla`` plans by what XLA holds instead, beside these programs scans in scans and six others, and
 the models as equinox and flax write them, and compares with plans by the model alone; or, with
 ``--plans 3``, with the best of so many plans; ``--time`` measures planning for programs of 2,000
 and 20,000 operations, without XLA's part in it.
@@ -326,6 +326,20 @@ def scanned_blocks(layers: int = 8, batch: int = 512, width: int = 128) -> Progr
     return loss, (ws, f32(batch, width))
 
 
+def dense_blocks(layers: int = 8, growth: int = 12) -> Program:
+    """A DenseNet, whose norms take JAX's variance, which has a mean of its own."""
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        for w in ws:
+            normed = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * w["scale"]
+            x = jnp.concatenate([x, convolution(jax.nn.relu(normed), w["kernel"])], -1)
+        return jnp.mean(x**2)
+
+    widths = [16 + growth * k for k in range(layers)]
+    ws = [{"scale": f32(width), "kernel": f32(3, 3, width, growth)} for width in widths]
+    return loss, (ws, f32(8, 16, 16, 16))
+
+
 def experts(layers: int = 4, count: int = 4, batch: int = 1024, width: int = 64) -> Program:
     def loss(ws: Any, x: jax.Array) -> jax.Array:
         for w in ws:
@@ -370,6 +384,7 @@ HELD_OUT: dict[str, Callable[[], Program]] = {
     "attention": long_attention,
     "normed-convolutions": normed_convolutions,
     "scanned-blocks": scanned_blocks,
+    "dense-blocks": dense_blocks,
     "experts": experts,
 }
 SCANNED: dict[str, Callable[[], Program]] = {

@@ -362,6 +362,11 @@ def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
     plan = plan_recompute(fun, "70%")(weights, f32(rows, 8))
     assert plan.held is None
     assert plan.measured_on != "measure=False"
+    with pytest.raises(BudgetTooSmall) as info:
+        plan_recompute(fun, 1)(weights, f32(rows, 8))
+    (note,) = info.value.__notes__
+    assert note.startswith("Bytes are the model's (symbolic sizes count as 1): ")
+    assert plan.measured_on in note
 
 
 @pytest.mark.any_jax

@@ -14,7 +14,7 @@ from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 8
+VERSION = 9
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
 
 

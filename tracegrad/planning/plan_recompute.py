@@ -25,7 +25,7 @@ from tracegrad.planning.measuring import FOUND, Gradient, NotMeasuredError, shar
 from tracegrad.planning.modelling import model
 from tracegrad.planning.offloading import Offload, transfer_flops
 from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.search import Fit, Search
+from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.graphs import graph as trace_graph
@@ -141,7 +141,11 @@ def _plan_graph(
                 why_not = str(error)
         search = Search(model(program, transfer=transfer), examples)
         budget = budget_bytes(memory_budget, search.kept.peak * examples) // examples
-        return plan_of(search, search.best(budget), budget, None, why_not)
+        try:
+            return plan_of(search, search.best(budget), budget, None, why_not)
+        except BudgetTooSmall as error:
+            error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
+            raise
 
 
 def plan_of(
@@ -180,7 +184,9 @@ def recompute_to_fit(
 
     Returns:
       A function ``Graph -> Graph``. A graph that fits is returned as it is, and so is one that
-      holds a loss to which the rule was applied where `tracegrad.grad` differentiated it.
+      holds a loss to which the rule was applied where `tracegrad.grad` differentiated it. In any
+      other, operations by element and reductions that are computed alike are one: rules that edit
+      gradients stand before it, as `trace` has it with ``memory_budget=``.
 
     Raises:
       TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none,
