@@ -195,6 +195,19 @@ def test_a_node_is_replaced_by_a_program_of_the_same_results_and_effects():
     assert graph.effects
 
 
+def test_nodes_that_use_each_other_are_erased_together():
+    graph = tg.graph(lambda x: (jnp.sin(x), jnp.cos(jnp.exp(x))))(1.0)
+    exp, cos = (n for n in graph.nodes if n.op != "sin")
+    with pytest.raises(tg.GraphError, match="cos still uses it"):
+        graph.erase(exp)
+    with pytest.raises(tg.GraphError, match="the graph's outputs still uses it"):
+        graph.erase(exp, cos)
+    graph.set_outputs([graph.outputs[0]] * 2)
+    graph.erase(exp, cos)
+    graph.verify()
+    assert [n.op for n in graph.nodes] == ["sin"]
+
+
 def test_erase_refuses_what_is_used_and_what_has_effects():
     def f(x):
         jax.debug.print("here")

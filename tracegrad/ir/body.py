@@ -343,31 +343,33 @@ class Body:
         if isinstance(node, RegionNode):
             set_field(node, "replaced", frozenset(node._regions))
 
-    def erase(self, node: Node, *, with_effects: bool = False, everywhere: bool = False) -> None:
-        """Takes a node out.
+    def erase(self, *nodes: Node, with_effects: bool = False, everywhere: bool = False) -> None:
+        """Takes nodes out.
 
         Args:
-          node: a node of this graph.
-          with_effects: even if it has effects.
+          nodes: nodes of this graph.
+          with_effects: even if they have effects.
           everywhere: in a region that several places enter, for all of them.
 
-        Raises GraphError if something uses its outputs, or if it has effects (which would be
-        dropped in silence).
+        Raises GraphError if something else uses their outputs, or if they have effects (which would
+        be dropped in silence).
         """
-        self._check_node(node)
-        outputs = set(node.outputs)
-        users = [user for value in node.outputs for user in value.users]
-        if users or outputs.intersection(v for v in self._outputs if isinstance(v, Value)):
-            name = users[0].name if users else "the graph's outputs"
-            raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
-        if node.effects and not with_effects:
-            raise GraphError(
-                f"cannot erase {Occurrence((), node)}: it has effects {set(node.effects)}, which "
-                "an edit must not drop"
-            )
+        gone = dict.fromkeys(nodes)
+        for node in gone:
+            self._check_node(node)
+            users = [user for v in node.outputs for user in v.users if user not in gone]
+            if users or any(v in self._outputs for v in node.outputs):
+                name = users[0].name if users else "the graph's outputs"
+                raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
+            if node.effects and not with_effects:
+                raise GraphError(
+                    f"cannot erase {Occurrence((), node)}: it has effects {set(node.effects)}, "
+                    "which an edit must not drop"
+                )
         self._edited(everywhere=everywhere)
-        self._set_nodes(n for n in self._nodes if n is not node)
-        self._disown(node)
+        self._set_nodes(n for n in self._nodes if n not in gone)
+        for node in gone:
+            self._disown(node)
 
     def let_go(self) -> None:
         """Gives up all that it and the regions below it hold: arrays, most of all, which would live

@@ -47,13 +47,20 @@ def _merge(graph: Graph) -> None:
     """Merges nodes that compute the same."""
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
+    merged: dict[Value | Literal, Value] = {}
+    gone: list[Node] = []
     for node in graph.nodes:
+        if not merged.keys().isdisjoint(node.inputs):
+            graph.set_inputs(node, [merged.get(v, v) for v in node.inputs])
         if isinstance(node, Apply) and node.op in _MERGED and len(node.outputs) == 1:
             (result,) = node.outputs
             same = first.setdefault((numbers.of(node), result.aval), result)
             if same is not result:
-                graph.replace_uses(result, same)
-                graph.erase(node)
+                merged[result] = same
+                gone.append(node)
+    if gone:
+        graph.set_outputs([merged.get(v, v) for v in graph.outputs])
+        graph.erase(*gone)
 
 
 class _Numbers:
