@@ -64,7 +64,8 @@ def fitted(
         tried.append(replace(fit, held=held_by(fit.rewritten())))
         if fit.flops == 0 and _held(tried[-1]) <= budget:
             break
-        target = _next(search, tried, budget, held_without)
+        is_last = len(tried) == plans - 1
+        target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         lowest = min(tried, key=_held)
@@ -81,13 +82,16 @@ def _planned(search: Search, target: int) -> Fit:
         return search.best(search.lowest_peak)
 
 
-def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) -> int:
+def _next(
+    search: Search, tried: Sequence[Fit], budget: int, held_without: int, is_last: bool
+) -> int:
     """What to plan for next: halfway between the largest plan that was within the budget and the
     next larger one that was not. Before there are both, most of the way to as many bytes more as
     XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
-    bytes. Where XLA's bytes fell so little from the next larger plan to this one, or rose, that not
-    even those are few enough, somewhat fewer than that asks for; but, unless that is none at all,
-    not the very fewest that there is a plan for, which costs the most by far, and of which XLA
+    bytes, twice so for the last plan, behind which no other can be within it. Where XLA's bytes
+    fell so little from the next larger plan to this one, or rose, that not even those are few
+    enough, somewhat fewer than that asks for; but, unless that is none at all, not the very fewest
+    that there is a plan for, which costs the most by far, and of which XLA
     often holds no less than of the next."""
     peak = search.kept.peak
     last = tried[-1]
@@ -103,7 +107,7 @@ def _next(search: Search, tried: Sequence[Fit], budget: int, held_without: int) 
     sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
-    careful = TUNING.careful * target
+    careful = TUNING.careful ** (2 if is_last else 1) * target
     if less < careful:
         fewest = TUNING.fewest * search.lowest_peak if less > 0 else 0
         careful = max(TUNING.careful * less, fewest)
