@@ -354,11 +354,11 @@ class Body:
         Raises GraphError if something else uses their outputs, or if they have effects (which would
         be dropped in silence).
         """
-        gone = dict.fromkeys(nodes)
+        gone, returned = dict.fromkeys(nodes), {*self._outputs}
         for node in gone:
             self._check_node(node)
             users = [user for v in node.outputs for user in v.users if user not in gone]
-            if users or any(v in self._outputs for v in node.outputs):
+            if users or not returned.isdisjoint(node.outputs):
                 name = users[0].name if users else "the graph's outputs"
                 raise GraphError(f"cannot erase {Occurrence((), node)}: {name} still uses it")
             if node.effects and not with_effects:

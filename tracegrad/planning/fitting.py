@@ -91,8 +91,8 @@ def _next(
     bytes, twice so for the last plan, behind which no other can be within it. Where XLA's bytes
     fell so little from the next larger plan to this one, or rose, that not even those are few
     enough, somewhat fewer than that asks for; but, unless that is none at all, not the very fewest
-    that there is a plan for, which costs the most by far, and of which XLA
-    often holds no less than of the next."""
+    that there is a plan for, which costs the most by far, and of which XLA often holds no less than
+    of the next."""
     peak = search.kept.peak
     last = tried[-1]
     here, held = last.simulation.peak, max(1, _held(last))

@@ -96,7 +96,7 @@ class _Numbers:
         return number
 
     def _name(self, operand: Value | Literal) -> Hashable:
-        if isinstance(operand, Literal):
+        if isinstance(operand, Literal):  # by its bits: many print alike, and 0.0 equals -0.0
             return np.asarray(operand.value).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
