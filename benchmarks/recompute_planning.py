@@ -17,8 +17,9 @@ backward pass, which is what other planners count.
 
 ``--xla`` plans by what XLA holds instead, beside these programs scans in scans and six others, and
 the models as equinox and flax write them, and compares with plans by the model alone; or, with
-``--plans 3``, with the best of so many plans; ``--time`` measures planning for programs of 2,000
-and 20,000 operations, without XLA's part in it.
+``--plans 3``, with the best of so many plans; with ``--target`` for a GPU or a TPU, which need not
+be here. ``--time`` measures planning for programs of 2,000 and 20,000 operations, without XLA's
+part in it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import argparse
 import functools
 import importlib
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -38,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import transformer
+from jax.experimental import topologies
 from report import print_table
 
 import tracegrad
@@ -597,11 +600,23 @@ def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:
 NO_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def xla_rows(only: str | None, ways: Sequence[Measure]) -> Iterator[list[str]]:
+def device_elsewhere(target: str) -> Any:
+    """A device that programs are compiled for and not run on: of a topology of TPUs, such as
+    ``v5e:2x2``, or of a GPU of which there is XLA's description (a ``.txtpb`` file)."""
+    if target.endswith(".txtpb"):
+        return topologies.get_topology_desc(
+            "1x1x1", platform="cuda", topology="1x1x1", target_config=Path(target).read_text()
+        ).devices[0]
+    return topologies.get_topology_desc(target, platform="tpu").devices[0]
+
+
+def xla_rows(only: str | None, ways: Sequence[Measure], device: Any) -> Iterator[list[str]]:
+    sharding = jax.sharding.SingleDeviceSharding(device)
     for name, build in MEASURED.items():
         if only not in (None, name):
             continue
         fun, shapes = build()
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes)
         floats = [
             i
             for i, arg in enumerate(shapes)
@@ -612,9 +627,9 @@ def xla_rows(only: str | None, ways: Sequence[Measure]) -> Iterator[list[str]]:
             f: Callable[..., Any], floats: Any = floats, shapes: Any = shapes
         ) -> tuple[int, float]:
             lowered = tracegrad.trace(jax.grad(lambda *a: f(*a), floats)).lower(*shapes)
-            on_cpu = jax.default_backend() == "cpu"
+            on_cpu = device.platform == "cpu"
             step = lowered.compile(compiler_options=NO_LLVM) if on_cpu else lowered.compile()
-            cost = step.cost_analysis()
+            cost = step.cost_analysis() or {"flops": math.nan}  # not said for a GPU elsewhere
             flops = (cost[0] if isinstance(cost, list) else cost)["flops"]
             return step.memory_analysis().temp_size_in_bytes, flops
 
@@ -635,7 +650,7 @@ def xla_rows(only: str | None, ways: Sequence[Measure]) -> Iterator[list[str]]:
                     f"{100 * plan.flops / plan.forward_flops:.1f}",
                     # XLA counts one iteration of a loop.
                     "-"
-                    if plan.scans
+                    if plan.scans or math.isnan(flops)
                     else f"{100 * (flops - flops_before) / plan.forward_flops:.1f}",
                 ]
             yield row
@@ -666,6 +681,7 @@ def main() -> None:
     parser.add_argument("--before-fusion", action="store_true")
     parser.add_argument("--xla", action="store_true")
     parser.add_argument("--plans", type=int)
+    parser.add_argument("--target", help=device_elsewhere.__doc__)
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", choices=list(PROGRAMS | MEASURED))
     options = parser.parse_args()
@@ -676,8 +692,10 @@ def main() -> None:
         header = ["program, budget"]
         for way in ways:
             header += [f"{way}: XLA", "extra FLOPs %", "XLA's"]
-        rows = list(xla_rows(options.only, list(ways.values())))
-        print_table("Bytes, share of everything kept", header, rows)
+        device = device_elsewhere(options.target) if options.target else jax.local_devices()[0]
+        rows = list(xla_rows(options.only, list(ways.values()), device))
+        kind = device.device_kind
+        print_table(f"Bytes, share of everything kept, compiled for {kind}", header, rows)
     elif options.time:
         header = ["transformer", "buffers", "CPU seconds"]
         print_table("Planning for 30 % of the peak", header, list(time_rows()))

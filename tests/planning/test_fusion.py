@@ -98,6 +98,39 @@ def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_k
     assert found[-1].beside == 4 * 64
 
 
+# As for a TPU: layouts in tiles, memories by number, and what runs as one with others inside.
+COMPILED_FOR_TPU = """HloModule jit_f, is_scheduled=true
+
+%nested (p0: f32[8,8]) -> f32[8,8] {
+  %p0 = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %e = f32[8,8]{1,0:T(8,128)} exponential(%p0), metadata={op_name="jvp(tracegrad.node.1)/exp"}
+  ROOT %t = f32[8,8]{1,0:T(8,128)} multiply(%e, %p0), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
+}
+
+%back (p: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %p1 = f32[8,8]{1,0:T(8,128)} parameter(1)
+  %both = f32[8,8]{1,0:T(8,128)} fusion(%p), kind=kLoop, calls=%nested, metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
+  ROOT %d = f32[8,8]{1,0:T(8,128)} convolution(%both, %p1), dim_labels=bf_io->bf, metadata={op_name="transpose(jvp(tracegrad.node.0))/dot_general"}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %copy-start = (f32[8,8]{1,0:T(8,128)S(1)}, f32[8,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = f32[8,8]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %sine = f32[8,8]{1,0:T(8,128)S(1)} sine(%copy-done), metadata={op_name="jvp(tracegrad.node.0)/sin"}
+  ROOT %gradient = f32[8,8]{1,0:T(8,128)} fusion(%sine, %x), kind=kOutput, calls=%back, metadata={op_name="transpose(jvp(tracegrad.node.0))/dot_general"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.any_jax
+def test_what_runs_inside_of_what_runs_as_one_is_seen():
+    graph = program(jnp.sin, jnp.exp, lambda x: 2 * x)
+    found = seen(graph, COMPILED_FOR_TPU)
+    assert ops(graph, found, "inlined") == ["exp"]
+
+
 @pytest.mark.any_jax
 def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     graph = program(jnp.sin, jnp.transpose, jnp.exp)

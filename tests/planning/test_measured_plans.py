@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 import tracegrad
 from tracegrad.ir import Graph
@@ -215,7 +216,7 @@ def test_the_last_plan_is_for_fewer_bytes_than_others():
     for plans in (2, 3):
         asked.clear()
         held = iter([int(1.02 * budget), *[budget // 2] * 2])
-        fitted(search, budget, lambda _, held=held: next(held), search.kept.peak, plans)
+        fitted(search, budget, lambda _, held=held: next(held), search.kept.peak, plans, "here")
         second.append(asked[1])
     assert second[0] < 0.95 * second[1] < second[1] < asked[0]
 
@@ -230,7 +231,7 @@ def fitted_where(*held: float) -> Fit:
         return left.pop(0)  # and of a further one nobody asks
 
     try:
-        return fitted(search, budget, held_by, search.kept.peak, len(held))
+        return fitted(search, budget, held_by, search.kept.peak, len(held), "here")
     finally:
         assert not left
 
@@ -262,7 +263,7 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
         share = search.last.simulation.peak / peak
         return int(peak * (fixed + (1 - fixed) * share if fixed < 1 else min(1.1, 0.4 + share)))
 
-    fit = fitted(search, int(peak * budget), held_by, peak, 2)
+    fit = fitted(search, int(peak * budget), held_by, peak, 2, "here")
     assert fit.held is not None
     assert fit.held <= peak * budget
 
@@ -301,7 +302,7 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
     first = search.best(search.lowest_peak)
     budget = int(1.05 * first.simulation.peak)  # for which there is nothing else
     assert search.best(budget).is_same(first)
-    fit = fitted(search, budget, held_by, search.kept.peak, 2)
+    fit = fitted(search, budget, held_by, search.kept.peak, 2, "here")
     assert fit.is_same(first)
     assert len(compiled) == 2
     assert compiled[1] > budget
@@ -402,6 +403,40 @@ def test_a_plan_of_another_backend_is_measured_again(tmp_path: Path):
     path.write_text(json.dumps(data | {"measured_on": "tpu, JAX 0.1", "budget": 1000}))
     with pytest.raises(ValueError, match=r"of which XLA holds .* here \(cpu.*Plan again"):
         load_plan(path, fun)(*shapes)
+
+
+def elsewhere() -> jax.sharding.Sharding:
+    """A device that is not here, for which programs can be compiled all the same."""
+    topology = topologies.get_attached_topology()
+    if not hasattr(topology, "serialize"):
+        pytest.skip("before 0.12 JAX has no CPU that is not here")
+    device = topologies.TopologyDescription.deserialize(topology.serialize()).devices[0]
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+@pytest.mark.newest
+def test_plans_and_reports_are_for_the_device_that_arguments_lie_on(tmp_path: Path):
+    fun, shapes = small()
+    sharding = elsewhere()
+    there = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes)
+    named = f"cpu (not here), JAX {jax.__version__}"
+    compiled = jax.jit(jax.grad(fun)).lower(*there).compile()
+    stats = compiled.memory_analysis()
+
+    plan = plan_recompute(fun, "70%")(*there)
+    assert plan.measured_on == named
+    assert plan.held_without == pytest.approx(stats.temp_size_in_bytes, rel=0.02)
+    assert plan.held is not None
+    assert plan.held <= plan.budget
+    with pytest.raises(BudgetTooSmall, match="not here"):
+        plan_recompute(fun, 1000)(*there)
+
+    report = tracegrad.memory(jax.grad(fun))(*there)
+    assert (report.measured_on, report.temporary) == (named, stats.temp_size_in_bytes)
+
+    plan.save(tmp_path / "plan.json")
+    here = load_plan(tmp_path / "plan.json", fun)(*shapes)  # and measured again
+    assert here.measured_on == f"cpu, JAX {jax.__version__}"
 
 
 @pytest.mark.any_jax

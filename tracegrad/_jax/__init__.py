@@ -17,7 +17,6 @@ from tracegrad._jax.arrays import is_tracer as is_tracer
 from tracegrad._jax.arrays import local_shape as local_shape
 from tracegrad._jax.arrays import no_cotangent as no_cotangent
 from tracegrad._jax.arrays import placed as placed
-from tracegrad._jax.arrays import sharding_of as sharding_of
 from tracegrad._jax.arrays import struct as struct
 from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
 from tracegrad._jax.arrays import type_key as type_key
@@ -33,7 +32,6 @@ from tracegrad._jax.calls import Handle as Handle
 from tracegrad._jax.calls import handling_misses as handling_misses
 from tracegrad._jax.compat import PROGRAM_TYPES as PROGRAM_TYPES
 from tracegrad._jax.compat import VERSION as VERSION
-from tracegrad._jax.compat import compiled_by as compiled_by
 from tracegrad._jax.compat import config as config
 from tracegrad._jax.compat import keep_recompute_options as keep_recompute_options
 from tracegrad._jax.compat import policy_name as policy_name
@@ -50,6 +48,9 @@ from tracegrad._jax.derivatives import of_some as of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
+from tracegrad._jax.devices import compiled_by as compiled_by
+from tracegrad._jax.devices import device_of as device_of
+from tracegrad._jax.devices import sharding_of as sharding_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
 from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed

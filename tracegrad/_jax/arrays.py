@@ -124,12 +124,6 @@ def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     )
 
 
-def sharding_of(value: Any) -> Any:
-    """How an argument lies on several devices; None for one that does not."""
-    sharding = None if is_tracer(value) else getattr(value, "sharding", None)
-    return None if sharding is None or len(sharding.device_set) == 1 else sharding
-
-
 def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
     """One (co)tangent for every type: the given ones, and JAX's empty ones for integers."""
     rest = iter(flowing)

@@ -74,11 +74,6 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
 SCANS_DROP_RULES = VERSION < (0, 12)
 
 
-def compiled_by() -> str:
-    """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``."""
-    return f"{jax.default_backend()}, JAX {jax.__version__}"
-
-
 def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
     """Options of `jax.jit` with more compiler options; lists of XLA's passes are joined."""
     own = options.get("compiler_options") or {}

@@ -65,7 +65,7 @@ def written_by(text: str) -> list[Written]:
             if each.op in _COPIES:
                 copied += each.operands
             scopes = [s for name in copied for k in places.get(name, ()) for s in found[k].scopes]
-        inside = (scope for v in body.values() if v not in last for scope in v.scopes)
+        inside = (scope for v in _all_of(body, others) if v not in last for scope in v.scopes)
         places[each.name] = (len(found),)
         found.append(Written(each.size, _once(scopes), _once(inside), reads))
     return found
@@ -84,6 +84,13 @@ class _Instruction(NamedTuple):
 
 
 _Computation = dict[str, _Instruction]
+
+
+def _all_of(body: _Computation, others: Mapping[str, _Computation]) -> Iterator[_Instruction]:
+    """The instructions of a computation, and of those that they run as one (on TPUs)."""
+    for each in body.values():
+        yield each
+        yield from _all_of(others.get(each.called, {}), others)
 
 
 def _last(body: Mapping[str, _Instruction], names: Iterable[str]) -> Iterator[_Instruction]:

@@ -167,8 +167,9 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and returns
-      a `MemoryReport`. The program is compiled, for XLA's own account of its bytes, and not run. A
-      program that cannot be compiled by itself has that of the planner's model.
+      a `MemoryReport`. The program is compiled, for XLA's own account of its bytes, and not run:
+      for the devices that its arguments lie on, which may be of `jax.experimental.topologies` and
+      not here. A program that cannot be compiled by itself has that of the planner's model.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
@@ -191,7 +192,9 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
     def report(*args: Any, **kwargs: Any) -> MemoryReport:
         make_graph = fun.graph if isinstance(fun, TracedFunction) else trace_graph(fun)
         program = make_graph(*args, **kwargs)
-        peak = find_peak(program, is_host=not has_host_memory(jax.local_devices()[0]))
+        shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
+        device = _jax.device_of(shardings)
+        peak = find_peak(program, is_host=not has_host_memory(device))
         lines = _lines(peak)
         outlasting = ("argument", "constant", "result")
         temporary = sum(line.size for line in lines if line.kind not in outlasting)
@@ -206,7 +209,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         else:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
-            measured_on = f"{_jax.compiled_by()}{_on_each(args, kwargs)}"
+            measured_on = f"{_jax.compiled_by(device)}{_on_each(shardings)}"
         return MemoryReport(
             function=name_of(fun),
             total=total,
@@ -223,9 +226,9 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
     return report
 
 
-def _on_each(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    shardings = filter(None, map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
-    devices = max((len(sharding.device_set) for sharding in shardings), default=1)
+def _on_each(shardings: Sequence[Any]) -> str:
+    device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
+    devices = max(map(len, device_sets), default=1)
     return f", on each of {devices} devices" if devices > 1 else ""
 
 

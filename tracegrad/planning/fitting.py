@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.planning.tuning import TUNING
@@ -37,7 +36,12 @@ def plans_to_compile(measure: Measure) -> int:
 
 
 def fitted(
-    search: Search, budget: int, held_by: Callable[[Graph], int], held_without: int, plans: int
+    search: Search,
+    budget: int,
+    held_by: Callable[[Graph], int],
+    held_without: int,
+    plans: int,
+    measured_on: str,
 ) -> Fit:
     """The cheapest plan found that XLA holds within a budget.
 
@@ -46,6 +50,7 @@ def fitted(
       held_by: compiles the gradient of a program and tells the bytes.
       held_without: what XLA holds with nothing recomputed. If that is within the budget, it stays.
       plans: how many are compiled at most.
+      measured_on: what for, and by which JAX.
 
     Raises BudgetTooSmall if XLA held more for each plan that was compiled.
     """
@@ -70,7 +75,7 @@ def fitted(
     if not within:
         lowest = min(tried, key=_held)
         held = lowest.held_most()
-        raise BudgetTooSmall(budget, _held(lowest), search.bound, _jax.compiled_by(), held)
+        raise BudgetTooSmall(budget, _held(lowest), search.bound, measured_on, held)
     return min(within, key=lambda fit: (fit.flops, _held(fit)))
 
 

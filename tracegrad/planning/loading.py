@@ -89,9 +89,11 @@ def load_plan(
         simulation = simulate(planned, segments)
         fit = Fit(variant, segments, simulation, record.target, record.held)
         budget, without, measured_on = record.budget, record.held_without, record.measured_on
-        if fit.held is not None and measured_on != _jax.compiled_by():
-            gradient = Gradient(flat, search.whole.active, shardings_of(graph, args, kwargs))
-            without, measured_on = None, _jax.compiled_by()
+        shardings = shardings_of(graph, args, kwargs)
+        here = _jax.compiled_by(_jax.device_of(shardings))
+        if fit.held is not None and measured_on != here:
+            gradient = Gradient(flat, search.whole.active, shardings)
+            without, measured_on = None, here
             try:
                 fit = replace(fit, held=gradient.held(fit.rewritten()))
             except NotMeasuredError as error:

@@ -46,7 +46,7 @@ def account_of(compiled: Any) -> Any:
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise NotMeasuredError(f"{_jax.compiled_by()} does not say what a program holds")
+        raise NotMeasuredError("XLA does not say there what a program holds")
     return analysis
 
 
@@ -93,6 +93,7 @@ class Gradient:
         self._examples = examples
         device_sets = (sharding.device_set for sharding in shardings or () if sharding is not None)
         self._devices = max(map(len, device_sets), default=1)
+        self.device = _jax.device_of(shardings or ())
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
@@ -113,7 +114,7 @@ class Gradient:
 
         `run`: what runs a graph on its inputs.
         """
-        backend = jax.default_backend()
+        backend = self.device.platform
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
             options.update(_jax.keep_recompute_options(backend) or {})
@@ -129,7 +130,7 @@ class Gradient:
             key = (
                 "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-                f"{_jax.compiled_by()} {options}",
+                f"{_jax.compiled_by(self.device)} {options}",
             )
             known: tuple[int, Fusion | None] | None = FOUND.get(key)
             if known is None:

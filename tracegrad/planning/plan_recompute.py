@@ -63,9 +63,11 @@ def plan_recompute(
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
-      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans. A program
-      that cannot be compiled by itself, such as one of symbolic sizes, is planned by the model, and
-      the plan says why.
+      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans. It is for
+      the devices that arguments lie on, which need not be here: a `jax.ShapeDtypeStruct` may have
+      the ``sharding`` of a device of `jax.experimental.topologies`. A program that cannot be
+      compiled by itself, such as one of symbolic sizes, is planned by the model, and the plan says
+      why.
 
     Raises:
       TypeError, ValueError: for a budget or a number of plans that is none (when called: at once),
@@ -135,8 +137,9 @@ def _plan_graph(
                     begin(f"compiling {which}, budget {in_units(budget)}")
                     return gradient.held(planned)
 
-                fit = fitted(search, budget, held_by, without, plans)
-                return plan_of(search, fit, budget, without, _jax.compiled_by())
+                measured_on = _jax.compiled_by(gradient.device)
+                fit = fitted(search, budget, held_by, without, plans, measured_on)
+                return plan_of(search, fit, budget, without, measured_on)
             except NotMeasuredError as error:
                 why_not = str(error)
         search = Search(model(program, transfer=transfer), examples)

@@ -1,0 +1,43 @@
+"""Which devices a program is compiled for: those that its arguments lie on, here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from tracegrad._jax.arrays import is_tracer
+from tracegrad._jax.compat import versions
+
+
+def sharding_of(value: Any) -> Any:
+    """How an argument lies on several devices, on one of another kind than the default, or on one
+    that is not here; None for one that does not."""
+    sharding = None if is_tracer(value) else getattr(value, "sharding", None)
+    if sharding is None or len(sharding.device_set) > 1:
+        return sharding
+    device = device_of([sharding])
+    is_default = _is_here(device) and device.platform == jax.local_devices()[0].platform
+    return None if is_default else sharding
+
+
+def device_of(shardings: Iterable[Any]) -> Any:
+    """The device, or one of those, that a program is compiled for whose arguments lie so; those of
+    None lie on the default one."""
+    for sharding in shardings:
+        if sharding is not None:
+            return next(iter(sharding.addressable_devices or sharding.device_set))
+    return jax.local_devices()[0]
+
+
+def compiled_by(device: Any) -> str:
+    """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``."""
+    where = "" if _is_here(device) else " (not here)"
+    return f"{device.device_kind}{where}, JAX {versions()['jax']}"
+
+
+def _is_here(device: Any) -> bool:
+    """Whether programs can run on it; for those of `jax.experimental.topologies` they can but be
+    compiled."""
+    return device.local_hardware_id is not None
