@@ -58,8 +58,10 @@ def plan_recompute(
         holds may be more or less then, and the plan says that it was not measured.
       offload: whether values may also be kept in the host's memory until the backward pass reads
         them, for the FLOPs that the device could do meanwhile: as many for a byte, there and back,
-        or as are measured here, if True. A planned program that does so has no second derivative
-        by reverse mode over reverse mode, as JAX has none of it.
+        or as are measured here, if True. Where XLA keeps the budget with no such plan, as many are
+        compiled that keep nothing there: what is not in a scan XLA may bring back too early. A
+        planned program that does so has no second derivative by reverse mode over reverse mode, as
+        JAX has none of it.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -121,25 +123,34 @@ def _plan_graph(
     """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
     `transfer_flops`; `shardings`: of its inputs, where they are known; `examples`: as of
     `Gradient`, for all of which the budget is."""
-    with progress("plan_recompute", 1 + plans) as begin:
+    ways = list(dict.fromkeys((transfer, math.inf)))  # with what is on the host, and without
+    compiled = len(ways) * plans
+    with progress("plan_recompute", 1 + compiled) as begin:
         program, why_not = flatten(graph), "measure=False"
         if plans:
             try:
                 begin("compiling with nothing recomputed")
                 gradient = Gradient(program, active_values(program), shardings, examples)
                 without, fusion = gradient.held_and_fusion(program)
-                search = Search(model(program, fusion, transfer=transfer), examples)
                 budget = budget_bytes(memory_budget, without)
                 numbers = itertools.count(1)
 
                 def held_by(planned: Graph) -> int:
-                    which = f"plan {next(numbers)} of at most {plans}"
+                    which = f"plan {next(numbers)} of at most {compiled}"
                     begin(f"compiling {which}, budget {in_units(budget)}")
                     return gradient.held(planned)
 
                 measured_on = _jax.compiled_by(gradient.device)
-                fit = fitted(search, budget, held_by, without, plans, measured_on)
-                return plan_of(search, fit, budget, without, measured_on)
+                misses = []
+                # Outside of loops XLA brings to a GPU at once what has just gone to the host.
+                for price in ways:
+                    search = Search(model(program, fusion, transfer=price), examples)
+                    try:
+                        fit = fitted(search, budget, held_by, without, plans, measured_on)
+                        return plan_of(search, fit, budget, without, measured_on)
+                    except BudgetTooSmall as error:
+                        misses.append(error)
+                raise min(misses, key=lambda error: error.lowest)
             except NotMeasuredError as error:
                 why_not = str(error)
         search = Search(model(program, transfer=transfer), examples)
