@@ -93,6 +93,13 @@ def pytest_xdist_auto_num_workers() -> int:
 LONG = (
     r"test_a_fresh_process_finds_the_same_results_and_gradients",
     r"test_a_model_is_saved_by_its_arrays_or_closed_over",
+    r"test_damage.*damaged_files_are_refused",
+    r"test_hlo_identical.*\[nnx_transformer\]",
+    r"test_load_fresh.*rules_themselves",
+    r"test_measured_plans.*(of_one_device|the_gradient_that_it_takes\[by_tape\])",
+    r"test_planned_regions.*saves_all_that_it_computes",
+    r"test_planning_lowering.*(draws_itself|function_fit|leave_room|other_budgets|every_time)",
+    r"test_rules_at_second_order.*(called_twice|\[scale\])",
     r"test_rules_in_force.*memory_budget.*\[tg\]",
     r"test_second_derivatives_keep_zeros_too",
     r"test_two_processes_of_two_devices_do_all_that_one_does",
