@@ -616,7 +616,9 @@ def xla_rows(only: str | None, ways: Sequence[Measure], device: Any) -> Iterator
         if only not in (None, name):
             continue
         fun, shapes = build()
-        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+        )
         floats = [
             i
             for i, arg in enumerate(shapes)
@@ -634,6 +636,7 @@ def xla_rows(only: str | None, ways: Sequence[Measure], device: Any) -> Iterator
             return step.memory_analysis().temp_size_in_bytes, flops
 
         whole, flops_before = measured(fun)
+        whole = whole or 1  # all fits into a TPU's inner memory
         known: dict[Any, tuple[int, float]] = {}
         for share in (0.7, 0.5, 0.35, *([0.1] if name in SCANNED else [])):
             row = [f"{name} {share:.2f}"]
