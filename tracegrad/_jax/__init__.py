@@ -49,6 +49,7 @@ from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
 from tracegrad._jax.devices import compiled_by as compiled_by
+from tracegrad._jax.devices import device_count as device_count
 from tracegrad._jax.devices import device_of as device_of
 from tracegrad._jax.devices import sharding_of as sharding_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule

@@ -31,6 +31,12 @@ def device_of(shardings: Iterable[Any]) -> Any:
     return jax.local_devices()[0]
 
 
+def device_count(shardings: Iterable[Any]) -> int:
+    """Over how many devices the arguments of such a program lie."""
+    device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
+    return max(map(len, device_sets), default=1)
+
+
 def compiled_by(device: Any) -> str:
     """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``."""
     where = "" if _is_here(device) else " (not here)"

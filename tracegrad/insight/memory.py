@@ -203,7 +203,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         try:
             with saying_why_not():
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
-                stats = account_of(lowering.lower(*args, **kwargs).compile())
+                stats = account_of(lowering.lower(*args, **kwargs).compile(), device)
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
         else:
@@ -227,8 +227,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
 
 
 def _on_each(shardings: Sequence[Any]) -> str:
-    device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
-    devices = max(map(len, device_sets), default=1)
+    devices = _jax.device_count(shardings)
     return f", on each of {devices} devices" if devices > 1 else ""
 
 

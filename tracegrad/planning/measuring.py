@@ -39,14 +39,14 @@ class NotMeasuredError(Exception):
     """A program could not be compiled here, by itself."""
 
 
-def account_of(compiled: Any) -> Any:
-    """XLA's account of the memory of a compiled program, on each device.
+def account_of(compiled: Any, device: Any) -> Any:
+    """XLA's account of the memory of a program compiled for a device, on each such device.
 
     Raises NotMeasuredError if the backend does not say.
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise NotMeasuredError("XLA does not say there what a program holds")
+        raise NotMeasuredError(f"{_jax.compiled_by(device)} does not say what a program holds")
     return analysis
 
 
@@ -91,8 +91,7 @@ class Gradient:
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._examples = examples
-        device_sets = (sharding.device_set for sharding in shardings or () if sharding is not None)
-        self._devices = max(map(len, device_sets), default=1)
+        self._devices = _jax.device_count(shardings or ())
         self.device = _jax.device_of(shardings or ())
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
@@ -135,7 +134,7 @@ class Gradient:
             known: tuple[int, Fusion | None] | None = FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
-                held, fusion = int(account_of(compiled).temp_size_in_bytes), None
+                held, fusion = int(account_of(compiled, self.device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
                     text = compiled.as_text() or ""
                     fusion = seen(program, text, self._examples, self._devices)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tracegrad import _jax
@@ -124,33 +124,13 @@ def _plan_graph(
     `transfer_flops`; `shardings`: of its inputs, where they are known; `examples`: as of
     `Gradient`, for all of which the budget is."""
     ways = list(dict.fromkeys((transfer, math.inf)))  # with what is on the host, and without
-    compiled = len(ways) * plans
-    with progress("plan_recompute", 1 + compiled) as begin:
+    with progress("plan_recompute", 1 + len(ways) * plans) as begin:
         program, why_not = flatten(graph), "measure=False"
         if plans:
             try:
                 begin("compiling with nothing recomputed")
                 gradient = Gradient(program, active_values(program), shardings, examples)
-                without, fusion = gradient.held_and_fusion(program)
-                budget = budget_bytes(memory_budget, without)
-                numbers = itertools.count(1)
-
-                def held_by(planned: Graph) -> int:
-                    which = f"plan {next(numbers)} of at most {compiled}"
-                    begin(f"compiling {which}, budget {in_units(budget)}")
-                    return gradient.held(planned)
-
-                measured_on = _jax.compiled_by(gradient.device)
-                misses = []
-                # Outside of loops XLA brings to a GPU at once what has just gone to the host.
-                for price in ways:
-                    search = Search(model(program, fusion, transfer=price), examples)
-                    try:
-                        fit = fitted(search, budget, held_by, without, plans, measured_on)
-                        return plan_of(search, fit, budget, without, measured_on)
-                    except BudgetTooSmall as error:
-                        misses.append(error)
-                raise min(misses, key=lambda error: error.lowest)
+                return _measured(program, gradient, memory_budget, plans, ways, examples, begin)
             except NotMeasuredError as error:
                 why_not = str(error)
         search = Search(model(program, transfer=transfer), examples)
@@ -160,6 +140,39 @@ def _plan_graph(
         except BudgetTooSmall as error:
             error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
             raise
+
+
+def _measured(
+    program: Graph,
+    gradient: Gradient,
+    memory_budget: MemoryBudget,
+    plans: int,
+    ways: Sequence[float],
+    examples: int,
+    begin: Callable[[str], None],
+) -> RecomputePlan:
+    """The plan that XLA was seen to hold within the budget, of the first of some prices of a
+    transfer for which there is one."""
+    without, fusion = gradient.held_and_fusion(program)
+    budget = budget_bytes(memory_budget, without)
+    numbers = itertools.count(1)
+
+    def held_by(planned: Graph) -> int:
+        which = f"plan {next(numbers)} of at most {len(ways) * plans}"
+        begin(f"compiling {which}, budget {in_units(budget)}")
+        return gradient.held(planned)
+
+    whole, measured_on = model(program, fusion), _jax.compiled_by(gradient.device)
+    misses = []
+    for transfer in ways:
+        search = Search(replace(whole, transfer=transfer), examples)
+        try:
+            fit = fitted(search, budget, held_by, without, plans, measured_on)
+            return plan_of(search, fit, budget, without, measured_on)
+        except BudgetTooSmall as error:
+            # Outside of loops XLA brings to a GPU at once what has just gone to the host.
+            misses.append(error)
+    raise min(misses, key=lambda error: error.lowest)
 
 
 def plan_of(
