@@ -13,6 +13,7 @@ from jax.experimental import checkify, io_callback
 import tracegrad as tg
 from tracegrad import _jax
 from tracegrad._jax.compiled import written_by
+from tracegrad._jax.hlo import module_of
 
 
 def equation(fun, *args):
@@ -614,7 +615,7 @@ def test_a_compiled_program_says_what_it_writes_and_where_that_was_traced():
             return y @ w, y
 
     w, x = jnp.ones((64, 64)), jnp.ones((512, 64), jnp.float32)
-    found = written_by(jax.jit(f).lower(w, x).compile().as_text())
+    found = written_by(module_of(jax.jit(f).lower(w, x).compile()))
     products = [each for each in found if any("second" in scope for scope in each.scopes)]
     assert products[-1].size == 4 * 512 * 64
     (read,) = products[-1].reads

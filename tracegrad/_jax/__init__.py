@@ -52,6 +52,7 @@ from tracegrad._jax.devices import compiled_by as compiled_by
 from tracegrad._jax.devices import device_count as device_count
 from tracegrad._jax.devices import device_of as device_of
 from tracegrad._jax.devices import sharding_of as sharding_of
+from tracegrad._jax.hlo import module_of as module_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
 from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad._jax.compiled import written_by
+from tracegrad._jax.hlo import Module
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Value, operations
 from tracegrad.lowering.evaluate import Lowering, evaluate_node, read, run_nodes
 from tracegrad.planning.residuals import nbytes
@@ -90,12 +91,12 @@ def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
     return read(graph.outputs, run_nodes(graph, args, lowering, instead=instead))
 
 
-def seen(graph: Graph, compiled: str, examples: int = 1, devices: int = 1) -> Fusion:
+def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
     """What the compiled gradient of a program does with its results.
 
     Args:
       graph: the program.
-      compiled: the text of its gradient, compiled of `evaluate_in_scopes`.
+      compiled: its gradient, compiled of `evaluate_in_scopes`.
       examples: how many are computed at once, in a `jax.vmap` around.
       devices: over how many results may be split.
     """

@@ -136,8 +136,8 @@ class Gradient:
                 compiled = lowered.compile()
                 held, fusion = int(account_of(compiled, self.device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
-                    text = compiled.as_text() or ""
-                    fusion = seen(program, text, self._examples, self._devices)
+                    module = _jax.module_of(compiled)
+                    fusion = seen(program, module, self._examples, self._devices)
                 known = FOUND.put(key, (held, fusion))
         return known
 

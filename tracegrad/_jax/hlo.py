@@ -1,0 +1,226 @@
+"""A program as XLA has compiled it: its instructions, in the order in which they run.
+
+That is read from the messages in which XLA writes down a module (`HloModuleProto` of
+``xla/service/hlo.proto``), which `jax.stages.Compiled` hands out for every backend, and which say
+what its text does not: which buffer is whose. Only what is asked of them is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from tracegrad._jax.compat import config
+
+# The element types of `PrimitiveType` in ``xla/xla_data.proto``, by number.
+_KINDS = re.findall(
+    r"\w+",
+    "invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 "
+    "f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn "
+    "f8e8m0fnu",
+)
+
+Message = dict[int, list[Any]]  # by field: numbers, and bytes of what is longer
+
+
+class Type(NamedTuple):
+    """Of an array, ``f32[64,512]``; of a tuple, `parts`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    parts: tuple[Type, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays in it. What has no bits in its name, as ``pred``, is a byte each."""
+        if self.kind == "tuple":
+            return sum(part.nbytes for part in self.parts)
+        bits = re.search(r"\d+", self.kind)
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+    def at(self, index: tuple[int, ...]) -> Type:
+        """That of a part of a part of a tuple."""
+        return self.parts[index[0]].at(index[1:]) if index else self
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{','.join(map(str, self.shape))}]"
+
+
+class Instruction(NamedTuple):
+    """An instruction of a computation.
+
+    Attributes:
+      key: by which others mean it.
+      op: what it does, ``dot``.
+      type: of its result.
+      operands: the keys of what it reads.
+      called: the keys of the computations that it runs.
+      scopes: the named scopes under which what it computes was traced, ``jit(f)/jvp(block)/mul``;
+        several where it came of several operations. Of a parameter its name, ``params['w']``.
+      frame: the innermost of the Python frames that traced it, for `Module.frames`; 0 for none.
+      number: of a parameter, or of the part that is taken of a tuple.
+    """
+
+    key: int
+    op: str
+    type: Type
+    operands: list[int]
+    called: list[int]
+    scopes: list[str]
+    frame: int
+    number: int
+
+
+class Computation(NamedTuple):
+    """Instructions by their keys, in the order in which they run; `root` is what it returns."""
+
+    key: int
+    root: Instruction
+    instructions: Mapping[int, Instruction]
+
+
+class Frame(NamedTuple):
+    """A Python frame, told as JAX tells those of its equations."""
+
+    file_name: str
+    line_num: int
+    function_name: str
+
+
+class Module:
+    """A compiled program: the computation that is run, and those that it calls, by key."""
+
+    def __init__(self, message: bytes):
+        module = decoded(message)
+        self._frames = decoded(first(module, 17, b""))
+        self._files, self._functions = (
+            [name.decode() for name in self._frames.get(field, ())] for field in (1, 2)
+        )
+        entries = map(decoded, decoded(first(module, 7, b"")).get(1, ()))
+        order = {first(e, 1): numbers(decoded(first(e, 2, b"")), 1) for e in entries}
+        made = (_computation(decoded(each), order) for each in module.get(3, ()))
+        self.computations = {computation.key: computation for computation in made}
+        self.entry = self.computations[first(module, 6)]
+
+    def frames(self, frame: int) -> Iterator[Frame]:
+        """The Python frames of an instruction, innermost first."""
+        while frame:
+            here = decoded(self._frames[4][frame - 1])
+            place = decoded(self._frames[3][first(here, 1) - 1])
+            file, function = self._files[first(place, 1) - 1], self._functions[first(place, 2) - 1]
+            yield Frame(file, first(place, 3), function)
+            frame = first(here, 2)
+
+
+def module_of(compiled: Any) -> Module:
+    """The module of a `jax.stages.Compiled`."""
+    module, *_ = compiled.runtime_executable().hlo_modules()
+    return Module(module.as_serialized_hlo_module_proto())
+
+
+@contextmanager
+def lines_kept() -> Iterator[None]:
+    """A block that compiles, in which programs keep all the Python frames that traced them, and no
+    other program of the same instructions is taken from JAX's cache on the disk."""
+    changed = {
+        "jax_traceback_in_locations_limit": 1000,
+        "jax_compilation_cache_include_metadata_in_key": True,
+    }
+    before = {name: getattr(config, name) for name in changed}
+    try:
+        for name, value in changed.items():
+            config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            config.update(name, value)
+
+
+def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:
+    made = {each.key: each for each in map(_instruction, map(decoded, message.get(2, ())))}
+    key = first(message, 5)
+    in_order = {k: made[k] for k in order.get(key, made)}
+    return Computation(key, made[first(message, 6)], in_order)
+
+
+def _instruction(message: Message) -> Instruction:
+    op, told = first(message, 2).decode(), decoded(first(message, 7, b""))
+    scopes = first(told, 2, b"").decode()
+    return Instruction(
+        key=first(message, 35),
+        op=op,
+        type=_type(decoded(first(message, 3, b""))),
+        operands=numbers(message, 36),
+        called=numbers(message, 38),
+        scopes=scopes.split(";") if scopes else [],
+        frame=first(told, 15),
+        number=first(message, 9 if op == "parameter" else 13),
+    )
+
+
+def _type(message: Message) -> Type:
+    kind = first(message, 2)
+    parts = tuple(_type(decoded(part)) for part in message.get(4, ()))
+    name = _KINDS[kind] if kind < len(_KINDS) else "opaque"
+    return Type(name, tuple(numbers(message, 3)), parts)
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+def decoded(message: bytes) -> Message:
+    """A message of Protocol Buffers, by field; the encoding is described at
+    https://protobuf.dev/programming-guides/encoding."""
+    found: Message = {}
+    at, end = 0, len(message)
+    while at < end:
+        tag, at = _varint(message, at)
+        field = found.setdefault(tag >> 3, [])
+        match tag & 7:
+            case 0:
+                number, at = _varint(message, at)
+                field.append(number)
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, at = _varint(message, at)
+            case 5:
+                size = 4
+            case width:
+                raise ValueError(f"a field of wire type {width} is in what XLA says of a program")
+        field.append(message[at : at + size])
+        at += size
+    return found
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, and where the next field begins."""
+    byte = message[at]
+    number, shift, at = byte & 127, 7, at + 1
+    while byte > 127:
+        byte = message[at]
+        number, shift, at = number | (byte & 127) << shift, shift + 7, at + 1
+    return number, at
+
+
+def first(message: Message, field: int, default: Any = 0) -> Any:
+    """A field that there is one of."""
+    return message.get(field, (default,))[0]
+
+
+def numbers(message: Message, field: int) -> list[int]:
+    """A field of numbers, which are packed into bytes or not."""
+    found = []
+    for each in message.get(field, ()):
+        if isinstance(each, int):
+            found.append(each)
+            continue
+        at = 0
+        while at < len(each):
+            number, at = _varint(each, at)
+            found.append(number)
+    return found
