@@ -9,9 +9,10 @@ What waits in the host's memory is not held by a device that has one of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from tracegrad import _jax
+from tracegrad.insight.peak import Held, Peak, scope_of, told
 from tracegrad.ir import Graph, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.scopes import is_backward
@@ -19,46 +20,6 @@ from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import alive
 from tracegrad.planning.modelling import is_by_element
 from tracegrad.planning.residuals import nbytes, nbytes_anywhere
-
-
-@dataclass(frozen=True)
-class Held:
-    """A value that is alive at the peak.
-
-    Attributes:
-      value: of the program, or of a region that is inside it.
-      size: bytes.
-      kind: ``argument``, ``constant``, ``result``, ``residual`` (of the forward pass, for the
-        backward pass), ``gradient`` (of the backward pass) or ``activation``.
-      source: the operation that computes it; of the results of a loop the one inside of it; None
-        for arguments and constants.
-      part: bytes of one of these.
-      reader: the operation at the peak or after it that reads it next; None for what is returned.
-      first, last: from when to when it is alive, as shares of the program.
-    """
-
-    value: Value
-    size: int
-    kind: str
-    source: Occurrence | None
-    part: int
-    reader: Occurrence | None
-    first: float
-    last: float
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The highest point of a program: what is alive there, and bytes at each operation."""
-
-    program: Graph
-    at: Occurrence | None
-    held: tuple[Held, ...]
-    timeline: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return max(self.timeline, default=0)
 
 
 def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:
@@ -80,10 +41,10 @@ def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:
         for node, size in zip(program.nodes, ranges.sizes, strict=True)
     ]
     if not timeline:
-        return Peak(program, None, ranges.held(0), (ranges.size_given,))
+        return Peak(program, "", ranges.held(0), (ranges.size_given,))
     moment = max(range(len(timeline)), key=timeline.__getitem__)
     node = program.nodes[moment]
-    at, held = Occurrence(path, node), ranges.held(moment)
+    at, held = _told(Occurrence(path, node)), ranges.held(moment)
     if node in inside:
         at, held = inside[node].at or at, held + inside[node].held
     return Peak(program, at, held, tuple(timeline))
@@ -159,22 +120,40 @@ class _Ranges:
     def _held(self, value: Value, moment: int) -> Held:
         made = value.producer
         later = [node for i, node in self.readers.get(value, ()) if i >= moment]
-        reader = Occurrence(self.path, later[0]) if later else None
+        back = list(filter(is_backward, later))
+        if made is None or not is_backward(made):
+            later = back or later
+        kept_for = _told(Occurrence(self.path, later[0])) if later else ""
         size = self.nbytes(value.aval)
+        text = _jax.type_text(value.aval)
         if made is None:
             kind = "constant" if value in self.program.constants else "argument"
-            return Held(value, size, kind, None, size, reader, 0.0, 1.0)
+            return Held(size, kind, text, "", "", kept_for, (0.0, 1.0), value, None, 1)
         kind = "activation"
         if value in self.results:
-            kind, reader = "result", None
+            kind, kept_for = "result", "what is returned"
         elif is_backward(made):
             kind = "gradient"
-        elif any(map(is_backward, later)):
+        elif back:
             kind = "residual"
         source, inner = _source(Occurrence(self.path, made), value)
         end = len(self.program.nodes)
-        first, last = self.first[value] / end, min(1.0, (self.last[value] + 1) / end)
-        return Held(value, size, kind, source, self.nbytes(inner.aval), reader, first, last)
+        return Held(
+            size=size,
+            kind=kind,
+            type=text,
+            line=str(source.origin or source.node.op),
+            scope=scope_of(source.scopes),
+            kept_for=kept_for,
+            alive=(self.first[value] / end, min(1.0, (self.last[value] + 1) / end)),
+            value=value,
+            source=source,
+            times=max(1, size // max(1, self.nbytes(inner.aval))),
+        )
+
+
+def _told(made: Occurrence) -> str:
+    return told(made.node.op, made.origin, is_backward=is_backward(made.node))
 
 
 def _inlined(program: Graph) -> set[Node]:

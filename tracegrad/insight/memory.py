@@ -13,10 +13,10 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.insight import folding
-from tracegrad.insight.live_ranges import Held, Peak, find_peak
+from tracegrad.insight.buffers import peak_of_buffers
+from tracegrad.insight.live_ranges import find_peak
 from tracegrad.insight.memory_advice import Advice, advice_for
-from tracegrad.ir import Occurrence
-from tracegrad.ir.scopes import is_backward
+from tracegrad.insight.peak import Held, Peak
 from tracegrad.ir.wording import name_of, some, table
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.measuring import NotMeasuredError, account_of, saying_why_not
@@ -58,9 +58,10 @@ class Line:
 class MemoryReport:
     """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
 
-    Bytes of lines are those of the values as the program computes them, in the order in which it
-    does; XLA may compute some of them in another order, or inside of others. What is offloaded to
-    the host's memory counts where the device has no other, as a CPU.
+    Lines are of XLA's own buffers, where the backend says which there are, as CPUs do. Elsewhere
+    they are of the values as the program computes them, in the order in which it does: XLA may
+    compute some of them in another order, or inside of others. What is offloaded to the host's
+    memory counts where the device has no other, as a CPU.
 
     Attributes:
       function: the name of the function.
@@ -69,11 +70,12 @@ class MemoryReport:
       measured_on: the backend and the JAX whose XLA says so, and how many devices there are, of
         each of which bytes are; "" where the two are the model's.
       why_not_measured: why they are, in JAX's or XLA's words; "" where XLA says them.
-      modelled: bytes at the peak in the model, which `lines` add up to.
-      at: the operation at which the model's peak is.
-      lines: what is alive there, what holds most first; arguments and constants last.
+      lines: what is alive at the peak, what holds most first; what has no line, as arguments, last.
+      listed: bytes that they add up to.
+      listed_by: ``XLA``, or ``the model``.
+      at: the operation at which the peak is.
       advice: the cheapest things to do, by FLOPs for each byte that they free.
-      timeline: bytes alive at each operation, in the model.
+      timeline: bytes alive at each operation.
     """
 
     function: str
@@ -81,9 +83,10 @@ class MemoryReport:
     temporary: int
     measured_on: str
     why_not_measured: str
-    modelled: int
-    at: str
     lines: tuple[Line, ...]
+    listed: int
+    listed_by: str
+    at: str
     advice: tuple[Advice, ...]
     timeline: tuple[int, ...] = field(repr=False)
 
@@ -123,15 +126,16 @@ class MemoryReport:
         )
 
     def _difference(self) -> str:
-        less, more = self.modelled - self.total, self.total - self.modelled
+        less, more = self.listed - self.total, self.total - self.listed
         if less > 0:
             parts = ", of which a device has parts" if "devices" in self.measured_on else ""
             why = "it computes some inside of others"
             return f"XLA holds {in_units(less)} less than these{parts}: {why}"
-        return f"XLA holds {in_units(more)} beside these"
+        where = ", in gaps between buffers" if self.listed_by == "XLA" else ""
+        return f"XLA holds {in_units(more)} beside these{where}"
 
     def _cells(self, line: Line) -> tuple[str, ...]:
-        share = f"{line.size / max(1, self.modelled):.0%}"
+        share = f"{line.size / max(1, self.listed):.0%}"
         alive = _range(line.alive)
         size = in_units(line.size)
         return size, share, line.line, line.scope, line.kind, line.values, line.kept_for, alive
@@ -141,7 +145,7 @@ class MemoryReport:
         sections = []
         for scope, size in self.scopes.items():
             rows = [_COLUMNS, *(self._cells(line) for line in self.lines if line.scope == scope)]
-            share = size / max(1, self.modelled)
+            share = size / max(1, self.listed)
             title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
             bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
             sections.append(folding.section(f"{bar} {title}", folding.table(rows)))
@@ -194,30 +198,36 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         program = make_graph(*args, **kwargs)
         shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
         device = _jax.device_of(shardings)
-        peak = find_peak(program, is_host=not has_host_memory(device))
-        lines = _lines(peak)
-        outlasting = ("argument", "constant", "result")
-        temporary = sum(line.size for line in lines if line.kind not in outlasting)
-        total, aliased, measured_on = peak.size, 0, ""
-        why_not = ""
+        account, stats, why_not = None, None, ""
         try:
-            with saying_why_not():
+            with saying_why_not(), _jax.lines_kept():
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
-                stats = account_of(lowering.lower(*args, **kwargs).compile(), device)
+                compiled = lowering.lower(*args, **kwargs).compile()
+                stats = account_of(compiled, device)
+                account = _jax.account_of_buffers(compiled)
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
+        if account is not None:
+            peak = peak_of_buffers(program, account)
         else:
+            peak = find_peak(program, is_host=not has_host_memory(device))
+        lines = _lines(peak)
+        listed = sum(line.size for line in lines)
+        outlasting = ("argument", "constant", "result")
+        temporary = sum(line.size for line in lines if line.kind not in outlasting)
+        total, aliased = listed, 0
+        if stats is not None:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
-            measured_on = f"{_jax.compiled_by(device)}{_on_each(shardings)}"
         return MemoryReport(
             function=name_of(fun),
             total=total,
             temporary=temporary,
-            measured_on=measured_on,
+            measured_on=f"{_jax.compiled_by(device)}{_on_each(shardings)}" if stats else "",
             why_not_measured=why_not,
-            modelled=sum(line.size for line in lines),
-            at="" if peak.at is None else _place(peak.at),
+            listed=listed,
+            listed_by="the model" if account is None else "XLA",
+            at=peak.at,
             lines=tuple(lines),
             advice=tuple(advice_for(peak, is_donated=aliased > 0)),
             timeline=peak.timeline,
@@ -238,7 +248,7 @@ def _lines(peak: Peak) -> list[Line]:
     groups: dict[tuple[str, str, str], list[Held]] = {}
     for each in peak.held:
         if each.size:
-            groups.setdefault((*_line_and_scope(each.source), each.kind), []).append(each)
+            groups.setdefault((each.line, each.scope, each.kind), []).append(each)
     lines = [
         Line(
             size=sum(each.size for each in held),
@@ -246,36 +256,18 @@ def _lines(peak: Peak) -> list[Line]:
             scope=scope,
             kind=kind,
             values=_types(held),
-            kept_for=_kept_for(max(held, key=lambda each: each.size)),
-            alive=(min(each.first for each in held), max(each.last for each in held)),
+            kept_for=max(held, key=lambda each: each.size).kept_for,
+            alive=(min(each.alive[0] for each in held), max(each.alive[1] for each in held)),
         )
         for (line, scope, kind), held in groups.items()
     ]
     return sorted(lines, key=lambda line: (not line.line, -line.size))
 
 
-def _line_and_scope(source: Occurrence | None) -> tuple[str, str]:
-    if source is None:
-        return "", ""
-    return str(source.origin or source.node.op), "/".join(source.scopes)
-
-
 def _types(held: Sequence[Held]) -> str:
-    counts = Counter(_jax.type_text(each.value.aval) for each in held)
+    counts = Counter(each.type for each in held)
     texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
     return some(texts, 3)
-
-
-def _kept_for(held: Held) -> str:
-    if held.kind == "result":
-        return "what is returned"
-    return "" if held.reader is None else _place(held.reader)
-
-
-def _place(occurrence: Occurrence) -> str:
-    origin = occurrence.origin
-    backward = "the backward pass of " if is_backward(occurrence.node) else ""
-    return f"{backward}{occurrence.node.op}" + (f" at {origin.place}" if origin else "")
 
 
 # --------------------------------------------------------------------------------------- pictures

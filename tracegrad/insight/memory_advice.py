@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad import _jax
-from tracegrad.insight.live_ranges import Held, Peak
-from tracegrad.ir import Graph, Node, Occurrence, Value, match, scopes
+from tracegrad.insight.peak import Held, Peak
+from tracegrad.ir import Graph, Node, Occurrence, Value, match
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
 from tracegrad.planning.budget import in_units
@@ -19,6 +19,7 @@ from tracegrad.planning.flops import node_flops
 from tracegrad.planning.residuals import nbytes
 
 _MOST = 3
+_LIKELY = 12  # scopes that are tried: those that hold most
 _BUDGET = 0.3  # the share that a plan is asked to free
 
 
@@ -55,17 +56,21 @@ def advice_for(peak: Peak, *, is_donated: bool) -> list[Advice]:
 def _recomputes(peak: Peak) -> Iterator[Advice]:
     """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
     residuals = [each for each in peak.held if each.kind == "residual"]
-    groups: dict[str, Selector] = {}
+    held: Counter[str] = Counter()
+    selectors: dict[str, Selector] = {}
     for each in residuals:
-        if each.source is not None:
-            groups.update(_selector(each.source))
-    for text, selector in groups.items():
+        for text, selector in _selectors(each.source).items():
+            selectors[text] = selector
+            held[text] += each.size
+    known: set[tuple[int, int]] = set()
+    for text, _ in held.most_common(_LIKELY):
         instances = [
             [node for node in found.nodes if not is_backward(node)]
-            for found in peak.program.find(selector)
+            for found in peak.program.find(selectors[text])
         ]
         frees, flops = _freed(residuals, instances)
-        if frees > 0:
+        if frees > 0 and (frees, flops) not in known:  # else a scope in another, with nothing else
+            known.add((frees, flops))
             yield Advice(f"rules.recompute({text})", frees, flops)
     if residuals:
         most = int(_BUDGET * sum(each.size for each in residuals))
@@ -82,33 +87,34 @@ def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tu
     for nodes in instances:
         members = set(nodes)
         held = [each for each in residuals if each.source and each.source.node in members]
-        times = max((each.size // max(1, each.part) for each in held), default=0)
+        times = max((each.times for each in held), default=0)
         # What comes in is kept, and so is what goes out to where others read it.
         read = {v for node in nodes for v in node.inputs if isinstance(v, Value)}
         come = [v for v in read - alive if v.producer is not None and v.producer not in members]
         gone = [each for each in held if _is_read_elsewhere(each, members)]
         kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
         frees += max(0, sum(each.size for each in held) - kept)
-        most = max(most, sum(each.part for each in held))
+        most = max(most, sum(each.size // each.times for each in held))
         flops += times * sum(node_flops(node, known) for node in nodes)
     return frees - most, flops  # one of them is there when it is run again
 
 
 def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
-    value = held.value
-    return any(user not in members and not is_backward(user) for user in value.users)
+    users = () if held.value is None else held.value.users
+    return any(user not in members and not is_backward(user) for user in users)
 
 
-def _selector(made: Occurrence) -> dict[str, Selector]:
-    """The selector of what is like an operation, as it is written."""
-    names = scopes.scopes(scopes.around(made.node))
-    if names:
-        like = re.sub(r"[0-9]+", "*", names[0])
-        return {f'match.scope("{like}")': match.scope(like)}
-    origin = made.origin
-    if origin is None:
+def _selectors(made: Occurrence | None) -> dict[str, Selector]:
+    """The selectors of what is like an operation, as they are written."""
+    if made is None:
         return {}
-    return {f'match.source("{origin.place}")': match.source(origin.place)}
+    names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in made.scopes)
+    if names:
+        return {f'match.scope("{like}")': match.scope(like) for like in names}
+    if made.origin is None:
+        return {}
+    place = made.origin.place
+    return {f'match.source("{place}")': match.source(place)}
 
 
 def _price(advice: Advice) -> tuple[float, int]:

@@ -15,7 +15,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -232,6 +232,14 @@ def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
     stack = _jax.frames(node.source.info)
     if region is not None:
         stack = _within(stack, region.function_source)
+    return origin_in(stack)
+
+
+def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
+    """The innermost user's frame of some, the innermost first; a library's where there is none.
+
+    Returns the origin (None if there is no frame but JAX's) and whether it is the user's.
+    """
     fallback = None
     for frame in stack:
         kind = _owner(frame.file_name)

@@ -1,0 +1,241 @@
+"""What `memory` tells of XLA's own buffers: what they add up to, and whose they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import tracegrad as tg
+from tracegrad._jax import hlo
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def line_of(fun: Callable[..., Any], comment: str) -> str:
+    """The place of the line of a function that has a comment."""
+    lines, first = inspect.getsourcelines(fun)
+    (found,) = [first + k for k, line in enumerate(lines) if f"# {comment}" in line]
+    return f"test_memory_buffers.py:{found}"
+
+
+def two_loops(w: jax.Array, x: jax.Array) -> jax.Array:
+    def inner(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.sin(x @ w), None
+
+    def outer(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        x, _ = jax.lax.scan(inner, x, None, length=3)
+        return x, jnp.sum(x)
+
+    x, sums = jax.lax.scan(outer, x, None, length=4)
+    return jnp.sum(x**2) + jnp.prod(sums)
+
+
+def branches(w: jax.Array, x: jax.Array) -> jax.Array:
+    for _ in range(3):
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ w), lambda x: jnp.cos(x) @ w, x)
+    return jnp.sum(x**2)
+
+
+def while_loop(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        i, x = state
+        return i + 1, jnp.sort(x @ w)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (jnp.int32(0), x))[1]
+
+
+def in_half_precision(w: jax.Array, x: jax.Array) -> jax.Array:
+    w, x = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w).astype(jnp.float32))
+
+
+def of_each(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.vmap(lambda row: jnp.sin(jnp.outer(row, row) @ w).sum())(x))
+
+
+def updated(w: jax.Array, x: jax.Array) -> jax.Array:
+    rows = jnp.zeros((256, 64)).at[jnp.arange(64)].set(jnp.sort(w))
+    return jnp.sum(jnp.sin(x @ w) @ rows.T)
+
+
+SHAPES = f32(64, 64), f32(256, 64)
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "two loops": jax.grad(two_loops),
+    "branches": jax.grad(branches),
+    "while": while_loop,
+    "half precision": jax.grad(in_half_precision),
+    "vmap": jax.grad(of_each),
+    "updated": jax.value_and_grad(updated, argnums=(0, 1)),
+    "donated": tg.trace(lambda w, x: (w - tg.grad(two_loops)(w, x), jnp.sin(x)), donate_argnums=0),
+    "second order": jax.hessian(lambda w, x: jnp.sum(jnp.sin(x[:8, :8] @ w[:8, :8]))),
+}
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_lines_add_up_to_what_xla_holds(name: str):
+    fun = PROGRAMS[name]
+    report = tg.memory(fun)(*SHAPES)
+    jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
+    stats = jitted.lower(*SHAPES).compile().memory_analysis()
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert report.listed_by == "XLA"
+    assert report.total == total - stats.alias_size_in_bytes
+    assert report.listed == sum(line.size for line in report.lines) == max(report.timeline)
+    assert 0.98 * report.total <= report.listed <= report.total
+    assert all(line.line for line in report.lines if line.kind != "argument")
+
+
+@pytest.mark.any_jax
+def test_what_a_loop_stacks_is_of_the_line_that_computes_it():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            h = jnp.sin(x @ w)  # stacked
+            return h, None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=16)[0] ** 2)
+
+    report = tg.memory(jax.grad(loss))(*SHAPES)
+    first = report.lines[0]
+    place = line_of(loss, "stacked")
+    assert first.line.startswith(f"{place} ")
+    assert first.kind == "residual"
+    assert "f32[16,256,64]" in first.values
+    assert first.size >= 2 * 16 * 256 * 64 * 4  # x, and the cosine of x @ w, or x @ w itself
+    assert first.kept_for.startswith("the backward pass of ")
+    assert first.kept_for.endswith(place)
+
+
+@pytest.mark.any_jax
+def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.nn.silu(x @ w)  # one
+        return jnp.sum(jax.nn.silu(jnp.sort(x) @ w) ** 2)  # another
+
+    report = tg.memory(jax.grad(loss))(*SHAPES)
+    held: Counter[str] = Counter()
+    for each in report.lines:
+        held[each.line.partition(" ")[0]] += each.size
+    for comment in ("one", "another"):  # each keeps as much as any residual of silu
+        assert held[line_of(loss, comment)] >= 256 * 64 * 4
+
+
+def test_lines_of_one_program_are_not_taken_for_those_of_another_that_jax_has_kept(tmp_path: Path):
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def one(x):
+        return jnp.sort(jnp.sin(x))
+
+    first = one
+
+    def one(x):  # of the same name, on another line
+        return jnp.sort(jnp.sin(x))
+
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for fun in (first, one, first):
+            jax.clear_caches()
+            line = inspect.getsourcelines(fun)[1] + 1
+            assert f"test_memory_buffers.py:{line} " in str(tg.memory(fun)(f32(512, 512)))
+        assert [*tmp_path.iterdir()]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        return x
+
+
+def test_scopes_of_a_module_at_any_depth_are_advised_to_be_recomputed():
+    tower, x = Tower(), jnp.ones((512, 64))
+    params = tower.init(jax.random.key(0), x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(tower.apply(params, x) ** 2)
+
+    report = tg.memory(tg.grad(loss))(params, x)
+    assert any(line.scope == "Tower/LayerNorm_0" for line in report.lines)
+    whats = [each.what for each in report.advice]
+    assert 'rules.recompute(match.scope("LayerNorm_*"))' in whats
+    assert len(set(whats)) == len(whats)
+    advice = report.advice[whats.index('rules.recompute(match.scope("LayerNorm_*"))')]
+    rule = tg.rules.recompute(tg.match.scope("LayerNorm_*"))
+    ruled = tg.memory(tg.trace(tg.grad(loss), rules=[rule]))(params, x)
+    freed = report.temporary - ruled.temporary
+    assert freed / 2 < advice.frees < 1.2 * freed
+
+
+def test_scopes_of_what_a_rule_recomputes_are_those_of_the_program():
+    def blocks(ws: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"block_{i}"):
+                x = x + jnp.sin(jnp.tanh(x @ w) @ w)
+        return jnp.mean(x**2)
+
+    rule = tg.rules.recompute(tg.match.scope("block_*"))
+    report = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]))([f32(64, 64)] * 4, f32(512, 64))
+    found = {line.scope for line in report.lines if line.line}
+    assert found - {""} == {f"block_{i}" for i in range(4)}
+
+
+def test_a_copy_of_an_argument_says_of_which():
+    report = tg.memory(lambda tree: {"a": tree["a"].T, "b": tree["b"]})(
+        {"a": f32(64, 32), "b": f32(8)}
+    )
+    assert "copy of tree['b']" in [line.line for line in report.lines]
+
+
+# -------------------------------------------------------------------------------- what XLA writes
+
+
+def test_messages_are_decoded():
+    message = bytes([8, 150, 1, 18, 3, 1, 2, 3, 18, 1, 4, 29, 1, 2, 3, 4, 33, *range(8)])
+    decoded = hlo.decoded(message)
+    assert decoded == {1: [150], 2: [b"\1\2\3", b"\4"], 3: [b"\1\2\3\4"], 4: [bytes(range(8))]}
+    assert hlo.numbers(decoded, 2) == [1, 2, 3, 4]
+    assert hlo.numbers(hlo.decoded(bytes([18, 3, 150, 1, 7, 16, 5])), 2) == [150, 7, 5]
+    assert hlo.first(decoded, 9) == 0
+    with pytest.raises(ValueError, match="wire type 3"):
+        hlo.decoded(bytes([11]))
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "bfloat16", "complex64"])
+def test_types_are_those_of_jax(dtype: str):
+    compiled = jax.jit(lambda x: (x[::-1], x)).lower(f32(3, 5).update(dtype=dtype)).compile()
+    module = hlo.module_of(compiled)
+    found = module.entry.root.type
+    assert found.nbytes == 2 * 15 * np.dtype(dtype).itemsize
+    assert found.at((1,)).shape == (3, 5)
+
+
+def test_settings_of_jax_are_as_they_were_after_lines_are_kept():
+    before = jax.config.jax_traceback_in_locations_limit
+    with pytest.raises(ZeroDivisionError), hlo.lines_kept():
+        _ = 1 / (jax.config.jax_traceback_in_locations_limit > before and 0)
+    assert jax.config.jax_traceback_in_locations_limit == before

@@ -1,0 +1,137 @@
+"""The peak of a compiled program, in XLA's own buffers, told by the graph that it was compiled of.
+
+What XLA keeps of an operation is the Python frames that traced it and the names around it as one
+text (`_jax.buffers`). The graph knows which of the names are scopes; of its operations on that line
+and in these scopes, the one that is most like what XLA runs is taken to be the one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tracegrad import _jax
+from tracegrad.insight.peak import Held, Peak, scope_of, told
+from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir.occurrence import Origin, origin_in
+from tracegrad.ir.scopes import is_backward
+from tracegrad.planning.flatten import flatten
+from tracegrad.planning.residuals import nbytes
+
+_Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass
+
+
+def peak_of_buffers(graph: Graph, account: _jax.Account) -> Peak:
+    """The peak of what was compiled of a graph, as XLA tells it."""
+    program = flatten(graph)
+    known = _Known(program)
+    held = tuple(known.held(buffer) for buffer in account.buffers)
+    return Peak(program, "" if account.at is None else _told(account.at), held, account.timeline)
+
+
+class _Found(NamedTuple):
+    """An operation of the graph, and the names of the scopes around it."""
+
+    made: Occurrence
+    scopes: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+class _Known:
+    """The operations of a program, by the line that they came from."""
+
+    def __init__(self, program: Graph):
+        self._by_place: dict[_Place, list[_Found]] = {}
+        self._taken: dict[Value, int] = {}  # how many buffers were told to be of a value
+        self._scopes: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for made in program.walk():
+            scopes = made.scopes
+            words = tuple(word for name in scopes for word in _words(name))
+            self._scopes[scopes] = words
+            if (origin := made.origin) is not None:
+                place = origin.file, origin.line, is_backward(made.node)
+                self._by_place.setdefault(place, []).append(_Found(made, scopes, words))
+
+    def held(self, buffer: _jax.Buffer) -> Held:
+        """A buffer, told by what it holds in the graph."""
+        made, kind = buffer.made, buffer.kind
+        if kind == "argument":
+            return _held(buffer, kind)
+        if kind == "temporary":
+            is_forward = made is None or not made.is_backward
+            kind = "residual" if is_forward and buffer.is_read_back else "activation"
+            kind = kind if is_forward else "gradient"
+        if made is None:
+            return _held(buffer, kind)
+        if not made.name:
+            return _held(buffer, kind, line=f"copy of {made.path}")
+        origin, _ = origin_in(made.frames)
+        source, value = self._source(made, origin, buffer.size)
+        scopes = self._scopes_in(made.path) if source is None else source.scopes
+        times = 1
+        if source is not None and source.path and value is not None:
+            times = max(1, buffer.size // max(1, nbytes(value.aval)))
+        line = str(origin or made.name)
+        return _held(buffer, kind, line, scope_of(scopes), value, source, times)
+
+    def _source(
+        self, made: _jax.Operation, origin: Origin | None, size: int
+    ) -> tuple[Occurrence | None, Value | None]:
+        """What is most like it in the graph: where it is, what it does, how large it is; rather
+        what no other buffer is of."""
+        if origin is None:
+            return None, None
+        words = _words(made.path)
+        here = self._by_place.get((origin.file, origin.line, made.is_backward), ())
+        likely = [
+            ((len(f.scopes), f.made.node.op == made.name, nbytes(v.aval) == size), f.made, v)
+            for f in here
+            if _is_among(f.words, words)
+            for v in f.made.node.outputs
+        ]
+        if not likely:
+            return None, None
+        most = max(likeness for likeness, _, _ in likely)
+        alike = [(found, value) for likeness, found, value in likely if likeness == most]
+        found, value = min(alike, key=lambda each: self._taken.get(each[1], 0))
+        self._taken[value] = self._taken.get(value, 0) + 1
+        return found, value
+
+    def _scopes_in(self, path: str) -> tuple[str, ...]:
+        words = _words(path)
+        among = (scopes for scopes, own in self._scopes.items() if _is_among(own, words))
+        return max(among, key=len, default=())
+
+
+def _held(
+    buffer: _jax.Buffer,
+    kind: str,
+    line: str = "",
+    scope: str = "",
+    value: Value | None = None,
+    source: Occurrence | None = None,
+    times: int = 1,
+) -> Held:
+    kept_for = "" if buffer.reader is None else _told(buffer.reader)
+    if kind == "result":
+        kept_for = "what is returned"
+    return Held(
+        buffer.size, kind, buffer.type, line, scope, kept_for, buffer.alive, value, source, times
+    )
+
+
+def _told(made: _jax.Operation) -> str:
+    origin, _ = origin_in(made.frames)
+    return told(made.name, origin, is_backward=made.is_backward)
+
+
+def _words(path: str) -> list[str]:
+    """What stands between the slashes and the brackets of a path."""
+    return [word for word in re.split(r"[/()]", path) if word]
+
+
+def _is_among(words: Iterable[str], all_words: Sequence[str]) -> bool:
+    """Whether words are among others, in their order."""
+    rest = iter(all_words)
+    return all(word in rest for word in words)

@@ -1,0 +1,70 @@
+"""What is alive at the peak of a program, as the model (`live_ranges`) or XLA (`buffers`) says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir.occurrence import Origin
+from tracegrad.ir.scopes import UNDER_RULES
+
+
+@dataclass(frozen=True)
+class Held:
+    """A buffer that is in use at the peak.
+
+    Attributes:
+      size: bytes.
+      kind: ``argument``, ``constant``, ``result``, ``residual`` (of the forward pass, for the
+        backward pass), ``gradient`` (of the backward pass) or ``activation``.
+      type: of what is in it, ``f32[64,512]``.
+      line: where that is computed, ``model.py:12 (Block.__call__)``; "" for what is not.
+      scope: the named scopes around it.
+      kept_for: the operation at the peak or after it that reads it next; of what the forward pass
+        makes, the next of the backward pass that does.
+      alive: from when to when, as shares of the program.
+      value: what it is in the graph; None where that is not known.
+      source: the operation that computes it; of the results of a loop the one inside of it; None
+        for arguments and constants, and where it is not known.
+      times: of how many of these it consists, in a loop.
+    """
+
+    size: int
+    kind: str
+    type: str
+    line: str
+    scope: str
+    kept_for: str
+    alive: tuple[float, float]
+    value: Value | None
+    source: Occurrence | None
+    times: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest point of a program: the operation there, what is alive, and bytes at each."""
+
+    program: Graph
+    at: str
+    held: tuple[Held, ...]
+    timeline: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return max(self.timeline, default=0)
+
+
+def scope_of(names: Sequence[str]) -> str:
+    """Named scopes, for people: a part of a program that a rule has put into one of its own is in
+    the same scopes once more."""
+    own = (name for name in names if name != UNDER_RULES)
+    return "/".join(name for name, _ in itertools.groupby(own))
+
+
+def told(op: str, origin: Origin | None, *, is_backward: bool) -> str:
+    """An operation, for people."""
+    of = "the backward pass of " if is_backward else ""
+    return f"{of}{op}" + (f" at {origin.place}" if origin else "")
