@@ -212,7 +212,7 @@ class _Reader:
         while (each.key, index) not in seen:
             seen.add((each.key, index))
             here = self.home[each.key].instructions
-            if each.op == "tuple":
+            if each.op == "tuple" and index:
                 each, index = here[each.operands[index[0]]], index[1:]
             elif each.op == "get-tuple-element":
                 each, index = here[each.operands[0]], (each.number, *index)

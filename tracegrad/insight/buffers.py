@@ -7,9 +7,10 @@ and in these scopes, the one that is most like what XLA runs is taken to be the 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.insight.peak import Held, Peak, scope_of, told
@@ -38,12 +39,30 @@ class _Found(NamedTuple):
     words: tuple[str, ...]
 
 
+class _Alike:
+    """Values that buffers may be of, each for one before any for two."""
+
+    def __init__(self, values: Sequence[tuple[Occurrence, Value]]):
+        self._new = iter(values)
+        self._again = itertools.cycle(values)
+
+    def next(self, taken: set[Value]) -> tuple[Occurrence | None, Value | None]:
+        """The next; `taken` are those of which there are buffers, and then it is of them."""
+        found = next((each for each in self._new if each[1] not in taken), None)
+        found = found or next(self._again, None)
+        if found is None:
+            return None, None
+        taken.add(found[1])
+        return found
+
+
 class _Known:
     """The operations of a program, by the line that they came from."""
 
     def __init__(self, program: Graph):
         self._by_place: dict[_Place, list[_Found]] = {}
-        self._taken: dict[Value, int] = {}  # how many buffers were told to be of a value
+        self._alike: dict[Any, _Alike] = {}
+        self._taken: set[Value] = set()
         self._scopes: dict[tuple[str, ...], tuple[str, ...]] = {}
         for made in program.walk():
             scopes = made.scopes
@@ -82,21 +101,19 @@ class _Known:
         what no other buffer is of."""
         if origin is None:
             return None, None
-        words = _words(made.path)
-        here = self._by_place.get((origin.file, origin.line, made.is_backward), ())
-        likely = [
-            ((len(f.scopes), f.made.node.op == made.name, nbytes(v.aval) == size), f.made, v)
-            for f in here
-            if _is_among(f.words, words)
-            for v in f.made.node.outputs
-        ]
-        if not likely:
-            return None, None
-        most = max(likeness for likeness, _, _ in likely)
-        alike = [(found, value) for likeness, found, value in likely if likeness == most]
-        found, value = min(alike, key=lambda each: self._taken.get(each[1], 0))
-        self._taken[value] = self._taken.get(value, 0) + 1
-        return found, value
+        place = origin.file, origin.line, made.is_backward
+        key = place, made.path, made.name, size
+        if key not in self._alike:
+            words = _words(made.path)
+            likely = [
+                ((len(f.scopes), f.made.node.op == made.name, nbytes(v.aval) == size), f.made, v)
+                for f in self._by_place.get(place, ())
+                if _is_among(f.words, words)
+                for v in f.made.node.outputs
+            ]
+            most = max((likeness for likeness, _, _ in likely), default=None)
+            self._alike[key] = _Alike([(f, v) for likeness, f, v in likely if likeness == most])
+        return self._alike[key].next(self._taken)
 
     def _scopes_in(self, path: str) -> tuple[str, ...]:
         words = _words(path)

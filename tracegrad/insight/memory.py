@@ -204,9 +204,10 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
                 compiled = lowering.lower(*args, **kwargs).compile()
                 stats = account_of(compiled, device)
-                account = _jax.account_of_buffers(compiled)
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
+        else:
+            account = _jax.account_of_buffers(compiled)
         if account is not None:
             peak = peak_of_buffers(program, account)
         else:
