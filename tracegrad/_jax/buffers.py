@@ -28,9 +28,11 @@ from tracegrad._jax.hlo import (
 Index = tuple[int, ...]  # of a part of a tuple
 _Part = tuple[int, Index]  # the key of an instruction, and of what it is the part
 
-# The same buffer, under another name or in another memory.
-_PASSES_ON = ("bitcast", "opt-barrier", "copy-start", "copy-done", "async-done")
-_RUNS = ("while", "call", "conditional")  # what has computations that have buffers of their own
+# The same buffer under another name.
+_RENAMES = ("bitcast", "opt-barrier", "copy-done", "async-done")
+# Runs a computation that has buffers of its own; and one that has none.
+_RUNS = ("while", "call", "conditional")
+_RUNS_AS_ONE = ("fusion", "async-start")
 # A loop stacks what its body computes: that is the body's line, and not the loop's.
 _STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
 _UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
@@ -103,6 +105,14 @@ class _Value(NamedTuple):
     last: int
 
 
+class _Read(NamedTuple):
+    """What reads a value, as which operand (None: it is what a computation returns), until when."""
+
+    reader: Instruction
+    operand: int | None
+    until: int
+
+
 class _Reader:
     """The buffers of a program, and the ways of what is in them."""
 
@@ -116,7 +126,7 @@ class _Reader:
                 self.home[each.key] = computation
                 for k, operand in enumerate(each.operands):
                     self.users.setdefault(operand, []).append((each, k))
-                if each.op == "fusion" or each.op in _RUNS:
+                if each.op in _RUNS_AS_ONE or each.op in _RUNS:
                     self.caller.update(dict.fromkeys(each.called, each))
         # When an instruction runs, and when what it runs is over.
         self.order: dict[int, int] = {}
@@ -173,10 +183,11 @@ class _Reader:
 
     def _buffer(self, value: _Value, moment: int, kind: str) -> Buffer:
         each, index = value.each, value.part
-        reads = [(reader, k) for reader, k, _ in self._readers(each, index, set())]
-        reads.sort(key=lambda read: self.order[read[0].key])
-        later = [read for read in reads if self.order[read[0].key] >= moment] or reads
-        readers = [r for r in itertools.starmap(self._reading, later) if r is not None]
+        reads = sorted(self._readers(each, index, set()), key=lambda r: self.order[r.reader.key])
+        told = [(self.order[read.reader.key], self._reading(read)) for read in reads]
+        known = [(order, reader) for order, reader in told if reader is not None]
+        later = [reader for order, reader in known if order >= moment]
+        readers = later or [reader for _, reader in known]  # in the next turn of a loop
         back = [reader for reader in readers if reader.is_backward]
         made = self._operation(self._content(each, index))
         if made is None or not made.path:  # XLA's own: it is for what reads it
@@ -216,8 +227,15 @@ class _Reader:
                 each, index = here[each.operands[index[0]]], index[1:]
             elif each.op == "get-tuple-element":
                 each, index = here[each.operands[0]], (each.number, *index)
-            elif each.op in (*_PASSES_ON, "copy") or (each.op in COPIES and not each.scopes):
-                index = index[1:] if each.op == "copy-start" else index
+            elif each.op == "async-start" and index[:1] == (0,):  # what it was given
+                each, index = here[each.operands[index[1]]], index[2:]
+            elif each.op == "async-start":
+                each, index = self._root(each.called[0]), index[1:]
+            elif each.op in _RENAMES:
+                each, index = here[each.operands[0]], self._inside(each, index)
+            elif each.op == "copy-start":
+                each, index = here[each.operands[0]], index[1:]
+            elif each.op == "copy" or (each.op in COPIES and not each.scopes):
                 each = here[each.operands[0]]
             elif each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes)):
                 each = here[each.operands[1]]
@@ -237,6 +255,10 @@ class _Reader:
             else:
                 return each
         return None
+
+    def _inside(self, renames: Instruction, index: Index) -> Index:
+        """Where what is renamed is in the operand: of what runs aside in its second part."""
+        return (1, *index) if renames.op == "async-done" else index
 
     def _given(self, caller: Instruction, parameter: Instruction) -> Instruction:
         """What a computation is run on."""
@@ -266,47 +288,60 @@ class _Reader:
     def _last(self, each: Instruction, index: Index) -> int:
         """When a value is read last."""
         reads = self._readers(each, index, set(), is_value=True)
-        return max((until for _, _, until in reads), default=self.over[each.key])
+        return max((read.until for read in reads), default=self.over[each.key])
 
     def _readers(
         self, each: Instruction, index: Index, seen: set[_Part], *, is_value: bool = False
-    ) -> Iterator[tuple[Instruction, int, int]]:
-        """What reads a part of what an instruction is, as which operand, and until when.
+    ) -> Iterator[_Read]:
+        """What reads a part of what an instruction is.
 
         `is_value`: what a loop makes of it is another one.
         """
         if (each.key, index) in seen:
             return
         seen.add((each.key, index))
+        ways: list[tuple[Instruction, Index]] = []  # on which it has another name
         for user, k in self.users.get(each.key, ()):
             if user.op == "tuple":
-                yield from self._readers(user, (k, *index), seen, is_value=is_value)
+                ways.append((user, (k, *index)))
             elif user.op == "get-tuple-element":
-                if index[:1] == (user.number,):
-                    yield from self._readers(user, index[1:], seen, is_value=is_value)
-            elif user.op in _PASSES_ON:
-                yield from self._readers(user, index, seen, is_value=is_value)
-            elif user.op != "while":
-                yield user, k, self.over.get(user.key, 0)
-            else:
+                ways += [(user, index[1:])] if index[:1] == (user.number,) else []
+            elif user.op in _RENAMES:
+                inside = self._inside(user, ())
+                ways += [(user, index[len(inside) :])] if index[: len(inside)] == inside else []
+            elif user.op == "while":
                 carried = self._carried(user)
                 is_other = is_value and (carried.key, index) in self._parts
-                yield user, k, (self.order if is_other else self.over)[user.key]
-                for here in () if is_other else (carried, user):
-                    yield from self._readers(here, index, seen, is_value=is_value)
+                yield _Read(user, k, (self.order if is_other else self.over)[user.key])
+                ways += [] if is_other else [(carried, index), (user, index)]
+            else:
+                done = [after for after, _ in self.users.get(user.key, ())]
+                waits = done if user.op.endswith("-start") else [user]
+                yield _Read(user, k, max((self.over.get(v.key, 0) for v in waits), default=0))
+        home = self.home[each.key]
+        caller = self.caller.get(home.key)
+        if each.key == home.root.key and caller is not None:  # what it returns
+            if caller.op == "call":
+                ways.append((caller, index))
+            elif caller.op in _RUNS:
+                yield _Read(each, None, self.order[each.key])
+        for other, part in ways:
+            yield from self._readers(other, part, seen, is_value=is_value)
 
-    def _reading(self, reader: Instruction, operand: int) -> Operation | None:
+    def _reading(self, read: _Read) -> Operation | None:
         """The operation that reads: of several that run as one, the first that takes it, unless
         they end in the backward pass and that is of the forward pass; of a loop that takes it apart
         and of what XLA has put in, the one that reads that."""
-        if reader.op == "while" or any(map(_STACKS.search, reader.scopes)):
+        reader, operand, _ = read
+        if operand is None or reader.op == "while" or any(map(_STACKS.search, reader.scopes)):
             return None
-        last = reader if reader.scopes and reader.op != "fusion" else self._maker(reader)
+        runs_as_one = reader.op in _RUNS_AS_ONE
+        last = reader if reader.scopes and not runs_as_one else self._maker(reader)
         whole = self._operation(last)
         takes = None
         if last is None or not last.scopes or any(map(_UNSTACKS.search, last.scopes)):
             takes = self._first_reading(reader)
-        elif reader.op == "fusion":
+        elif runs_as_one:
             inside = self.module.computations[reader.called[0]].instructions.values()
             parameter = next(v for v in inside if v.op == "parameter" and v.number == operand)
             takes = self._first_reading(parameter)
@@ -314,7 +349,7 @@ class _Reader:
         return whole if takes is None or (is_later and not takes.is_backward) else takes
 
     def _first_reading(self, each: Instruction) -> Operation | None:
-        reads = (self._reading(reader, k) for reader, k, _ in self._readers(each, (), set()))
+        reads = map(self._reading, self._readers(each, (), set()))
         return next((read for read in reads if read is not None and read.path), None)
 
     def _operation(self, each: Instruction | None) -> Operation | None:
