@@ -36,6 +36,7 @@ _RUNS_AS_ONE = ("fusion", "async-start")
 # A loop stacks what its body computes: that is the body's line, and not the loop's.
 _STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
 _UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
+_NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # as JAX has them
 _HOST = 5  # the number of the host's memory
 
 
@@ -190,10 +191,9 @@ class _Reader:
         readers = later or [reader for _, reader in known]  # in the next turn of a loop
         back = [reader for reader in readers if reader.is_backward]
         made = self._operation(self._content(each, index))
-        if made is None or not made.path:  # XLA's own: it is for what reads it
-            made = next(iter(readers), None)
-        if made is None or not made.is_backward:
-            readers = back or readers
+        if made is None or (made.name and not made.path):  # XLA's own: for what reads it
+            made = next((r for r in readers if r.path), made) or Operation(each.op, "", (), False)
+        readers = readers if made.is_backward else back or readers
         end = len(self.order)
         return Buffer(
             size=value.slot[2],
@@ -202,7 +202,10 @@ class _Reader:
             made=made,
             reader=next(iter(readers), None),
             is_read_back=bool(back),
-            alive=(value.first / end, (value.last + 1) / end),
+            alive=(
+                0.0 if kind == "argument" else value.first / end,
+                (value.last + 1) / end if kind == "temporary" else 1.0,
+            ),
         )
 
     # ------------------------------------------------------------------------------ what is in it
@@ -239,7 +242,11 @@ class _Reader:
                 each = here[each.operands[0]]
             elif each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes)):
                 each = here[each.operands[1]]
-            elif each.op in ("fusion", "call", "conditional"):
+            elif each.op == "conditional":
+                found = (self._maker(self._root(key), index, seen) for key in each.called)
+                known = [maker for maker in found if maker is not None]
+                return next((maker for maker in known if maker.frame), next(iter(known), None))
+            elif each.op in ("fusion", "call"):
                 each = self._root(each.called[0])
             elif each.op == "while":
                 written = self._maker(self._body(each).root, index, seen)
@@ -305,7 +312,8 @@ class _Reader:
             if user.op == "tuple":
                 ways.append((user, (k, *index)))
             elif user.op == "get-tuple-element":
-                ways += [(user, index[1:])] if index[:1] == (user.number,) else []
+                is_of_it = not index or index[0] == user.number
+                ways += [(user, index[1:])] if is_of_it else []
             elif user.op in _RENAMES:
                 inside = self._inside(user, ())
                 ways += [(user, index[len(inside) :])] if index[: len(inside)] == inside else []
@@ -321,9 +329,9 @@ class _Reader:
         home = self.home[each.key]
         caller = self.caller.get(home.key)
         if each.key == home.root.key and caller is not None:  # what it returns
-            if caller.op == "call":
+            if caller.op == "call" or (caller.op in _RUNS and not is_value):
                 ways.append((caller, index))
-            elif caller.op in _RUNS:
+            if caller.op in _RUNS:
                 yield _Read(each, None, self.order[each.key])
         for other, part in ways:
             yield from self._readers(other, part, seen, is_value=is_value)
@@ -358,6 +366,8 @@ class _Reader:
         if each.op == "parameter":
             return Operation("", "".join(each.scopes), (), False)
         path, _, name = (each.scopes[-1] if each.scopes else each.op).rpartition("/")
+        if "(" in name or each.op in _NAMES:  # a transformation; of a product maybe a transpose
+            name = _NAMES.get(each.op, each.op)
         is_backward = any("transpose(" in scope for scope in each.scopes)
         return Operation(name, path, tuple(self.module.frames(each.frame)), is_backward)
 

@@ -28,7 +28,7 @@ def peak_of_buffers(graph: Graph, account: _jax.Account) -> Peak:
     program = flatten(graph)
     known = _Known(program)
     held = tuple(known.held(buffer) for buffer in account.buffers)
-    return Peak(program, "" if account.at is None else _told(account.at), held, account.timeline)
+    return Peak(program, known.told(account.at), held, account.timeline)
 
 
 class _Found(NamedTuple):
@@ -61,6 +61,7 @@ class _Known:
 
     def __init__(self, program: Graph):
         self._by_place: dict[_Place, list[_Found]] = {}
+        self._lines: set[tuple[str, int]] = set()
         self._alike: dict[Any, _Alike] = {}
         self._taken: set[Value] = set()
         self._scopes: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -71,28 +72,52 @@ class _Known:
             if (origin := made.origin) is not None:
                 place = origin.file, origin.line, is_backward(made.node)
                 self._by_place.setdefault(place, []).append(_Found(made, scopes, words))
+                self._lines.add(place[:2])
 
     def held(self, buffer: _jax.Buffer) -> Held:
         """A buffer, told by what it holds in the graph."""
         made, kind = buffer.made, buffer.kind
-        if kind == "argument":
-            return _held(buffer, kind)
+        kept_for = "what is returned" if kind == "result" else self.told(buffer.reader)
         if kind == "temporary":
             is_forward = made is None or not made.is_backward
             kind = "residual" if is_forward and buffer.is_read_back else "activation"
             kind = kind if is_forward else "gradient"
+        line, scope, times = "", "", 1
+        source: Occurrence | None = None
+        value: Value | None = None
+        if kind != "argument" and made is not None and not made.name:
+            line = f"copy of {made.path}"
+        elif kind != "argument" and made is not None:
+            origin = self.origin(made)
+            source, value = self._source(made, origin, buffer.size)
+            scope = scope_of(self._scopes_in(made.path) if source is None else source.scopes)
+            line = str(origin or f"XLA's {made.name}")
+            if source is not None and source.path and value is not None:
+                times = max(1, buffer.size // max(1, nbytes(value.aval)))
+        return Held(
+            buffer.size,
+            kind,
+            buffer.type,
+            line,
+            scope,
+            kept_for,
+            buffer.alive,
+            value,
+            source,
+            times,
+        )
+
+    def origin(self, made: _jax.Operation) -> Origin | None:
+        """Where it comes from. Of a function that JAX has traced for another program it has the
+        frames of that, inside of those of this one."""
+        here = (frame for frame in made.frames if (frame.file_name, frame.line_num) in self._lines)
+        return origin_in(here)[0] or origin_in(made.frames)[0]
+
+    def told(self, made: _jax.Operation | None) -> str:
+        """An operation, for people."""
         if made is None:
-            return _held(buffer, kind)
-        if not made.name:
-            return _held(buffer, kind, line=f"copy of {made.path}")
-        origin, _ = origin_in(made.frames)
-        source, value = self._source(made, origin, buffer.size)
-        scopes = self._scopes_in(made.path) if source is None else source.scopes
-        times = 1
-        if source is not None and source.path and value is not None:
-            times = max(1, buffer.size // max(1, nbytes(value.aval)))
-        line = str(origin or made.name)
-        return _held(buffer, kind, line, scope_of(scopes), value, source, times)
+            return ""
+        return told(made.name, self.origin(made), is_backward=made.is_backward)
 
     def _source(
         self, made: _jax.Operation, origin: Origin | None, size: int
@@ -119,28 +144,6 @@ class _Known:
         words = _words(path)
         among = (scopes for scopes, own in self._scopes.items() if _is_among(own, words))
         return max(among, key=len, default=())
-
-
-def _held(
-    buffer: _jax.Buffer,
-    kind: str,
-    line: str = "",
-    scope: str = "",
-    value: Value | None = None,
-    source: Occurrence | None = None,
-    times: int = 1,
-) -> Held:
-    kept_for = "" if buffer.reader is None else _told(buffer.reader)
-    if kind == "result":
-        kept_for = "what is returned"
-    return Held(
-        buffer.size, kind, buffer.type, line, scope, kept_for, buffer.alive, value, source, times
-    )
-
-
-def _told(made: _jax.Operation) -> str:
-    origin, _ = origin_in(made.frames)
-    return told(made.name, origin, is_backward=made.is_backward)
 
 
 def _words(path: str) -> list[str]:

@@ -105,7 +105,7 @@ class MemoryReport:
             [
                 self._headline(),
                 f"over the program: {_sparkline(self.timeline)}",
-                f"at the peak, {self.at}:",
+                f"{self._where()}:",
                 *(f"  {line}" for line in table(rows)),
                 *([f"  ... and {more} more"] if more > 0 else []),
                 *([f"  {self._difference()}"] if self.measured_on else []),
@@ -124,6 +124,9 @@ class MemoryReport:
             f"memory of {self.function}: {in_units(self.total)} at once, "
             f"{in_units(self.temporary)} beside arguments and results ({by})"
         )
+
+    def _where(self) -> str:
+        return ", ".join(filter(None, ("at the peak", self.at)))
 
     def _difference(self) -> str:
         less, more = self.listed - self.total, self.total - self.listed
@@ -153,7 +156,7 @@ class MemoryReport:
         below += map(str, self.advice)
         return folding.report(
             self._headline(),
-            f"<pre>{_sparkline(self.timeline)}</pre>at the peak, {html.escape(self.at)}:",
+            f"<pre>{_sparkline(self.timeline)}</pre>{html.escape(self._where())}:",
             *sections,
             f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in below)}</ul>",
         )

@@ -57,10 +57,13 @@ class Peak:
         return max(self.timeline, default=0)
 
 
+_RECOMPUTED = "rematted_computation"  # JAX's scope of what is run again
+
+
 def scope_of(names: Sequence[str]) -> str:
-    """Named scopes, for people: a part of a program that a rule has put into one of its own is in
-    the same scopes once more."""
-    own = (name for name in names if name != UNDER_RULES)
+    """Named scopes, for people, without those of rules and of JAX around what is recomputed, which
+    is in the same scopes once more."""
+    own = (name for name in names if name not in (UNDER_RULES, "checkpoint", _RECOMPUTED))
     return "/".join(name for name, _ in itertools.groupby(own))
 
 
