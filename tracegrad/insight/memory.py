@@ -16,7 +16,7 @@ from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.live_ranges import find_peak
 from tracegrad.insight.memory_advice import Advice, advice_for
-from tracegrad.insight.peak import Held, Peak
+from tracegrad.insight.peak import LASTING, Held, Peak
 from tracegrad.ir.wording import name_of, some, table
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.measuring import NotMeasuredError, account_of, saying_why_not
@@ -206,6 +206,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             with saying_why_not(), _jax.lines_kept():
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
                 compiled = lowering.lower(*args, **kwargs).compile()
+                compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
                 stats = account_of(compiled, device)
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
@@ -217,8 +218,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             peak = find_peak(program, is_host=not has_host_memory(device))
         lines = _lines(peak)
         listed = sum(line.size for line in lines)
-        outlasting = ("argument", "constant", "result")
-        temporary = sum(line.size for line in lines if line.kind not in outlasting)
+        temporary = sum(line.size for line in lines if line.kind not in LASTING)
         total, aliased = listed, 0
         if stats is not None:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes

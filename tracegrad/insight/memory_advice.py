@@ -10,17 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad import _jax
-from tracegrad.insight.peak import Held, Peak
-from tracegrad.ir import Graph, Node, Occurrence, Value, match
+from tracegrad.insight.peak import LASTING, Held, Peak
+from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value, match
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
 from tracegrad.planning.budget import in_units
 from tracegrad.planning.flops import node_flops
+from tracegrad.planning.modelling import is_by_element
 from tracegrad.planning.residuals import nbytes
 
 _MOST = 3
 _LIKELY = 12  # scopes that are tried: those that hold most
 _BUDGET = 0.3  # the share that a plan is asked to free
+_FEWEST = 6  # residuals that there is a plan for
+_LEAST = 0.01  # of what is held: what frees less is not worth to be said
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ def advice_for(peak: Peak, *, is_donated: bool) -> list[Advice]:
 
     `is_donated`: whether results are written in the place of arguments already.
     """
-    found = [*_recomputes(peak), *(() if is_donated else _donations(peak.program))]
-    return sorted(found, key=_price)[:_MOST]
+    found = [*_recomputes(peak), *(() if is_donated else _donations(peak))]
+    least = _LEAST * sum(each.size for each in peak.held)
+    return sorted((each for each in found if each.frees >= least), key=_price)[:_MOST]
 
 
 def _recomputes(peak: Peak) -> Iterator[Advice]:
@@ -59,6 +63,8 @@ def _recomputes(peak: Peak) -> Iterator[Advice]:
     held: Counter[str] = Counter()
     selectors: dict[str, Selector] = {}
     for each in residuals:
+        if each.source is not None and _is_recomputed(each.source):
+            continue
         for text, selector in _selectors(each.source).items():
             selectors[text] = selector
             held[text] += each.size
@@ -72,8 +78,11 @@ def _recomputes(peak: Peak) -> Iterator[Advice]:
         if frees > 0 and (frees, flops) not in known:  # else a scope in another, with nothing else
             known.add((frees, flops))
             yield Advice(f"rules.recompute({text})", frees, flops)
-    if residuals:
-        most = int(_BUDGET * sum(each.size for each in residuals))
+    # A plan has to have something to choose from.
+    sizes = [each.size for each in residuals]
+    if len(sizes) >= _FEWEST and max(sizes) <= _BUDGET * sum(sizes):
+        temporary = sum(each.size for each in peak.held if each.kind not in LASTING)
+        most = int(_BUDGET * temporary)
         yield Advice(f'trace(..., memory_budget="{1 - _BUDGET:.0%}")', most, None)
 
 
@@ -104,6 +113,12 @@ def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
     return any(user not in members and not is_backward(user) for user in users)
 
 
+def _is_recomputed(made: Occurrence) -> bool:
+    """Whether it is in a part that the program recomputes already."""
+    is_inside = any(isinstance(node, Recompute) for node, _ in made.path)
+    return is_inside or not {"checkpoint", "rematted_computation"}.isdisjoint(made.scopes)
+
+
 def _selectors(made: Occurrence | None) -> dict[str, Selector]:
     """The selectors of what is like an operation, as they are written."""
     if made is None:
@@ -122,20 +137,37 @@ def _price(advice: Advice) -> tuple[float, int]:
     return flops / max(1, advice.frees), -advice.frees
 
 
-def _donations(program: Graph) -> Iterator[Advice]:
-    """Arguments in the place of which results can be written."""
+def _donations(peak: Peak) -> Iterator[Advice]:
+    """Arguments in the place of which their successors can be written: results of the same type
+    that are computed of them element by element, as parameters in a train step."""
+    program = peak.program
     if program.in_tree is None:
         return
-    free = Counter(_jax.type_text(v.aval) for v in program.outputs if isinstance(v, Value))
+    comes_of: dict[Value, tuple[Value, ...]] = {v: (v,) for v in program.inputs}
+    for node in program.nodes:
+        if is_by_element(node):
+            operands = [v for v in node.inputs if isinstance(v, Value)]
+            for value in node.outputs:
+                like = [v for v in operands if _type(v) == _type(value)]
+                comes_of[value] = (*dict.fromkeys(v for w in like for v in comes_of.get(w, ())),)
+    replaced: set[Value] = set()
+    for output in program.outputs:
+        sources = comes_of.get(output, ()) if isinstance(output, Value) else ()
+        replaced.update(next(([v] for v in sources if v not in replaced and v is not output), []))
+    given = sum(each.size for each in peak.held if each.kind == "argument")
+    each_device = given / max(1, sum(nbytes(v.aval) for v in program.inputs))
     inputs = iter(program.inputs)
     found, size = [], 0
     for position, argument in enumerate(program.in_tree.children()[0].children()):
         values = list(itertools.islice(inputs, argument.num_leaves))
-        types = Counter(_jax.type_text(v.aval) for v in values)
-        if values and types <= free:
-            free -= types
+        bytes_of = sum(nbytes(v.aval) for v in values if v in replaced)
+        if bytes_of > sum(nbytes(v.aval) for v in values) / 2:
             found.append(position)
-            size += sum(nbytes(v.aval) for v in values)
+            size += int(bytes_of * min(1.0, each_device))
     if found:
         what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
         yield Advice(what, size, 0)
+
+
+def _type(value: Value) -> str:
+    return _jax.type_text(value.aval)

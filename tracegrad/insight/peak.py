@@ -10,6 +10,8 @@ from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
 
+LASTING = ("argument", "constant", "result")  # what is no temporary
+
 
 @dataclass(frozen=True)
 class Held:
