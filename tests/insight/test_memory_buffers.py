@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,105 @@ def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
         assert held[line_of(loss, comment)] >= 256 * 64 * 4
 
 
+@pytest.mark.any_jax
+def test_what_a_loop_keeps_is_kept_for_the_backward_pass_while_it_runs_too():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def cell(
+            carry: tuple[jax.Array, jax.Array], x: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = carry
+            i, f, g, o = jnp.split(x @ w + h @ w, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        (_, c), hs = jax.lax.scan(cell, (x[0], x[0]), x)
+        return hs.sum() + c.sum()
+
+    report = tg.memory(jax.grad(loss, argnums=1))(f32(64, 256), f32(256, 64))
+    kept = sum(line.size for line in report.lines if line.kind == "residual")
+    assert kept >= 6 * 256 * 64 * 4  # four gates and more of each step
+    assert kept > 0.7 * report.listed
+
+
+@pytest.mark.any_jax
+def test_what_branches_return_for_the_backward_pass_is_of_their_lines():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jax.lax.cond(
+                x.sum() > 0,
+                lambda x: jnp.tanh(jnp.sin(x @ w) @ w),  # the branch
+                lambda x: x * 2,
+                x,
+            )
+        return x.sum()
+
+    report = tg.memory(tg.grad(loss))(*SHAPES)
+    first = report.lines[0]
+    assert first.kind == "residual"
+    assert first.line.startswith(f"{line_of(loss, 'the branch')} ")
+    assert first.size > report.listed / 2
+
+
+@pytest.mark.any_jax
+def test_in_the_place_of_a_result_is_told_what_is_there_at_the_peak():
+    def fun(x: jax.Array) -> jax.Array:
+        rows = jnp.sort(x)  # early
+        wide = jnp.sort(jnp.tile(rows[:1] + x, (4, 1)), axis=0).sum()  # the peak
+        return jnp.cos(rows * wide)  # late
+
+    report = tg.memory(fun)(f32(512, 512))
+    early = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'early')} ")]
+    assert [(each.kind, each.size) for each in early] == [("activation", 512 * 512 * 4)]
+    assert not any(each.kind == "result" for each in report.lines)
+
+
+@pytest.mark.any_jax
+def test_what_is_given_to_a_loop_is_of_the_line_that_computes_it():
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        h = jnp.sort(x @ w)  # given
+        wide = jnp.sort(jnp.tile(h[:1] + x, (4, 1)), axis=0).sum()  # the peak
+        turns = x[0, 0].astype(int)
+        return jax.lax.fori_loop(0, turns, lambda _, h: jnp.sort(h * wide + w), h).sum()
+
+    report = tg.memory(fun)(f32(512, 512), f32(512, 512))
+    given = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'given')} ")]
+    assert sum(each.size for each in given) >= 512 * 512 * 4
+
+
+def test_of_a_function_that_jax_traced_for_another_program_lines_are_of_this_one():
+    def one(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 6, lambda _, x: jnp.sin(x @ w), x).sum()
+
+    def other(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (jnp.sin(jnp.cos(x) @ w), None), x, None, 6)[0].sum()
+
+    tg.memory(jax.grad(one))(*SHAPES)
+    lines, first = inspect.getsourcelines(other)
+    report = tg.memory(jax.grad(other))(*SHAPES)
+    places = {line.line.partition(" ")[0] for line in report.lines if line.line}
+    assert places <= {f"test_memory_buffers.py:{first + k}" for k in range(len(lines))}
+
+
+def test_a_step_of_equinox_filter_jit_has_what_xla_holds():
+    def step(model: eqx.nn.MLP, x: jax.Array) -> eqx.nn.MLP:
+        return eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+
+    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+    report = tg.memory(eqx.filter_jit(step))(model, jnp.ones((128, 8)))
+    assert report.listed_by == "XLA"
+    assert any(line.kind == "residual" for line in report.lines)
+
+
+def test_arrays_that_are_written_into_the_program_are_told_beside():
+    table = np.arange(64 * 4096, dtype=np.float32).reshape(64, 4096)
+    report = tg.memory(lambda x: jnp.sort(x @ table))(f32(4, 64))
+    given = sum(line.size for line in report.lines if line.kind == "argument")
+    assert report.constants + given >= table.nbytes
+    if report.constants >= table.nbytes:
+        assert "arrays of 1 MiB are in the program" in str(report)
+
+
 def test_lines_of_one_program_are_not_taken_for_those_of_another_that_jax_has_kept(tmp_path: Path):
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
@@ -236,6 +336,22 @@ def test_types_are_those_of_jax(dtype: str):
 
 def test_settings_of_jax_are_as_they_were_after_lines_are_kept():
     before = jax.config.jax_traceback_in_locations_limit
-    with pytest.raises(ZeroDivisionError), hlo.lines_kept():
-        _ = 1 / (jax.config.jax_traceback_in_locations_limit > before and 0)
+    inside = []
+
+    def fails() -> None:
+        with hlo.lines_kept():
+            inside.append(jax.config.jax_traceback_in_locations_limit)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert inside[0] > before
     assert jax.config.jax_traceback_in_locations_limit == before
+    first, second = hlo.lines_kept(), hlo.lines_kept()  # as in two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert jax.config.jax_traceback_in_locations_limit > before
+    second.__exit__(None, None, None)
+    assert jax.config.jax_traceback_in_locations_limit == before
+    assert not jax.config.jax_compilation_cache_include_metadata_in_key

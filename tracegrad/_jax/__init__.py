@@ -30,7 +30,6 @@ from tracegrad._jax.arrays import wait_for as wait_for
 from tracegrad._jax.arrays import without_devices as without_devices
 from tracegrad._jax.buffers import Account as Account
 from tracegrad._jax.buffers import Buffer as Buffer
-from tracegrad._jax.buffers import Operation as Operation
 from tracegrad._jax.buffers import account_of_buffers as account_of_buffers
 from tracegrad._jax.calls import Handle as Handle
 from tracegrad._jax.calls import handling_misses as handling_misses
@@ -56,6 +55,7 @@ from tracegrad._jax.devices import compiled_by as compiled_by
 from tracegrad._jax.devices import device_count as device_count
 from tracegrad._jax.devices import device_of as device_of
 from tracegrad._jax.devices import sharding_of as sharding_of
+from tracegrad._jax.flow import Operation as Operation
 from tracegrad._jax.hlo import lines_kept as lines_kept
 from tracegrad._jax.hlo import module_of as module_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule

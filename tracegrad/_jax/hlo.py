@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ _KINDS = re.findall(
     r"\w+",
     "invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 "
     "f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn "
-    "f8e8m0fnu",
+    "f8e8m0fnu buffer f6e3m2fn f6e2m3fn",
 )
 
 Message = dict[int, list[Any]]  # by field: numbers, and bytes of what is longer
@@ -39,7 +40,7 @@ class Type(NamedTuple):
         if self.kind == "tuple":
             return sum(part.nbytes for part in self.parts)
         bits = re.search(r"\d+", self.kind)
-        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+        return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def at(self, index: tuple[int, ...]) -> Type:
         """That of a part of a part of a tuple."""
@@ -121,22 +122,29 @@ def module_of(compiled: Any) -> Module:
     return Module(module.as_serialized_hlo_module_proto())
 
 
+_LINES = {
+    "jax_traceback_in_locations_limit": 1000,
+    "jax_compilation_cache_include_metadata_in_key": True,
+}
+_lock = threading.Lock()
+_before: list[dict[str, Any]] = []  # how settings were, for each block that is open
+
+
 @contextmanager
 def lines_kept() -> Iterator[None]:
-    """A block that compiles, in which programs keep all the Python frames that traced them, and no
+    """A block that compiles, in which what is traced keeps the Python frames that traced it, and no
     other program of the same instructions is taken from JAX's cache on the disk."""
-    changed = {
-        "jax_traceback_in_locations_limit": 1000,
-        "jax_compilation_cache_include_metadata_in_key": True,
-    }
-    before = {name: getattr(config, name) for name in changed}
-    try:
-        for name, value in changed.items():
+    with _lock:
+        _before.append({name: getattr(config, name) for name in _LINES})
+        for name, value in _LINES.items():
             config.update(name, value)
+    try:
         yield
     finally:
-        for name, value in before.items():
-            config.update(name, value)
+        with _lock:
+            settings = _before.pop()
+            for name, value in settings.items() if not _before else ():
+                config.update(name, value)
 
 
 def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:

@@ -25,6 +25,7 @@ from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import require_function
 
+_FEW = 0.01  # of what is held: constants that are not worth a word
 _ROWS = 12  # of the table in a terminal
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -72,6 +73,8 @@ class MemoryReport:
       why_not_measured: why they are, in JAX's or XLA's words; "" where XLA says them.
       lines: what is alive at the peak, what holds most first; what has no line, as arguments, last.
       listed: bytes that they add up to.
+      constants: bytes of arrays that are written into the program, as those that a function closes
+        over, beside `total`; where XLA says so.
       listed_by: ``XLA``, or ``the model``.
       at: the operation at which the peak is.
       advice: the cheapest things to do, by FLOPs for each byte that they free.
@@ -85,6 +88,7 @@ class MemoryReport:
     why_not_measured: str
     lines: tuple[Line, ...]
     listed: int
+    constants: int
     listed_by: str
     at: str
     advice: tuple[Advice, ...]
@@ -108,7 +112,7 @@ class MemoryReport:
                 f"{self._where()}:",
                 *(f"  {line}" for line in table(rows)),
                 *([f"  ... and {more} more"] if more > 0 else []),
-                *([f"  {self._difference()}"] if self.measured_on else []),
+                *(f"  {text}" for text in self._beside()),
                 *(["the cheapest things to do:"] if self.advice else []),
                 *(f"  {k}. {advice}" for k, advice in enumerate(self.advice, 1)),
             ]
@@ -128,14 +132,20 @@ class MemoryReport:
     def _where(self) -> str:
         return ", ".join(filter(None, ("at the peak", self.at)))
 
-    def _difference(self) -> str:
+    def _beside(self) -> list[str]:
+        """What the lines do not tell."""
+        found = []
         less, more = self.listed - self.total, self.total - self.listed
-        if less > 0:
+        if self.measured_on and less > 0:
             parts = ", of which a device has parts" if "devices" in self.measured_on else ""
             why = "it computes some inside of others"
-            return f"XLA holds {in_units(less)} less than these{parts}: {why}"
-        where = ", in gaps between buffers" if self.listed_by == "XLA" else ""
-        return f"XLA holds {in_units(more)} beside these{where}"
+            found.append(f"XLA holds {in_units(less)} less than these{parts}: {why}")
+        elif self.measured_on:
+            where = ", as in gaps between buffers" if self.listed_by == "XLA" else ""
+            found.append(f"XLA holds {in_units(more)} beside these{where}")
+        if self.constants > _FEW * self.total:
+            found.append(f"arrays of {in_units(self.constants)} are in the program, beside these")
+        return found
 
     def _cells(self, line: Line) -> tuple[str, ...]:
         share = f"{line.size / max(1, self.listed):.0%}"
@@ -152,8 +162,7 @@ class MemoryReport:
             title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
             bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
             sections.append(folding.section(f"{bar} {title}", folding.table(rows)))
-        below = [self._difference()] if self.measured_on else []
-        below += map(str, self.advice)
+        below = [*self._beside(), *map(str, self.advice)]
         return folding.report(
             self._headline(),
             f"<pre>{_sparkline(self.timeline)}</pre>{html.escape(self._where())}:",
@@ -200,7 +209,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         make_graph = fun.graph if isinstance(fun, TracedFunction) else trace_graph(fun)
         program = make_graph(*args, **kwargs)
         shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
-        device = _jax.device_of(shardings)
+        device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
         account, stats, why_not = None, None, ""
         try:
             with saying_why_not(), _jax.lines_kept():
@@ -208,6 +217,8 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
                 compiled = lowering.lower(*args, **kwargs).compile()
                 compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
                 stats = account_of(compiled, device)
+                given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
+                devices = max(devices, _jax.device_count(given))
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
         else:
@@ -227,9 +238,10 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             function=name_of(fun),
             total=total,
             temporary=temporary,
-            measured_on=f"{_jax.compiled_by(device)}{_on_each(shardings)}" if stats else "",
+            measured_on=f"{_jax.compiled_by(device)}{_on_each(devices)}" if stats else "",
             why_not_measured=why_not,
             listed=listed,
+            constants=0 if account is None else account.constants,
             listed_by="the model" if account is None else "XLA",
             at=peak.at,
             lines=tuple(lines),
@@ -240,8 +252,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
     return report
 
 
-def _on_each(shardings: Sequence[Any]) -> str:
-    devices = _jax.device_count(shardings)
+def _on_each(devices: int) -> str:
     return f", on each of {devices} devices" if devices > 1 else ""
 
 

@@ -1,0 +1,312 @@
+"""What is in the values of a compiled program, and what reads them, along its instructions.
+
+A value is a part of what an instruction computes. It goes on under other names through tuples,
+loops, branches and calls; and what it is can be in the middle of what XLA runs as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from tracegrad._jax.compiled import COPIES
+from tracegrad._jax.hlo import Computation, Frame, Instruction, Module
+
+Index = tuple[int, ...]  # of a part of a tuple
+Part = tuple[int, Index]  # the key of an instruction, and of what it is the part
+
+# The same value under another name.
+_RENAMES = ("bitcast", "opt-barrier", "copy-done", "async-done")
+# Runs a computation that has buffers of its own; and one that has none.
+_RUNS = ("while", "call", "conditional")
+_RUNS_AS_ONE = ("fusion", "async-start")
+# A loop stacks what its body computes: that is the body's line, and not the loop's.
+_STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
+_UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
+_FILLS = ("broadcast", "constant")  # what a loop is given to be filled
+_NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # as JAX has them
+
+
+class Operation(NamedTuple):
+    """What an instruction computes, as it was traced.
+
+    Attributes:
+      name: what it does, ``dot_general``; of an argument ``""``.
+      path: the named scopes and transformations around it, ``jit(f)/jvp(block)``; of an argument
+        its name; ``""`` of what XLA has put in.
+      frames: the Python frames that traced it, innermost first.
+      is_backward: whether it is of a backward pass.
+    """
+
+    name: str
+    path: str
+    frames: tuple[Frame, ...]
+    is_backward: bool
+
+
+class Read(NamedTuple):
+    """What reads a value.
+
+    Attributes:
+      reader: the instruction.
+      operand: as which operand; None where it only returns the value.
+      part: which part of the operand it is.
+      until: when that is over, as the number of an instruction.
+    """
+
+    reader: Instruction
+    operand: int | None
+    part: Index
+    until: int
+
+
+class Flow:
+    """The ways of values in a program.
+
+    Attributes:
+      order: of each instruction that is run by itself, when it begins.
+      over: when it and all that it runs are over.
+    """
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._home: dict[int, Computation] = {}
+        self._caller: dict[int, Instruction] = {}  # of a computation
+        self._users: dict[int, list[tuple[Instruction, int]]] = {}  # and as which operand
+        self._first_reads: dict[int, Operation | None] = {}
+        for computation in module.computations.values():
+            for each in computation.instructions.values():
+                self._home[each.key] = computation
+                for k, operand in enumerate(each.operands):
+                    self._users.setdefault(operand, []).append((each, k))
+                if each.op in _RUNS_AS_ONE or each.op in _RUNS:
+                    self._caller.update(dict.fromkeys(each.called, each))
+        self.order: dict[int, int] = {}
+        self.over: dict[int, int] = {}
+        self._number(module.entry)
+
+    def _number(self, computation: Computation) -> None:
+        for key, each in computation.instructions.items():
+            self.order[key] = len(self.order)
+            for called in each.called if each.op in _RUNS else ():
+                self._number(self._module.computations[called])
+            self.over[key] = len(self.order) - 1
+
+    def instruction(self, key: int) -> Instruction:
+        """That of a key."""
+        return self._home[key].instructions[key]
+
+    # ------------------------------------------------------------------------------ what is in it
+
+    def content(self, each: Instruction, index: Index) -> Operation | None:
+        """The operation whose result a value is; of what a loop is given to be filled, the one in
+        the loop that fills it."""
+        maker = self._maker(each, index)
+        if maker is not None and maker.op in _FILLS:
+            for read in self.readers(each, index):
+                if read.reader.op == "while":
+                    maker = self._maker(read.reader, read.part) or maker
+                    break
+        return self._operation(maker)
+
+    def _maker(
+        self, each: Instruction, index: Index = (), seen: set[Part] | None = None
+    ) -> Instruction | None:
+        """The instruction that computes a part of what another one is; None if that is itself."""
+        seen = set() if seen is None else seen
+        while (each.key, index) not in seen:
+            seen.add((each.key, index))
+            here = self._home[each.key].instructions
+            if each.op == "tuple" and index:
+                each, index = here[each.operands[index[0]]], index[1:]
+            elif each.op == "get-tuple-element":
+                each, index = here[each.operands[0]], (each.number, *index)
+            elif each.op == "async-start" and index[:1] == (0,):  # what it was given
+                each, index = here[each.operands[index[1]]], index[2:]
+            elif each.op == "async-start":
+                each, index = self._root(each.called[0]), index[1:]
+            elif each.op in _RENAMES:
+                each, index = here[each.operands[0]], (*self._inside(each), *index)
+            elif each.op == "copy-start":
+                each, index = here[each.operands[0]], index[1:]
+            elif each.op == "copy" or (each.op in COPIES and not each.scopes):
+                each = here[each.operands[0]]
+            elif self._stacks(each):
+                each = here[each.operands[1]]
+            elif each.op == "conditional":
+                found = (self._maker(self._root(key), index, seen) for key in each.called)
+                known = [maker for maker in found if maker is not None]
+                return next((maker for maker in known if maker.frame), next(iter(known), None))
+            elif each.op in ("fusion", "call"):
+                each = self._root(each.called[0])
+            elif (
+                each.op == "while"
+            ):  # what its body makes of it, if anything; else what it is given
+                if (made := self._maker(self._body(each).root, index, seen)) is not None:
+                    return made
+                each = here[each.operands[0]]
+            elif each.op == "parameter" and (caller := self._caller_of(each)) is not None:
+                if caller.op == "while":
+                    root = self._body(caller).root
+                    if (root.key, index) in seen:  # it goes round unchanged
+                        return None
+                    if (made := self._maker(root, index, seen)) is not None:
+                        return made
+                each = self._given(caller, each)
+            else:
+                return each
+        return None
+
+    def _stacks(self, each: Instruction) -> bool:
+        return each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes))
+
+    def _root(self, computation: int) -> Instruction:
+        return self._module.computations[computation].root
+
+    def _inside(self, renames: Instruction) -> Index:
+        """Where what is renamed is in the operand: of what runs aside in its second part."""
+        return (1,) if renames.op == "async-done" else ()
+
+    def _body(self, loop: Instruction) -> Computation:
+        called = [self._module.computations[key] for key in loop.called]
+        return next(each for each in called if each.root.type == loop.type)
+
+    def _parameter(self, computation: Computation, number: int) -> Instruction:
+        inside = computation.instructions.values()
+        return next(v for v in inside if v.op == "parameter" and v.number == number)
+
+    def _caller_of(self, parameter: Instruction) -> Instruction | None:
+        return self._caller.get(self._home[parameter.key].key)
+
+    def _given(self, caller: Instruction, parameter: Instruction) -> Instruction:
+        """What a computation is run on."""
+        number = parameter.number
+        if caller.op == "while":
+            number = 0
+        elif caller.op == "conditional":  # what is asked stands first, then one for each branch
+            number = 1 + caller.called.index(self._home[parameter.key].key)
+        return self.instruction(caller.operands[number])
+
+    # ------------------------------------------------------------------------------- who reads it
+
+    def last_read(self, each: Instruction, index: Index, values: Collection[Part]) -> int:
+        """When a value is read last; what a loop makes of it may be another one of the `values`."""
+        reads = self.readers(each, index, values)
+        return max((read.until for read in reads), default=self.over[each.key])
+
+    def readers(
+        self, each: Instruction, index: Index, values: Collection[Part] | None = None
+    ) -> Iterator[Read]:
+        """What reads a value, under whatever name.
+
+        `values`: where a name in a loop is another one of these, it is left to that.
+        """
+        seen: set[Part] = set()
+        ways = [(each, index)]
+        while ways:
+            here, part = ways.pop()
+            if (here.key, part) in seen:
+                continue
+            seen.add((here.key, part))
+            for user, k in self._users.get(here.key, ()):
+                found, names = self._used(user, k, part, values)
+                ways += names
+                if found is not None:
+                    yield found
+            home = self._home[here.key]
+            caller = self._caller.get(home.key)
+            if here.key == home.root.key and caller is not None and caller.op in _RUNS:
+                yield Read(here, None, part, self.order[here.key])
+                if caller.op == "call" or values is None:
+                    ways.append((caller, part))
+
+    def _used(
+        self, user: Instruction, k: int, part: Index, values: Collection[Part] | None
+    ) -> tuple[Read | None, list[tuple[Instruction, Index]]]:
+        """Whether an instruction reads a part of its operand, and the names that it gives it."""
+        if user.op == "tuple":
+            return None, [(user, (k, *part))]
+        if user.op == "get-tuple-element":
+            return None, [(user, part[1:])] if not part or part[0] == user.number else []
+        if user.op in _RENAMES:
+            inside = self._inside(user)
+            is_of_it = part[: len(inside)] == inside
+            return None, [(user, part[len(inside) :])] if is_of_it else []
+        if user.op == "call":
+            return None, [(self._parameter(self._module.computations[user.called[0]], k), part)]
+        if user.op == "while":
+            carried = self._parameter(self._body(user), 0)
+            is_other = values is not None and (carried.key, part) in values
+            until = (self.order if is_other else self.over)[user.key]
+            names = [] if is_other else [(carried, part), (user, part)]
+            return Read(user, k, part, until), names
+        done = [after for after, _ in self._users.get(user.key, ())]
+        waits = done if user.op.endswith("-start") else [user]
+        until = max((self.over.get(each.key, 0) for each in waits), default=0)
+        names = [(user, ())] if values is None and self._is_stacked_on(user, k) else []
+        return Read(user, k, part, until), names
+
+    def _is_stacked_on(self, user: Instruction, k: int) -> bool:
+        """Whether an instruction is an operand of its in which a loop has put something."""
+        if user.op != "fusion":
+            return k == 0 and self._stacks(user)
+        body = self._module.computations[user.called[0]]
+        last = self._unnamed(body, body.root)
+        if not self._stacks(last):
+            return False
+        before = self._unnamed(body, body.instructions[last.operands[0]])
+        return before.op == "parameter" and before.number == k
+
+    def _unnamed(self, body: Computation, each: Instruction) -> Instruction:
+        while each.op == "bitcast":
+            each = body.instructions[each.operands[0]]
+        return each
+
+    def reading(self, read: Read) -> Operation | None:
+        """The operation that reads: of several that run as one, the first that takes it, unless
+        they end in the backward pass and that is of the forward pass; of a loop that takes it apart
+        and of what XLA has put in, the one that reads that. None for what only hands it on."""
+        reader = read.reader
+        if (
+            read.operand is None
+            or reader.op == "while"
+            or self._is_stacked_on(reader, read.operand)
+        ):
+            return None
+        runs_as_one = reader.op in _RUNS_AS_ONE
+        last = reader if reader.scopes and not runs_as_one else self._maker(reader)
+        whole = None if last is None or last.op == "tuple" else self._operation(last)
+        is_between = last is None or (not last.scopes and last.op != "tuple")
+        if is_between or (last is not None and any(map(_UNSTACKS.search, last.scopes))):
+            takes = self._first_reading(reader)
+        elif runs_as_one:
+            body = self._module.computations[reader.called[0]]
+            takes = self._first_reading(self._parameter(body, read.operand))
+        else:
+            takes = None
+        is_later = whole is not None and whole.is_backward
+        return whole if takes is None or (is_later and not takes.is_backward) else takes
+
+    def _first_reading(self, each: Instruction) -> Operation | None:
+        if each.key not in self._first_reads:
+            self._first_reads[each.key] = None  # while it is looked for
+            reads = map(self.reading, self.readers(each, ()))
+            found = next((read for read in reads if read is not None and read.path), None)
+            self._first_reads[each.key] = found
+        return self._first_reads[each.key]
+
+    def operation(self, key: int) -> Operation | None:
+        """What an instruction computes; of several that run as one, the last."""
+        return self._operation(self._maker(self.instruction(key)))
+
+    def _operation(self, each: Instruction | None) -> Operation | None:
+        if each is None:
+            return None
+        if each.op == "parameter":
+            return Operation("", "".join(each.scopes), (), False)
+        path, _, name = (each.scopes[-1] if each.scopes else each.op).rpartition("/")
+        if "(" in name or each.op in _NAMES:  # a transformation; of a product maybe a transpose
+            name = _NAMES.get(each.op, each.op)
+        is_backward = any("transpose(" in scope for scope in each.scopes)
+        return Operation(name, path, tuple(self._module.frames(each.frame)), is_backward)
