@@ -84,6 +84,10 @@ class _Value(NamedTuple):
     last: int
 
 
+def _size(value: _Value) -> int:
+    return value.slot[2]
+
+
 class _Assignment:
     """The buffers of a program, and what is in them."""
 
@@ -102,16 +106,17 @@ class _Assignment:
         lasting = {a: v for a, v in values.items() if v and a.kind in ("argument", "result")}
         # An argument is there at first, and a result at last.
         own = {a: v[0 if a.kind == "argument" else -1] for a, v in lasting.items()}
-        always = sum(value.slot[2] for value in own.values())
+        always = sum(map(_size, own.values()))
         timeline = _timeline(always, temporary, len(self._flow.order))
         moment = max(range(len(timeline)), key=timeline.__getitem__)
         slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
-        buffers = [self._buffer(v, moment, "temporary", v.slot[2]) for v in slots.values()]
+        buffers = [self._buffer(v, moment, "temporary", _size(v)) for v in slots.values()]
         for allocation, value in own.items():  # in which something else may be at the peak
             there = [v for v in lasting[allocation] if v.first <= moment <= v.last]
-            now = value if value in there or not there else there[-1]
+            now = value if value in there else max(there, key=_size, default=value)
+            now = value if 2 * _size(now) < _size(value) else now
             kind = allocation.kind if now is value else "temporary"
-            buffers.append(self._buffer(now, moment, kind, value.slot[2]))
+            buffers.append(self._buffer(now, moment, kind, _size(value)))
         constants = sum(a.size for a in self.allocations if a.kind == "constant")
         return Account(self._at(moment), buffers, timeline, constants)
 

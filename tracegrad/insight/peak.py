@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,14 +58,16 @@ class Peak:
         return max(self.timeline, default=0)
 
 
-_RECOMPUTED = "rematted_computation"  # JAX's scope of what is run again
+_AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")
 
 
 def scope_of(names: Sequence[str]) -> str:
     """Named scopes, for people, without those of rules and of JAX around what is recomputed, which
     is in the same scopes once more."""
-    own = (name for name in names if name not in (UNDER_RULES, "checkpoint", _RECOMPUTED))
-    return "/".join(name for name, _ in itertools.groupby(own))
+    own = [name for name in names if name not in _AROUND]
+    if len(own) < len(names):
+        own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
+    return "/".join(own)
 
 
 def told(op: str, origin: Origin | None, *, is_backward: bool) -> str:
