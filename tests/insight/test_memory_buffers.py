@@ -18,6 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import tracegrad as tg
 from tracegrad._jax import hlo
+from tracegrad._jax.buffers import bytes_in_use
+from tracegrad._jax.flow import Flow
+from tracegrad._jax.sharing import shared
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -97,6 +100,22 @@ def test_lines_add_up_to_what_xla_holds(name: str):
     assert report.listed == sum(line.size for line in report.lines) == max(report.timeline)
     assert 0.98 * report.total <= report.listed <= report.total
     assert all(line.line for line in report.lines if line.kind != "argument")
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", ["two loops", "branches", "while", "half precision", "vmap"])
+def test_what_shares_a_buffer_is_found_out_where_xla_does_not_say(name: str):
+    compiled = jax.jit(PROGRAMS[name]).lower(*SHAPES).compile()
+    flow = Flow(hlo.module_of(compiled))
+    buffers = shared(flow)
+    values = [value for of_one in buffers["temporary"] for value in of_one]
+    found = max(bytes_in_use(0, values, len(flow.order)))
+    stats = compiled.memory_analysis()
+    assert found == pytest.approx(stats.temp_size_in_bytes, rel=0.1)
+    given = sum(of_one[0].slot[2] for of_one in buffers["argument"])
+    returned = sum(of_one[0].slot[2] for of_one in buffers["result"])
+    assert given == stats.argument_size_in_bytes
+    assert returned == pytest.approx(stats.output_size_in_bytes, abs=64)
 
 
 @pytest.mark.any_jax

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = r"""
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from tracegrad._jax.buffers import _Assignment, _timeline
+from tracegrad._jax.buffers import Assignment, bytes_in_use
 from tracegrad._jax.flow import Flow
 from tracegrad._jax.hlo import Module, decoded, first
 
@@ -92,19 +92,13 @@ for name, f in programs.items():
     for n, part, start, end in re.findall(r"^    ([^\s{]+)\{([\d, ]*)\}:(\d+)-(\d+)$", text, re.M):
         ranges[n, tuple(map(int, re.findall(r"\d+", part)))] = int(start), int(end)
     analysis = compiled.memory_analysis()
-    assignment = _Assignment(
-        Flow(Module(message)), decoded(analysis.serialized_buffer_assignment_proto)
-    )
+    told = decoded(analysis.serialized_buffer_assignment_proto)
     ours = theirs = 0
-    for allocation in assignment.allocations:
-        if allocation.kind == "temporary":
-            values = assignment.values(allocation)
-            ours += max(_timeline(0, values, len(names)), default=0)
-            told = []
-            for v in values:
-                start, end = ranges[names[v.each.key], v.part]
-                told.append(v._replace(first=start, last=end))
-            theirs += max(_timeline(0, told, max(numbered.values()) + 2), default=0)
+    for values in Assignment(Flow(Module(message)), told).buffers()["temporary"]:
+        ours += max(bytes_in_use(0, values, len(names)), default=0)
+        spans = [(v, ranges[names[v.each.key], v.part]) for v in values]
+        xlas = [v._replace(first=start, last=end) for v, (start, end) in spans]
+        theirs += max(bytes_in_use(0, xlas, max(numbered.values()) + 2), default=0)
     assert 0 < ours == theirs <= analysis.temp_size_in_bytes, (name, ours, theirs)
 print("compared", len(programs))
 """

@@ -433,6 +433,7 @@ def test_plans_and_reports_are_for_the_device_that_arguments_lie_on(tmp_path: Pa
 
     report = tracegrad.memory(jax.grad(fun))(*there)
     assert (report.measured_on, report.temporary) == (named, stats.temp_size_in_bytes)
+    assert report.listed == pytest.approx(report.total, rel=0.05)
 
     plan.save(tmp_path / "plan.json")
     here = load_plan(tmp_path / "plan.json", fun)(*shapes)  # and measured again

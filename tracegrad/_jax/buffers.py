@@ -1,9 +1,9 @@
 """What a compiled program holds at its peak, buffer by buffer.
 
 XLA says which values are in which buffers (`BufferAssignmentProto` of
-``xla/service/buffer_assignment.proto``; CPUs and GPUs that are here say so, not every backend
-does). From when to when they are there, what is in them and who reads it is followed through the
-instructions of the program (`flow`).
+``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here; else
+what shares one is found out (`sharing`). From when to when they are there, what is in them and who
+reads it is followed through the instructions of the program (`flow`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tracegrad._jax.flow import Flow, Index, Operation, Part
-from tracegrad._jax.hlo import Instruction, Message, decoded, first, module_of, numbers
+from tracegrad._jax.flow import Flow, Operation, Part, Value
+from tracegrad._jax.hlo import Message, decoded, first, module_of, numbers
+from tracegrad._jax.sharing import shared
 
 _HOST = 5  # the number of the host's memory
 
@@ -49,21 +50,50 @@ class Account(NamedTuple):
       buffers: what is in use.
       timeline: bytes at each instruction.
       constants: bytes of arrays that are written into the program.
+      is_told: whether XLA has told which values are in which buffers.
     """
 
     at: Operation | None
     buffers: list[Buffer]
     timeline: tuple[int, ...]
     constants: int
+    is_told: bool
 
 
-def account_of_buffers(compiled: Any) -> Account | None:
-    """The account of a `jax.stages.Compiled`; None where the backend does not tell its buffers."""
-    analysis = compiled.memory_analysis()
+def account_of_buffers(compiled: Any) -> Account:
+    """The account of a `jax.stages.Compiled`."""
+    analysis, flow = compiled.memory_analysis(), Flow(module_of(compiled))
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
-        return None
-    return _Assignment(Flow(module_of(compiled)), decoded(message)).account()
+        return _account(flow, shared(flow), constants=0, is_told=False)
+    assignment = Assignment(flow, decoded(message))
+    return _account(flow, assignment.buffers(), assignment.constants, is_told=True)
+
+
+def _account(
+    flow: Flow, values: dict[str, list[list[Value]]], constants: int, *, is_told: bool
+) -> Account:
+    """What is in use at the peak, of the values of each buffer by what that is."""
+    temporary = [value for of_one in values["temporary"] for value in of_one]
+    # An argument is there at first, and a result at last.
+    lasting = [("argument", of_one[0], of_one) for of_one in values["argument"]]
+    lasting += [("result", of_one[-1], of_one) for of_one in values["result"]]
+    always = sum(_size(value) for _, value, _ in lasting)
+    timeline = bytes_in_use(always, temporary, len(flow.order))
+    moment = max(range(len(timeline)), key=timeline.__getitem__)
+    slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
+    buffers = [_buffer(flow, v, moment, "temporary", _size(v)) for v in slots.values()]
+    for kind, value, of_one in lasting:  # in which something else may be at the peak
+        there = [v for v in of_one if v.first <= moment <= v.last]
+        now = value if value in there else max(there, key=_size, default=value)
+        now = value if 2 * _size(now) < _size(value) else now
+        buffers.append(
+            _buffer(flow, now, moment, kind if now is value else "temporary", _size(value))
+        )
+    ran = [key for key, order in flow.order.items() if order <= moment]
+    found = map(flow.operation, reversed(ran))
+    at = next((each for each in found if each is not None and each.frames), None)
+    return Account(at, buffers, timeline, constants, is_told)
 
 
 class _Allocation(NamedTuple):
@@ -73,61 +103,37 @@ class _Allocation(NamedTuple):
     assigned: tuple[tuple[int, int, int], ...]  # the number of a value, its offset, its size
 
 
-class _Value(NamedTuple):
-    """One of the values that share an allocation: what computes it, in which place of which
-    allocation it is (number, offset and size), and from which instruction to which."""
-
-    each: Instruction
-    part: Index
-    slot: tuple[int, int, int]
-    first: int
-    last: int
-
-
-def _size(value: _Value) -> int:
+def _size(value: Value) -> int:
     return value.slot[2]
 
 
-class _Assignment:
-    """The buffers of a program, and what is in them."""
+class Assignment:
+    """What XLA says of the buffers of a program.
 
-    def __init__(self, flow: Flow, assignment: Message):
+    Attributes:
+      constants: bytes of those that are written into the program.
+    """
+
+    def __init__(self, flow: Flow, message: Message):
         self._flow = flow
-        self.allocations = [_allocation(decoded(a)) for a in assignment.get(3, ())]
+        self._allocations = [_allocation(decoded(a)) for a in message.get(3, ())]
         self._places: dict[int, Part] = {}  # of each value
-        for message in map(decoded, assignment.get(1, ())):
-            place = decoded(first(message, 3, b""))
-            self._places[first(message, 1)] = first(place, 4), tuple(numbers(place, 3))
+        for value in map(decoded, message.get(1, ())):
+            place = decoded(first(value, 3, b""))
+            self._places[first(value, 1)] = first(place, 4), tuple(numbers(place, 3))
         self._parts = set(self._places.values())
+        self.constants = sum(a.size for a in self._allocations if a.kind == "constant")
 
-    def account(self) -> Account:
-        values = {allocation: self.values(allocation) for allocation in self.allocations}
-        temporary = [v for a in values if a.kind == "temporary" for v in values[a]]
-        lasting = {a: v for a, v in values.items() if v and a.kind in ("argument", "result")}
-        # An argument is there at first, and a result at last.
-        own = {a: v[0 if a.kind == "argument" else -1] for a, v in lasting.items()}
-        always = sum(map(_size, own.values()))
-        timeline = _timeline(always, temporary, len(self._flow.order))
-        moment = max(range(len(timeline)), key=timeline.__getitem__)
-        slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
-        buffers = [self._buffer(v, moment, "temporary", _size(v)) for v in slots.values()]
-        for allocation, value in own.items():  # in which something else may be at the peak
-            there = [v for v in lasting[allocation] if v.first <= moment <= v.last]
-            now = value if value in there else max(there, key=_size, default=value)
-            now = value if 2 * _size(now) < _size(value) else now
-            kind = allocation.kind if now is value else "temporary"
-            buffers.append(self._buffer(now, moment, kind, _size(value)))
-        constants = sum(a.size for a in self.allocations if a.kind == "constant")
-        return Account(self._at(moment), buffers, timeline, constants)
+    def buffers(self) -> dict[str, list[list[Value]]]:
+        """The values of each, in the order in which they are computed, by what it is."""
+        found: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
+        for allocation in self._allocations:
+            values = self._values(allocation)
+            if values and allocation.kind in found:
+                found[allocation.kind].append(values)
+        return found
 
-    def _at(self, moment: int) -> Operation | None:
-        """The operation that runs at a moment, or has run before it."""
-        ran = [key for key, order in self._flow.order.items() if order <= moment]
-        found = map(self._flow.operation, reversed(ran))
-        return next((each for each in found if each is not None and each.frames), None)
-
-    def values(self, allocation: _Allocation) -> list[_Value]:
-        """What is assigned to an allocation, in the order in which it is computed."""
+    def _values(self, allocation: _Allocation) -> list[Value]:
         found = []
         for number, offset, size in allocation.assigned:
             key, part = self._places.get(number, (None, ()))
@@ -139,35 +145,35 @@ class _Assignment:
             slot = allocation.number, offset, size
             last = self._flow.last_read(each, part, self._parts)
             # The result of a loop is there when that is over.
-            found.append(_Value(each, part, slot, self._flow.over[key], last))
+            found.append(Value(each, part, slot, self._flow.over[key], last))
         return sorted(found, key=lambda value: value.first)
 
-    def _buffer(self, value: _Value, moment: int, kind: str, size: int) -> Buffer:
-        flow = self._flow
-        reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
-        told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
-        known = [(order, reader) for order, reader in told if reader is not None]
-        later = [reader for order, reader in known if order >= moment]
-        if kind == "temporary":  # what is read in the next turn of a loop
-            later = later or [reader for _, reader in known]
-        back = [reader for reader in later if reader.is_backward]
-        made = flow.content(value.each, value.part)
-        if made is None or (made.name and not made.path):  # XLA's own: for what reads it
-            own = made or Operation(value.each.op, "", (), False)
-            made = next((reader for reader in later if reader.path), own)
-        end = len(flow.order)
-        return Buffer(
-            size=size,
-            kind=kind,
-            type=str(value.each.type.at(value.part)),
-            made=made,
-            reader=next(iter(later if made.is_backward else back or later), None),
-            is_read_back=bool(back),
-            alive=(
-                0.0 if kind == "argument" else value.first / end,
-                (value.last + 1) / end if kind == "temporary" else 1.0,
-            ),
-        )
+
+def _buffer(flow: Flow, value: Value, moment: int, kind: str, size: int) -> Buffer:
+    reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
+    told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
+    known = [(order, reader) for order, reader in told if reader is not None]
+    later = [reader for order, reader in known if order >= moment]
+    if kind == "temporary":  # what is read in the next turn of a loop
+        later = later or [reader for _, reader in known]
+    back = [reader for reader in later if reader.is_backward]
+    made = flow.content(value.each, value.part)
+    if made is None or (made.name and not made.path):  # XLA's own: for what reads it
+        own = made or Operation(value.each.op, "", (), False)
+        made = next((reader for reader in later if reader.path), own)
+    end = len(flow.order)
+    return Buffer(
+        size=size,
+        kind=kind,
+        type=str(value.each.type.at(value.part)),
+        made=made,
+        reader=next(iter(later if made.is_backward else back or later), None),
+        is_read_back=bool(back),
+        alive=(
+            0.0 if kind == "argument" else value.first / end,
+            (value.last + 1) / end if kind == "temporary" else 1.0,
+        ),
+    )
 
 
 def _allocation(message: Message) -> _Allocation:
@@ -185,7 +191,7 @@ def _allocation(message: Message) -> _Allocation:
     return _Allocation(first(message, 1), first(message, 2), kind, values)
 
 
-def _timeline(always: int, values: Iterable[_Value], count: int) -> tuple[int, ...]:
+def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int, ...]:
     """Bytes at each instruction: `always`, and each slot as long as anything is in it."""
     spans: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for value in values:

@@ -61,6 +61,23 @@ class Read(NamedTuple):
     until: int
 
 
+class Value(NamedTuple):
+    """A value, its place, and from which instruction to which it is in use.
+
+    Attributes:
+      each: what computes it.
+      part: which part of that it is.
+      slot: the number of its buffer, and offset and size in it.
+      first, last: the numbers of instructions.
+    """
+
+    each: Instruction
+    part: Index
+    slot: tuple[int, int, int]
+    first: int
+    last: int
+
+
 class Flow:
     """The ways of values in a program.
 
@@ -93,9 +110,61 @@ class Flow:
                 self._number(self._module.computations[called])
             self.over[key] = len(self.order) - 1
 
+    @property
+    def root(self) -> Instruction:
+        """What the program returns."""
+        return self._module.entry.root
+
+    @property
+    def arguments(self) -> list[Instruction]:
+        """What it is given."""
+        return [v for v in self._module.entry.instructions.values() if v.op == "parameter"]
+
     def instruction(self, key: int) -> Instruction:
         """That of a key."""
         return self._home[key].instructions[key]
+
+    def operand(self, each: Instruction, k: int) -> Instruction:
+        """One that an instruction reads."""
+        return self.instruction(each.operands[k])
+
+    def called(self, each: Instruction) -> list[Computation]:
+        """What an instruction runs."""
+        return [self._module.computations[key] for key in each.called]
+
+    def parameters(self, loop: Instruction) -> list[Instruction]:
+        """What a loop carries, as its body and its condition have it."""
+        return [self._parameter(each, 0) for each in self.called(loop)]
+
+    def is_carried(self, parameter: Instruction) -> bool:
+        """Whether it is what a loop carries."""
+        caller = self.caller_of(parameter)
+        return caller is not None and caller.op == "while"
+
+    def named(self, each: Instruction, index: Index) -> Part:
+        """A value under the name of what computes it, or of what a loop carries."""
+        while True:
+            if each.op == "tuple" and index:
+                each, index = self.operand(each, index[0]), index[1:]
+            elif each.op == "get-tuple-element":
+                each, index = self.operand(each, 0), (each.number, *index)
+            elif each.op == "async-start" and index[:1] == (0,):
+                each, index = self.operand(each, index[1]), index[2:]
+            elif each.op == "copy-done":
+                each, index = self.operand(each, 0), (0,)
+            elif each.op == "copy-start" and index == (1,):
+                each, index = self.operand(each, 0), ()
+            elif each.op in _RENAMES:
+                each, index = self.operand(each, 0), (*self._inside(each), *index)
+            elif each.op == "call":
+                each = self._root(each.called[0])
+            elif each.op == "parameter" and not self.is_carried(each):
+                caller = self.caller_of(each)
+                if caller is None or caller.op not in _RUNS:
+                    return each.key, index
+                each = self._given(caller, each)
+            else:
+                return each.key, index
 
     # ------------------------------------------------------------------------------ what is in it
 
@@ -143,12 +212,12 @@ class Flow:
             elif (
                 each.op == "while"
             ):  # what its body makes of it, if anything; else what it is given
-                if (made := self._maker(self._body(each).root, index, seen)) is not None:
+                if (made := self._maker(self.body(each).root, index, seen)) is not None:
                     return made
                 each = here[each.operands[0]]
-            elif each.op == "parameter" and (caller := self._caller_of(each)) is not None:
+            elif each.op == "parameter" and (caller := self.caller_of(each)) is not None:
                 if caller.op == "while":
-                    root = self._body(caller).root
+                    root = self.body(caller).root
                     if (root.key, index) in seen:  # it goes round unchanged
                         return None
                     if (made := self._maker(root, index, seen)) is not None:
@@ -168,15 +237,16 @@ class Flow:
         """Where what is renamed is in the operand: of what runs aside in its second part."""
         return (1,) if renames.op == "async-done" else ()
 
-    def _body(self, loop: Instruction) -> Computation:
-        called = [self._module.computations[key] for key in loop.called]
-        return next(each for each in called if each.root.type == loop.type)
+    def body(self, loop: Instruction) -> Computation:
+        """What a loop runs in each turn."""
+        return next(each for each in self.called(loop) if each.root.type == loop.type)
 
     def _parameter(self, computation: Computation, number: int) -> Instruction:
         inside = computation.instructions.values()
         return next(v for v in inside if v.op == "parameter" and v.number == number)
 
-    def _caller_of(self, parameter: Instruction) -> Instruction | None:
+    def caller_of(self, parameter: Instruction) -> Instruction | None:
+        """What runs the computation of a parameter; None for the program."""
         return self._caller.get(self._home[parameter.key].key)
 
     def _given(self, caller: Instruction, parameter: Instruction) -> Instruction:
@@ -236,7 +306,7 @@ class Flow:
         if user.op == "call":
             return None, [(self._parameter(self._module.computations[user.called[0]], k), part)]
         if user.op == "while":
-            carried = self._parameter(self._body(user), 0)
+            carried = self._parameter(self.body(user), 0)
             is_other = values is not None and (carried.key, part) in values
             until = (self.order if is_other else self.over)[user.key]
             names = [] if is_other else [(carried, part), (user, part)]

@@ -28,11 +28,13 @@ Message = dict[int, list[Any]]  # by field: numbers, and bytes of what is longer
 
 
 class Type(NamedTuple):
-    """Of an array, ``f32[64,512]``; of a tuple, `parts`."""
+    """Of an array, ``f32[64,512]``; of a tuple, `parts`. `memory`: which of a device's memories it
+    is in, by number; 0 is the one that is meant by that word."""
 
     kind: str
     shape: tuple[int, ...]
     parts: tuple[Type, ...]
+    memory: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +175,8 @@ def _type(message: Message) -> Type:
     kind = first(message, 2)
     parts = tuple(_type(decoded(part)) for part in message.get(4, ()))
     name = _KINDS[kind] if kind < len(_KINDS) else "opaque"
-    return Type(name, tuple(numbers(message, 3)), parts)
+    memory = first(decoded(first(message, 5, b"")), 8)
+    return Type(name, tuple(numbers(message, 3)), parts, memory)
 
 
 # --------------------------------------------------------------------------------------- messages

@@ -59,10 +59,11 @@ class Line:
 class MemoryReport:
     """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
 
-    Lines are of XLA's own buffers, where the backend says which there are, as CPUs do. Elsewhere
-    they are of the values as the program computes them, in the order in which it does: XLA may
-    compute some of them in another order, or inside of others. What is offloaded to the host's
-    memory counts where the device has no other, as a CPU.
+    Lines are of XLA's own buffers where it says which there are, as it does for CPUs. Elsewhere they
+    are of what the compiled program writes, in the order in which it does, and which of it shares a
+    buffer is found out, mostly to a few percent. Where nothing can be compiled they are of the
+    values as the program computes them: XLA may compute some of them in another order, or inside of
+    others.
 
     Attributes:
       function: the name of the function.
@@ -75,7 +76,7 @@ class MemoryReport:
       listed: bytes that they add up to.
       constants: bytes of arrays that are written into the program, as those that a function closes
         over, beside `total`; where XLA says so.
-      listed_by: ``XLA``, or ``the model``.
+      listed_by: ``XLA``, ``the compiled program`` or ``the model``.
       at: the operation at which the peak is.
       advice: the cheapest things to do, by FLOPs for each byte that they free.
       timeline: bytes alive at each operation.
@@ -137,12 +138,9 @@ class MemoryReport:
         found = []
         less, more = self.listed - self.total, self.total - self.listed
         if self.measured_on and less > 0:
-            parts = ", of which a device has parts" if "devices" in self.measured_on else ""
-            why = "it computes some inside of others"
-            found.append(f"XLA holds {in_units(less)} less than these{parts}: {why}")
+            found.append(f"XLA holds {in_units(less)} less than these: more of them share a buffer")
         elif self.measured_on:
-            where = ", as in gaps between buffers" if self.listed_by == "XLA" else ""
-            found.append(f"XLA holds {in_units(more)} beside these{where}")
+            found.append(f"XLA holds {in_units(more)} beside these, as in gaps between buffers")
         if self.constants > _FEW * self.total:
             found.append(f"arrays of {in_units(self.constants)} are in the program, beside these")
         return found
@@ -242,7 +240,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             why_not_measured=why_not,
             listed=listed,
             constants=0 if account is None else account.constants,
-            listed_by="the model" if account is None else "XLA",
+            listed_by=_listed_by(account),
             at=peak.at,
             lines=tuple(lines),
             advice=tuple(advice_for(peak, is_donated=aliased > 0)),
@@ -250,6 +248,12 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         )
 
     return report
+
+
+def _listed_by(account: _jax.Account | None) -> str:
+    if account is None:
+        return "the model"
+    return "XLA" if account.is_told else "the compiled program"
 
 
 def _on_each(devices: int) -> str:
