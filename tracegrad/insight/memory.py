@@ -59,11 +59,11 @@ class Line:
 class MemoryReport:
     """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
 
-    Lines are of XLA's own buffers where it says which there are, as it does for CPUs. Elsewhere they
-    are of what the compiled program writes, in the order in which it does, and which of it shares a
-    buffer is found out, mostly to a few percent. Where nothing can be compiled they are of the
-    values as the program computes them: XLA may compute some of them in another order, or inside of
-    others.
+    Lines are of XLA's own buffers where it says which there are, as it does for CPUs. Elsewhere
+    they are of what the compiled program writes, in the order in which it does, and which of it
+    shares a buffer is found out, mostly to a few percent. Where nothing can be compiled they are of
+    the values as the program computes them: XLA may compute some of them in another order, or
+    inside of others.
 
     Attributes:
       function: the name of the function.
