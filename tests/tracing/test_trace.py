@@ -537,6 +537,15 @@ def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
         pickle.dumps(tg.trace(lambda x: x))
 
 
+@pytest.mark.parametrize("of", [tg.graph, tg.memory, tg.trace])
+def test_what_a_jit_inside_takes_as_static_is_to_be_static_outside(of):
+    f = jax.jit(lambda x, n: x * n, static_argnums=1)
+    with pytest.raises(ValueError, match="Non-hashable static") as caught:
+        of(f)(jnp.ones(3), 2)
+    assert "static_argnums=1" in "".join(caught.value.__notes__)
+    assert tg.trace(f, static_argnums=1)(jnp.ones(3), 2).tolist() == [2, 2, 2]
+
+
 @tg.custom_gradient
 def annotated(x):
     return 3 * x, lambda dy: dy

@@ -46,7 +46,7 @@ class _Alike:
         self._new = iter(values)
         self._again = itertools.cycle(values)
 
-    def next(self, taken: set[Value]) -> tuple[Occurrence | None, Value | None]:
+    def take(self, taken: set[Value]) -> tuple[Occurrence | None, Value | None]:
         """The next; `taken` are those of which there are buffers, and then it is of them."""
         found = next((each for each in self._new if each[1] not in taken), None)
         found = found or next(self._again, None)
@@ -138,7 +138,7 @@ class _Known:
             ]
             most = max((likeness for likeness, _, _ in likely), default=None)
             self._alike[key] = _Alike([(f, v) for likeness, f, v in likely if likeness == most])
-        return self._alike[key].next(self._taken)
+        return self._alike[key].take(self._taken)
 
     def _scopes_in(self, path: str) -> tuple[str, ...]:
         words = _words(path)

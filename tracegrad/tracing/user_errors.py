@@ -65,6 +65,13 @@ _NO_ARRAY = (
 )
 
 
+_STATIC_INSIDE = (
+    "A function that jax.jit has compiled takes as static what is an array that is being traced "
+    "here. Say that it is static here too, as in `tracegrad.trace(f, static_argnums=1)` or "
+    "`tracegrad.graph(f, static_argnums=1)`; or let functools.partial fill it in."
+)
+
+
 _NO_REVERSE = (
     "How often this loop runs is known only when it has run, and reverse mode needs its states. A "
     "rule keeps some of them and replays the rest, `tracegrad.rules.checkpointed_loop(where)`: in "
@@ -122,6 +129,8 @@ def explain(error: Exception) -> Exception:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
     if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
         advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
+    if isinstance(error, ValueError) and "Non-hashable static" in str(error):
+        advice = _STATIC_INSIDE if "Tracer" in str(error) else advice
     _advise(error, advice, error.__traceback__)
     _explain_module(error)
     if _jax.filters_tracebacks():
