@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jaxlib._hlo import hlo_module_from_text
 
 import tracegrad as tg
 from tracegrad._jax import hlo
@@ -341,6 +342,58 @@ def test_messages_are_decoded():
     assert hlo.first(decoded, 9) == 0
     with pytest.raises(ValueError, match="wire type 3"):
         hlo.decoded(bytes([11]))
+
+
+# As for a GPU: what runs as one has several results, and what runs aside begins and is waited for.
+FOR_A_GPU = """HloModule jit_f, is_scheduled=true
+
+%sums (p0: f32[8,8]) -> (f32[8,8], f32[8,8]) {
+  %p0 = f32[8,8] parameter(0)
+  %less = f32[8,8] subtract(%p0, %p0), metadata={op_name="jit(f)/jvp()/sub"}
+  %square = f32[8,8] multiply(%less, %less), metadata={op_name="jit(f)/transpose(jvp())/mul"}
+  ROOT %both = (f32[8,8], f32[8,8]) tuple(%square, %less)
+}
+
+%aside (p1: f32[8,8]) -> f32[8,8] {
+  %p1 = f32[8,8] parameter(0)
+  ROOT %sine = f32[8,8] sine(%p1), metadata={op_name="jit(f)/jvp()/sin"}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %exp = f32[8,8] exponential(%x), metadata={op_name="jit(f)/jvp()/exp"}
+  %start = ((f32[8,8]), f32[8,8]) async-start(%exp), calls=%aside
+  %log = f32[8,8] log(%x), metadata={op_name="jit(f)/jvp()/log"}
+  %done = f32[8,8] async-done(%start)
+  %fused = (f32[8,8], f32[8,8]) fusion(%done), kind=kLoop, calls=%sums
+  %first = f32[8,8] get-tuple-element(%fused), index=0
+  ROOT %sum = f32[8,8] add(%first, %log), metadata={op_name="jit(f)/transpose(jvp())/add"}
+}
+"""
+
+
+@pytest.mark.any_jax
+def test_what_a_gpu_runs_aside_and_as_one_is_followed():
+    module = hlo.Module(hlo_module_from_text(FOR_A_GPU).as_serialized_hlo_module_proto())
+    flow = Flow(module)
+    by_op = {each.op: each for each in module.entry.instructions.values()}
+    (started,) = flow.readers(by_op["exponential"], ())
+    told = flow.reading(started)
+    assert told is not None
+    assert told.name == "sin"
+    assert started.until == flow.order[by_op["async-done"].key]  # and not when it has begun
+    begun = flow.content(by_op["async-start"], (1,))
+    assert begun is not None
+    assert begun.name == "sin"
+    (read,) = flow.readers(by_op["async-start"], (1,))
+    told = flow.reading(
+        read
+    )  # a subtraction of the forward pass, in what runs in the backward pass
+    assert told is not None
+    assert (told.name, told.is_backward) == ("mul", True)
+    # What is aside, squared and added to goes where the one before was, and is returned there.
+    sizes = {kind: len(values) for kind, values in shared(flow).items()}
+    assert sizes == {"argument": 1, "result": 1, "temporary": 3}
 
 
 @pytest.mark.any_jax

@@ -346,9 +346,13 @@ class Flow:
             return None
         runs_as_one = reader.op in _RUNS_AS_ONE
         last = reader if reader.scopes and not runs_as_one else self._maker(reader)
-        whole = None if last is None or last.op == "tuple" else self._operation(last)
-        is_between = last is None or (not last.scopes and last.op != "tuple")
-        if is_between or (last is not None and any(map(_UNSTACKS.search, last.scopes))):
+        ends = [] if last is None else [last]
+        if last is not None and last.op == "tuple":
+            ends = [self.operand(last, k) for k in range(len(last.operands))]
+        wholes = [self._operation(self._maker(each)) for each in ends]
+        told = [each for each in wholes if each is not None and each.path]
+        whole = next((each for each in told if each.is_backward), next(iter(told), None))
+        if whole is None or (last is not None and any(map(_UNSTACKS.search, last.scopes))):
             takes = self._first_reading(reader)
         elif runs_as_one:
             body = self._module.computations[reader.called[0]]
