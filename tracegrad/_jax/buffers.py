@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tracegrad._jax.flow import Flow, Operation, Part, Value
-from tracegrad._jax.hlo import Message, decoded, first, module_of, numbers
+from tracegrad._jax.hlo import Message, Module, decoded, first, numbers
 from tracegrad._jax.sharing import shared
 
 _HOST = 5  # the number of the host's memory
@@ -60,9 +60,9 @@ class Account(NamedTuple):
     is_told: bool
 
 
-def account_of_buffers(compiled: Any) -> Account:
-    """The account of a `jax.stages.Compiled`."""
-    analysis, flow = compiled.memory_analysis(), Flow(module_of(compiled))
+def account_of_buffers(module: Module, analysis: Any) -> Account:
+    """The account of a compiled program; `analysis`: of `jax.stages.Compiled.memory_analysis`."""
+    flow = Flow(module)
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
         return _account(flow, shared(flow), constants=0, is_told=False)

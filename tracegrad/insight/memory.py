@@ -214,13 +214,14 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
                 compiled = lowering.lower(*args, **kwargs).compile()
                 compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
+                module = _jax.module_of(compiled)
                 stats = account_of(compiled, device)
                 given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
                 devices = max(devices, _jax.device_count(given))
         except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
         else:
-            account = _jax.account_of_buffers(compiled)
+            account = _jax.account_of_buffers(module, stats)
         if account is not None:
             peak = peak_of_buffers(program, account)
         else:
