@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from jaxlib._hlo import hlo_module_from_text
 
 import tracegrad as tg
+from tests.compilation import compiled_to, kept_on_disk
 from tracegrad._jax import hlo
 from tracegrad._jax.buffers import bytes_in_use
 from tracegrad._jax.flow import Flow
@@ -253,13 +252,6 @@ def test_arrays_that_are_written_into_the_program_are_told_beside():
 
 
 def test_lines_of_one_program_are_not_taken_for_those_of_another_that_jax_has_kept(tmp_path: Path):
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-
     def one(x):
         return jnp.sort(jnp.sin(x))
 
@@ -268,19 +260,12 @@ def test_lines_of_one_program_are_not_taken_for_those_of_another_that_jax_has_ke
     def one(x):  # of the same name, on another line
         return jnp.sort(jnp.sin(x))
 
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with kept_on_disk(tmp_path):
         for fun in (first, one, first):
             jax.clear_caches()
             line = inspect.getsourcelines(fun)[1] + 1
             assert f"test_memory_buffers.py:{line} " in str(tg.memory(fun)(f32(512, 512)))
         assert [*tmp_path.iterdir()]
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 class Tower(nn.Module):
@@ -374,7 +359,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 @pytest.mark.any_jax
 def test_what_a_gpu_runs_aside_and_as_one_is_followed():
-    module = hlo.Module(hlo_module_from_text(FOR_A_GPU).as_serialized_hlo_module_proto())
+    module = compiled_to(FOR_A_GPU)
     flow = Flow(module)
     by_op = {each.op: each for each in module.entry.instructions.values()}
     (started,) = flow.readers(by_op["exponential"], ())
@@ -386,9 +371,8 @@ def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     assert begun is not None
     assert begun.name == "sin"
     (read,) = flow.readers(by_op["async-start"], (1,))
-    told = flow.reading(
-        read
-    )  # a subtraction of the forward pass, in what runs in the backward pass
+    # A subtraction of the forward pass, in what runs in the backward pass.
+    told = flow.reading(read)
     assert told is not None
     assert (told.name, told.is_backward) == ("mul", True)
     # What is aside, squared and added to goes where the one before was, and is returned there.

@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from jaxlib._hlo import hlo_module_from_text
 
 import tracegrad as tg
-from tracegrad._jax.hlo import Module
+from tests.compilation import compiled_to, kept_on_disk
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.activity import active_values
@@ -31,11 +29,6 @@ from tracegrad.planning.measuring import Gradient
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def module(text: str) -> Module:
-    """What XLA would say of a program that it writes as a text."""
-    return Module(hlo_module_from_text(text).as_serialized_hlo_module_proto())
 
 
 def ops(graph: Graph, fusion: Fusion, what: str) -> list[str]:
@@ -98,7 +91,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 @pytest.mark.any_jax
 def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
-    found = seen(graph, module(COMPILED))
+    found = seen(graph, compiled_to(COMPILED))
     assert ops(graph, found, "inlined") == ["sin"]
     assert ops(graph, found, "repeated") == ["tanh"]
     assert ops(graph, found, "beside") == ["mul"]
@@ -134,7 +127,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 @pytest.mark.any_jax
 def test_what_runs_inside_of_what_runs_as_one_is_seen():
     graph = program(jnp.sin, jnp.exp, lambda x: 2 * x)
-    found = seen(graph, module(COMPILED_FOR_TPU))
+    found = seen(graph, compiled_to(COMPILED_FOR_TPU))
     assert ops(graph, found, "inlined") == ["exp"]
 
 
@@ -150,7 +143,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     graph = program(jnp.sin, jnp.transpose, jnp.exp)
     assert ops(graph, without_compiling(graph), "inlined") == ["transpose"]
-    assert seen(graph, module(OF_NOTHING)) == without_compiling(graph)
+    assert seen(graph, compiled_to(OF_NOTHING)) == without_compiling(graph)
 
 
 def test_what_xla_runs_as_one_is_seen():
@@ -247,16 +240,7 @@ def test_what_is_written_down_says_all_of_it():
 
 
 def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with kept_on_disk(tmp_path):
         jax.clear_caches()
         plans = []
         for _ in range(2):
@@ -267,10 +251,6 @@ def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Pa
         assert kept > 0
         assert plans[0] == plans[1]
         assert plans[0].is_needed
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:

@@ -8,13 +8,13 @@ reads it is followed through the instructions of the program (`flow`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tracegrad._jax.flow import Flow, Operation, Part, Value
+from tracegrad._jax.flow import Buffers, Flow, Operation, Part, Value
 from tracegrad._jax.hlo import Message, Module, decoded, first, numbers
 from tracegrad._jax.sharing import shared
+from tracegrad._jax.spans import alive
 
 _HOST = 5  # the number of the host's memory
 
@@ -70,26 +70,23 @@ def account_of_buffers(module: Module, analysis: Any) -> Account:
     return _account(flow, assignment.buffers(), assignment.constants, is_told=True)
 
 
-def _account(
-    flow: Flow, values: dict[str, list[list[Value]]], constants: int, *, is_told: bool
-) -> Account:
+def _account(flow: Flow, values: Buffers, constants: int, *, is_told: bool) -> Account:
     """What is in use at the peak, of the values of each buffer by what that is."""
     temporary = [value for of_one in values["temporary"] for value in of_one]
     # An argument is there at first, and a result at last.
     lasting = [("argument", of_one[0], of_one) for of_one in values["argument"]]
     lasting += [("result", of_one[-1], of_one) for of_one in values["result"]]
-    always = sum(_size(value) for _, value, _ in lasting)
+    always = sum(value.size for _, value, _ in lasting)
     timeline = bytes_in_use(always, temporary, len(flow.order))
     moment = max(range(len(timeline)), key=timeline.__getitem__)
     slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
-    buffers = [_buffer(flow, v, moment, "temporary", _size(v)) for v in slots.values()]
+    buffers = [_buffer(flow, v, moment, "temporary", v.size) for v in slots.values()]
     for kind, value, of_one in lasting:  # in which something else may be at the peak
         there = [v for v in of_one if v.first <= moment <= v.last]
-        now = value if value in there else max(there, key=_size, default=value)
-        now = value if 2 * _size(now) < _size(value) else now
-        buffers.append(
-            _buffer(flow, now, moment, kind if now is value else "temporary", _size(value))
-        )
+        now = value if value in there else max(there, key=lambda v: v.size, default=value)
+        now = value if 2 * now.size < value.size else now
+        now_kind = kind if now is value else "temporary"
+        buffers.append(_buffer(flow, now, moment, now_kind, value.size))
     ran = [key for key, order in flow.order.items() if order <= moment]
     found = map(flow.operation, reversed(ran))
     at = next((each for each in found if each is not None and each.frames), None)
@@ -101,10 +98,6 @@ class _Allocation(NamedTuple):
     size: int
     kind: str
     assigned: tuple[tuple[int, int, int], ...]  # the number of a value, its offset, its size
-
-
-def _size(value: Value) -> int:
-    return value.slot[2]
 
 
 class Assignment:
@@ -124,9 +117,9 @@ class Assignment:
         self._parts = set(self._places.values())
         self.constants = sum(a.size for a in self._allocations if a.kind == "constant")
 
-    def buffers(self) -> dict[str, list[list[Value]]]:
+    def buffers(self) -> Buffers:
         """The values of each, in the order in which they are computed, by what it is."""
-        found: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
+        found: Buffers = {"argument": [], "result": [], "temporary": []}
         for allocation in self._allocations:
             values = self._values(allocation)
             if values and allocation.kind in found:
@@ -196,12 +189,11 @@ def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int,
     spans: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for value in values:
         spans.setdefault(value.slot, []).append((value.first, value.last))
-    changes = [0] * (count + 1)
+    apart = []  # those of a slot one behind the other
     for (_, _, size), of_slot in spans.items():
         until = -1
         for start, last in sorted(of_slot):
             if max(start, until + 1) <= last:
-                changes[max(start, until + 1)] += size
-                changes[last + 1] -= size
+                apart.append((max(start, until + 1), last, size))
                 until = last
-    return tuple(always + size for size in itertools.accumulate(changes[:count]))
+    return tuple(always + size for size in alive(apart, count))

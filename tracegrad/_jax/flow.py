@@ -24,6 +24,7 @@ _RUNS_AS_ONE = ("fusion", "async-start")
 # A loop stacks what its body computes: that is the body's line, and not the loop's.
 _STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
 _UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
+_IN_PLACE = ("dynamic-update-slice", "scatter")
 _FILLS = ("broadcast", "constant")  # what a loop is given to be filled
 _NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # as JAX has them
 
@@ -76,6 +77,16 @@ class Value(NamedTuple):
     slot: tuple[int, int, int]
     first: int
     last: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.slot[2]
+
+
+# The values of each buffer, in the order in which they are computed, by what that is: ``argument``,
+# ``result`` or ``temporary``.
+Buffers = dict[str, list[list[Value]]]
 
 
 class Flow:
@@ -157,7 +168,7 @@ class Flow:
             elif each.op in _RENAMES:
                 each, index = self.operand(each, 0), (*self._inside(each), *index)
             elif each.op == "call":
-                each = self._root(each.called[0])
+                each = self.called(each)[0].root
             elif each.op == "parameter" and not self.is_carried(each):
                 caller = self.caller_of(each)
                 if caller is None or caller.op not in _RUNS:
@@ -184,44 +195,35 @@ class Flow:
     ) -> Instruction | None:
         """The instruction that computes a part of what another one is; None if that is itself."""
         seen = set() if seen is None else seen
-        while (each.key, index) not in seen:
-            seen.add((each.key, index))
-            here = self._home[each.key].instructions
-            if each.op == "tuple" and index:
-                each, index = here[each.operands[index[0]]], index[1:]
-            elif each.op == "get-tuple-element":
-                each, index = here[each.operands[0]], (each.number, *index)
-            elif each.op == "async-start" and index[:1] == (0,):  # what it was given
-                each, index = here[each.operands[index[1]]], index[2:]
-            elif each.op == "async-start":
-                each, index = self._root(each.called[0]), index[1:]
-            elif each.op in _RENAMES:
-                each, index = here[each.operands[0]], (*self._inside(each), *index)
-            elif each.op == "copy-start":
-                each, index = here[each.operands[0]], index[1:]
+        while (part := self.named(each, index)) not in seen:
+            seen.add(part)
+            each, index = self.instruction(part[0]), part[1]
+            caller = self.caller_of(each) if each.op == "parameter" else None
+            if each.op == "copy-start":
+                each, index = self.operand(each, 0), index[1:]
             elif each.op == "copy" or (each.op in COPIES and not each.scopes):
-                each = here[each.operands[0]]
+                each = self.operand(each, 0)
             elif self._stacks(each):
-                each = here[each.operands[1]]
+                each = self.operand(each, 1)
             elif each.op == "conditional":
-                found = (self._maker(self._root(key), index, seen) for key in each.called)
+                found = (self._maker(branch.root, index, seen) for branch in self.called(each))
                 known = [maker for maker in found if maker is not None]
                 return next((maker for maker in known if maker.frame), next(iter(known), None))
-            elif each.op in ("fusion", "call"):
-                each = self._root(each.called[0])
-            elif (
-                each.op == "while"
-            ):  # what its body makes of it, if anything; else what it is given
-                if (made := self._maker(self.body(each).root, index, seen)) is not None:
+            elif each.op == "async-start":
+                each, index = self.called(each)[0].root, index[1:]
+            elif each.op == "fusion":
+                each = self.called(each)[0].root
+            elif each.op == "while" or (caller is not None and caller.op == "while"):
+                # What its body makes of it; if that hands it on, what the loop is given.
+                loop = each if caller is None else caller
+                root = self.body(loop).root
+                if (root.key, index) in seen:  # the body is being looked at
+                    return None
+                seen.add((root.key, index))
+                if (made := self._maker(root, index, seen)) is not None:
                     return made
-                each = here[each.operands[0]]
-            elif each.op == "parameter" and (caller := self.caller_of(each)) is not None:
-                if caller.op == "while":
-                    root = self.body(caller).root
-                    if (root.key, index) in seen:  # it goes round unchanged
-                        return None
-                    if (made := self._maker(root, index, seen)) is not None:
-                        return made
+                each = self.operand(loop, 0)
+            elif caller is not None:
                 each = self._given(caller, each)
             else:
                 return each
@@ -229,9 +231,6 @@ class Flow:
 
     def _stacks(self, each: Instruction) -> bool:
         return each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes))
-
-    def _root(self, computation: int) -> Instruction:
-        return self._module.computations[computation].root
 
     def _inside(self, renames: Instruction) -> Index:
         """Where what is renamed is in the operand: of what runs aside in its second part."""
@@ -304,7 +303,7 @@ class Flow:
             is_of_it = part[: len(inside)] == inside
             return None, [(user, part[len(inside) :])] if is_of_it else []
         if user.op == "call":
-            return None, [(self._parameter(self._module.computations[user.called[0]], k), part)]
+            return None, [(self._parameter(self.called(user)[0], k), part)]
         if user.op == "while":
             carried = self._parameter(self.body(user), 0)
             is_other = values is not None and (carried.key, part) in values
@@ -317,32 +316,32 @@ class Flow:
         names = [(user, ())] if values is None and self._is_stacked_on(user, k) else []
         return Read(user, k, part, until), names
 
+    def updated(self, each: Instruction, index: Index = ()) -> tuple[Instruction, int] | None:
+        """Which operand an instruction updates in place, and what does that inside of it."""
+        if each.op in _IN_PLACE:
+            return each, 0
+        if each.op not in _RUNS_AS_ONE:
+            return None
+        body = self.called(each)[0]
+        key, index = self.named(body.root, index[1:] if each.op == "async-start" else index)
+        found = self.updated(self.instruction(key), index)
+        if found is None:
+            return None
+        key, _ = self.named(self.operand(self.instruction(key), found[1]), ())
+        given = self.instruction(key)
+        return (found[0], given.number) if given.op == "parameter" else None
+
     def _is_stacked_on(self, user: Instruction, k: int) -> bool:
         """Whether an instruction is an operand of its in which a loop has put something."""
-        if user.op != "fusion":
-            return k == 0 and self._stacks(user)
-        body = self._module.computations[user.called[0]]
-        last = self._unnamed(body, body.root)
-        if not self._stacks(last):
-            return False
-        before = self._unnamed(body, body.instructions[last.operands[0]])
-        return before.op == "parameter" and before.number == k
-
-    def _unnamed(self, body: Computation, each: Instruction) -> Instruction:
-        while each.op == "bitcast":
-            each = body.instructions[each.operands[0]]
-        return each
+        found = self.updated(user) if user.op != "async-start" else None
+        return found is not None and found[1] == k and self._stacks(found[0])
 
     def reading(self, read: Read) -> Operation | None:
         """The operation that reads: of several that run as one, the first that takes it, unless
         they end in the backward pass and that is of the forward pass; of a loop that takes it apart
         and of what XLA has put in, the one that reads that. None for what only hands it on."""
-        reader = read.reader
-        if (
-            read.operand is None
-            or reader.op == "while"
-            or self._is_stacked_on(reader, read.operand)
-        ):
+        reader, operand = read.reader, read.operand
+        if operand is None or reader.op == "while" or self._is_stacked_on(reader, operand):
             return None
         runs_as_one = reader.op in _RUNS_AS_ONE
         last = reader if reader.scopes and not runs_as_one else self._maker(reader)
@@ -355,8 +354,7 @@ class Flow:
         if whole is None or (last is not None and any(map(_UNSTACKS.search, last.scopes))):
             takes = self._first_reading(reader)
         elif runs_as_one:
-            body = self._module.computations[reader.called[0]]
-            takes = self._first_reading(self._parameter(body, read.operand))
+            takes = self._first_reading(self._parameter(self.called(reader)[0], operand))
         else:
             takes = None
         is_later = whole is not None and whole.is_backward

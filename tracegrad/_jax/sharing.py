@@ -7,34 +7,34 @@ any more, which is XLA's habit on all backends.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from tracegrad._jax.flow import Flow, Index, Part, Value
-from tracegrad._jax.hlo import Computation, Instruction, Type
+from tracegrad._jax.flow import Buffers, Flow, Index, Part, Value
+from tracegrad._jax.hlo import Instruction, Type
 
 # Nothing is written for them, or what they run says what is.
-_NO_VALUES = re.findall(
-    r"\S+",
-    "bitcast tuple get-tuple-element opt-barrier constant copy-done async-done after-all call "
-    "partition-id replica-id",
+_NO_VALUES = frozenset(
+    """
+    bitcast tuple get-tuple-element opt-barrier constant copy-done async-done after-all call
+    partition-id replica-id
+    """.split()  # noqa: SIM905
 )
 _BY_ELEMENT = frozenset(
-    re.findall(
-        r"\S+",
-        "abs add and atan2 cbrt ceil clamp compare complex convert cosine divide erf exponential "
-        "exponential-minus-one floor fusion imag is-finite log log-plus-one logistic map maximum "
-        "minimum multiply negate not or power real reduce-precision remainder round-nearest-afz "
-        "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical "
-        "sign sine sqrt subtract tan tanh xor",
-    )
+    """
+    abs add and atan2 cbrt ceil clamp compare complex convert cosine divide erf exponential
+    exponential-minus-one floor fusion imag is-finite log log-plus-one logistic map maximum minimum
+    multiply negate not or power real reduce-precision remainder round-nearest-afz
+    round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine
+    sqrt subtract tan tanh xor
+    """.split()  # noqa: SIM905
 )
 _SAME_ELEMENTS = ("bitcast", "copy", "tuple")
-_IN_PLACE = ("dynamic-update-slice", "scatter")
+# Of what begins to be computed aside, the part that is computed; the others are what it is given.
+_OWN: dict[str, Index] = {"async-start": (1,), "copy-start": (0,)}
 
 
-def shared(flow: Flow) -> dict[str, list[list[Value]]]:
-    """The values of each buffer, by what that is: ``argument``, ``result`` or ``temporary``."""
+def shared(flow: Flow) -> Buffers:
+    """The buffers of a program, as they are likely to be."""
     return _Sharing(flow).buffers()
 
 
@@ -80,28 +80,8 @@ class _Sharing:
         elif each.op == "conditional":
             for branch in flow.called(each):
                 yield flow.named(branch.root, index)
-        elif each.op in _IN_PLACE:
-            yield flow.named(flow.operand(each, 0), ())
-        elif each.op in ("fusion", "async-start"):
-            part = index[1:] if each.op == "async-start" else index
-            if (k := self._updated(flow.called(each)[0], part)) is not None:
-                yield flow.named(flow.operand(each, k), ())
-
-    def _updated(self, body: Computation, index: Index) -> int | None:
-        """Which operand is updated in place by what runs as one."""
-        each = body.root
-        while True:
-            if each.op == "tuple" and index:
-                each, index = body.instructions[each.operands[index[0]]], index[1:]
-            elif each.op == "bitcast":
-                each = body.instructions[each.operands[0]]
-            elif each.op == "fusion":
-                k = self._updated(self._flow.called(each)[0], index)
-                return None if k is None else _number(body, each.operands[k])
-            elif each.op in _IN_PLACE:
-                return _number(body, each.operands[0])
-            else:
-                return None
+        elif (found := flow.updated(each, index)) is not None:
+            yield flow.named(flow.operand(each, found[1]), ())
 
     def _reuse(self, part: Part, last: dict[Part, int]) -> None:
         """Puts what is computed element by element where an operand is that is read last."""
@@ -110,14 +90,9 @@ class _Sharing:
             operand = flow.named(flow.operand(each, k), ())
             mine, its = self._find(part), self._find(operand)
             is_there = flow.instruction(operand[0]).op not in ("parameter", "constant")
-            is_alike = self._sizes.get(operand) == self._sizes[part]
-            if (
-                is_there
-                and is_alike
-                and self._takes_elements(each, k)
-                and its != mine
-                and last[its] == flow.order[part[0]]
-            ):
+            is_alike = self._sizes.get(operand) == self._sizes[part] and its != mine
+            is_over = is_there and is_alike and last[its] == flow.order[part[0]]
+            if is_over and self._takes_elements(each, k):
                 end = max(last[its], last[mine])
                 self._join(operand, part)
                 last[self._find(part)] = end
@@ -147,7 +122,7 @@ class _Sharing:
         if (of_one := self._find(one)) != (of_other := self._find(other)):
             self._buffer[of_one] = of_other
 
-    def buffers(self) -> dict[str, list[list[Value]]]:
+    def buffers(self) -> Buffers:
         """See `shared`."""
         found: dict[Part, list[Part]] = {}
         for part in self._sizes:
@@ -155,7 +130,7 @@ class _Sharing:
         root, entry = self._flow.root, self._flow.arguments
         kinds = {self._find(self._flow.named(root, i)): "result" for i, _ in _arrays(root.type)}
         kinds |= {self._find((v.key, i)): "argument" for v in entry for i, _ in _arrays(v.type)}
-        by_kind: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
+        by_kind: Buffers = {"argument": [], "result": [], "temporary": []}
         for number, (buffer, parts) in enumerate(found.items()):
             size = max(self._sizes[part] for part in parts)
             values = [self._value(part, (number, 0, size)) for part in parts]
@@ -168,21 +143,9 @@ class _Sharing:
         return Value(each, part[1], slot, first, max(first, self._ends[part]))
 
 
-# Of what begins to be computed aside, the part that is computed; the others are what it is given.
-_OWN: dict[str, Index] = {"async-start": (1,), "copy-start": (0,)}
-
-
 def _arrays(of: Type, index: Index = ()) -> Iterator[tuple[Index, Type]]:
     if of.kind == "tuple":
         for k, part in enumerate(of.parts):
             yield from _arrays(part, (*index, k))
     elif of.kind != "token":
         yield index, of
-
-
-def _number(body: Computation, key: int) -> int | None:
-    """Of a parameter under whatever name; None for anything else."""
-    each: Instruction = body.instructions[key]
-    while each.op == "bitcast":
-        each = body.instructions[each.operands[0]]
-    return each.number if each.op == "parameter" else None

@@ -3,9 +3,8 @@ what reads it in the forward and in the backward pass."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tracegrad.ir import Graph, Node, Value
@@ -78,12 +77,3 @@ class MemoryModel:
     @property
     def total_flops(self) -> int:
         return sum(self.flops)
-
-
-def alive(spans: Iterable[tuple[int, int, int]], moments: int) -> list[int]:
-    """Bytes alive at each of so many moments, of what has a first one, a last one and a size."""
-    changes = [0] * (moments + 1)
-    for first, last, size in spans:
-        changes[first] += size
-        changes[min(last + 1, moments)] -= size
-    return list(itertools.accumulate(changes[:moments]))

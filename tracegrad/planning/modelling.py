@@ -13,13 +13,14 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
+from tracegrad._jax.spans import alive
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
 from tracegrad.planning.activity import active_in_body, active_values
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.flops import node_flops
 from tracegrad.planning.fusion import Fusion, without_compiling
-from tracegrad.planning.model import MemoryModel, alive
+from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
 from tracegrad.planning.simulation import keep_all
 

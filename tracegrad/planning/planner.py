@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tracegrad._jax.spans import alive
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.model import MemoryModel, alive
+from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import (
     Local,
     Piece,
