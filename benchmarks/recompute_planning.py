@@ -44,19 +44,19 @@ from jax.experimental import topologies
 from report import print_table
 
 import tracegrad
+from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Graph
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.activity import active_values
 from tracegrad.planning.bounds import flops_bound
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.fitting import Measure
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import Planner, crossing_bytes
 from tracegrad.planning.simulation import Segment, keep_all, simulate
+from tracegrad.rewriting.flatten import flatten
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Program = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -11,10 +11,9 @@ import pytest
 
 import tracegrad as tg
 from tests.compilation import compiled_to, kept_on_disk
+from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
-from tracegrad.planning.activity import active_values
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import (
     Fate,
     Fusion,
@@ -25,6 +24,7 @@ from tracegrad.planning.fusion import (
     written_down,
 )
 from tracegrad.planning.measuring import Gradient
+from tracegrad.rewriting.flatten import flatten
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

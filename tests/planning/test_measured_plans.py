@@ -14,6 +14,7 @@ import pytest
 from jax.experimental import topologies
 
 import tracegrad
+from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.planning import (
     BudgetTooSmall,
@@ -23,9 +24,9 @@ from tracegrad.planning import (
     recompute_to_fit,
 )
 from tracegrad.planning.fitting import fitted
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.modelling import model
 from tracegrad.planning.search import Fit, Search
+from tracegrad.rewriting.flatten import flatten
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -352,11 +353,9 @@ def test_a_bound_of_the_model_is_told_where_it_does_not_contradict_what_xla_held
 
 
 def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
-    from tracegrad.planning import measuring
-
     compiled = []
-    bytes_of = measuring.account_of
-    monkeypatch.setattr(measuring, "account_of", lambda *c: compiled.append(c) or bytes_of(*c))
+    bytes_of = _jax.account_of
+    monkeypatch.setattr(_jax, "account_of", lambda *c: compiled.append(c) or bytes_of(*c))
     tracegrad.clear_caches()
     plan = planned("60%")
     assert 2 <= len(compiled) <= 3

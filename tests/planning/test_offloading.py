@@ -87,7 +87,7 @@ def test_a_plan_brings_to_the_host_what_it_says_and_back(name: str, tmp_path: Pa
 @pytest.mark.any_jax
 def test_where_nothing_is_saved_by_what_goes_a_plan_does_without(monkeypatch: pytest.MonkeyPatch):
     # A CPU that says that it could: what goes to the host's memory stays where it is.
-    monkeypatch.setattr("tracegrad.planning.offloading.has_host_memory", lambda _: True)
+    monkeypatch.setattr("tracegrad._jax.has_host_memory", lambda _: True)
     shapes = [{"up": f32(32, 64), "down": f32(64, 32)}] * LAYERS, f32(1024, 32)
     assert plan_recompute(unrolled, "60%", measure=False, offload=0.1)(*shapes).offloaded
     plan = plan_recompute(unrolled, "60%", offload=0.1)(*shapes)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Recompute
-from tracegrad.planning.activity import active_values
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.simulation import Segment
+from tracegrad.rewriting.flatten import flatten
 
 
 @jax.custom_jvp

@@ -17,21 +17,21 @@ import pytest
 from equinox.internal import while_loop
 
 import tracegrad
+from tracegrad.differentiation.residuals import NodeResiduals
+from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.budget import budget_bytes
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.flatten import flatten
-from tracegrad.planning.flops import node_flops
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.planner import Planner
-from tracegrad.planning.residuals import NodeResiduals
 from tracegrad.planning.simulation import (
     Segment,
     keep_all,
     simulate,
 )
+from tracegrad.rewriting.flatten import flatten
 
 pytestmark = pytest.mark.any_jax
 

@@ -15,13 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad
 from tracegrad.ir import Graph
+from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.flatten import flatten
-from tracegrad.planning.flops import node_flops
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.simulation import keep_all
+from tracegrad.rewriting.flatten import flatten
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -42,6 +42,9 @@ from tracegrad._jax.compat import scan_split as scan_split
 from tracegrad._jax.compat import shard_map_options as shard_map_options
 from tracegrad._jax.compat import versions as versions
 from tracegrad._jax.compat import with_compiler_options as with_compiler_options
+from tracegrad._jax.compiled import NotMeasuredError as NotMeasuredError
+from tracegrad._jax.compiled import account_of as account_of
+from tracegrad._jax.compiled import saying_why_not as saying_why_not
 from tracegrad._jax.derivatives import grad as grad
 from tracegrad._jax.derivatives import jacfwd as jacfwd
 from tracegrad._jax.derivatives import jacrev as jacrev
@@ -51,9 +54,11 @@ from tracegrad._jax.derivatives import of_some as of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
+from tracegrad._jax.devices import HOST_MEMORY as HOST_MEMORY
 from tracegrad._jax.devices import compiled_by as compiled_by
 from tracegrad._jax.devices import device_count as device_count
 from tracegrad._jax.devices import device_of as device_of
+from tracegrad._jax.devices import has_host_memory as has_host_memory
 from tracegrad._jax.devices import sharding_of as sharding_of
 from tracegrad._jax.flow import Operation as Operation
 from tracegrad._jax.hlo import lines_kept as lines_kept

@@ -1,10 +1,12 @@
-"""What XLA has made of a program: what it writes to memory, in the order in which it does."""
+"""What XLA has made of a program: the bytes that it holds, and what it writes, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
+from tracegrad._jax.devices import compiled_by
 from tracegrad._jax.hlo import Computation, Instruction, Module
 
 # Nothing is written for them.
@@ -14,6 +16,33 @@ _VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt
 COPIES = ("bitcast", "copy", "reshape", "transpose", "convert")
 
 _T = TypeVar("_T")
+
+
+class NotMeasuredError(Exception):
+    """A program could not be compiled here, by itself."""
+
+
+def account_of(compiled: Any, device: Any) -> Any:
+    """XLA's account of the memory of a program compiled for a device, on each such device.
+
+    Raises NotMeasuredError if the backend does not say.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise NotMeasuredError(f"{compiled_by(device)} does not say what a program holds")
+    return analysis
+
+
+@contextmanager
+def saying_why_not() -> Iterator[None]:
+    """A block that compiles: whatever JAX or XLA cannot do with a part of a program is a
+    NotMeasuredError in their words."""
+    try:
+        yield
+    except NotMeasuredError:
+        raise
+    except Exception as error:
+        raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 class Written(NamedTuple):

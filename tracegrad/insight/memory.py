@@ -17,10 +17,7 @@ from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.live_ranges import find_peak
 from tracegrad.insight.memory_advice import Advice, advice_for
 from tracegrad.insight.peak import LASTING, Held, Peak
-from tracegrad.ir.wording import name_of, some, table
-from tracegrad.planning.budget import in_units
-from tracegrad.planning.measuring import NotMeasuredError, account_of, saying_why_not
-from tracegrad.planning.offloading import has_host_memory
+from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import require_function
@@ -210,22 +207,22 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
         account, stats, why_not = None, None, ""
         try:
-            with saying_why_not(), _jax.lines_kept():
+            with _jax.saying_why_not(), _jax.lines_kept():
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
                 compiled = lowering.lower(*args, **kwargs).compile()
                 compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
                 module = _jax.module_of(compiled)
-                stats = account_of(compiled, device)
+                stats = _jax.account_of(compiled, device)
                 given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
                 devices = max(devices, _jax.device_count(given))
-        except NotMeasuredError as error:  # the model's, and it says so
+        except _jax.NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
         else:
             account = _jax.account_of_buffers(module, stats)
         if account is not None:
             peak = peak_of_buffers(program, account)
         else:
-            peak = find_peak(program, is_host=not has_host_memory(device))
+            peak = find_peak(program, is_host=not _jax.has_host_memory(device))
         lines = _lines(peak)
         listed = sum(line.size for line in lines)
         temporary = sum(line.size for line in lines if line.kind not in LASTING)

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from tracegrad import _jax
 from tracegrad.insight.peak import LASTING, Held, Peak
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value, match
+from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
-from tracegrad.planning.budget import in_units
-from tracegrad.planning.flops import node_flops
-from tracegrad.planning.modelling import is_by_element
-from tracegrad.planning.residuals import nbytes
+from tracegrad.ir.wording import in_units
 
 _MOST = 3
 _LIKELY = 12  # scopes that are tried: those that hold most

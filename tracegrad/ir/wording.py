@@ -115,3 +115,12 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
         "the state, so that what it assigns would be lost when the call is over. Have it return "
         "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )
+
+
+def in_units(size: float) -> str:
+    """Bytes for a reader: ``1.25 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

@@ -11,11 +11,11 @@ What a scan keeps is left out: it could be run in other ways, of which each keep
 from __future__ import annotations
 
 from tracegrad import _jax
-from tracegrad.planning.activity import active_in_body
+from tracegrad.differentiation.activity import active_in_body
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
+from tracegrad.rewriting.flatten import flatten
 
 
 def lowest_peak_bound(whole: MemoryModel) -> int:

@@ -67,12 +67,3 @@ def _read(text: str, whole: int) -> float:
             raise ValueError(f"{_EXPECTED}; got {text!r}, more than there is")
         return max(number / 100 * whole, 1.0 if number > 0 else 0.0)
     return number * float(_UNITS[match[2]])
-
-
-def in_units(size: float) -> str:
-    """Bytes for a reader: ``1.25 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"

@@ -13,8 +13,8 @@ import re
 
 import jax
 
+from tracegrad.differentiation.graph_gradient import gradient_of, with_operands
 from tracegrad.ir import Graph
-from tracegrad.planning.measuring import gradient_of, with_operands
 
 
 def fingerprint(graph: Graph) -> str:

@@ -18,8 +18,8 @@ import jax
 from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import Module
 from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Value, operations
+from tracegrad.ir.costs import nbytes
 from tracegrad.lowering.evaluate import Lowering, evaluate_node, read, run_nodes
-from tracegrad.planning.residuals import nbytes
 
 _SCOPE = "tracegrad.node."
 _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.planning.budget import in_units
+from tracegrad.ir.wording import in_units
 from tracegrad.planning.fingerprint import fingerprint
-from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import read_from
-from tracegrad.planning.measuring import Gradient, NotMeasuredError, shardings_of
+from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.plan_file import AGAIN, read
 from tracegrad.planning.plan_recompute import plan_of
 from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, simulate
+from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
@@ -96,7 +96,7 @@ def load_plan(
             without, measured_on = None, here
             try:
                 fit = replace(fit, held=gradient.held(fit.rewritten()))
-            except NotMeasuredError as error:
+            except _jax.NotMeasuredError as error:
                 fit, measured_on = replace(fit, held=None), str(error)
             if fit.held is not None and fit.held > budget:
                 raise ValueError(

@@ -7,18 +7,17 @@ arguments, the value beside it, or an optimizer behind it, and is compiled as a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
+from tracegrad.differentiation.activity import traced_constants
+from tracegrad.differentiation.graph_gradient import gradient_of
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
-from tracegrad.planning.activity import traced_constants
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 
 # What planning has found out before, by all that it depends on; the first part of a key says what
@@ -33,33 +32,6 @@ _UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-
-
-class NotMeasuredError(Exception):
-    """A program could not be compiled here, by itself."""
-
-
-def account_of(compiled: Any, device: Any) -> Any:
-    """XLA's account of the memory of a program compiled for a device, on each such device.
-
-    Raises NotMeasuredError if the backend does not say.
-    """
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        raise NotMeasuredError(f"{_jax.compiled_by(device)} does not say what a program holds")
-    return analysis
-
-
-@contextmanager
-def saying_why_not() -> Iterator[None]:
-    """A block that compiles: whatever JAX or XLA cannot do with a part of a program is a
-    NotMeasuredError in their words."""
-    try:
-        yield
-    except NotMeasuredError:
-        raise
-    except Exception as error:
-        raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -117,7 +89,7 @@ class Gradient:
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
             options.update(_jax.keep_recompute_options(backend) or {})
-        with saying_why_not():
+        with _jax.saying_why_not():
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
@@ -134,7 +106,7 @@ class Gradient:
             known: tuple[int, Fusion | None] | None = FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
-                held, fusion = int(account_of(compiled, self.device).temp_size_in_bytes), None
+                held, fusion = int(_jax.account_of(compiled, self.device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
                     module = _jax.module_of(compiled)
                     fusion = seen(program, module, self._examples, self._devices)
@@ -143,45 +115,3 @@ class Gradient:
 
     def _of_each_example(self, shape: Any) -> Any:
         return _jax.struct((self._examples, *shape.shape), shape.dtype)
-
-
-def with_operands(
-    program: Graph, constants: Sequence[Value], run: Callable[..., Any] = evaluate
-) -> Callable[[Sequence[Any]], Any]:
-    """A program as a function of its inputs, and of some of its constants behind them.
-
-    `run`: what runs a graph on its inputs.
-    """
-    count = len(program.inputs)
-
-    def with_constants(operands: Sequence[Any]) -> Any:
-        here = program.copy() if constants else program
-        mine = dict(zip(program.constants, list(here.constants), strict=True))
-        for value, array in zip(constants, operands[count:], strict=True):
-            here.set_constant(mine[value], array)
-        return run(here, operands[:count])
-
-    return with_constants
-
-
-def gradient_of(
-    program: Graph,
-    constants: Sequence[Value],
-    active: Sequence[int],
-    run: Callable[..., Any] = evaluate,
-) -> Callable[[list[Any], list[Any]], Any]:
-    """The gradients with respect to the operands of `with_operands` at some positions; of a loss
-    without a cotangent, as in `jax.grad`."""
-    flowing = [i for i, value in enumerate(program.outputs) if value.has_gradient]
-
-    def gradient(operands: list[Any], given: list[Any]) -> Any:
-        given_all = with_operands(program, constants, run)
-        _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
-        return pull(given or [jnp.ones((), program.outputs[i].aval.dtype) for i in flowing])
-
-    name = program.name
-    if run is not evaluate:  # JAX caches what is compiled, and we do, by all but its scopes
-        operations = " ".join(node.op for node in program.nodes)
-        name = f"{name}_in_scopes_{hashlib.sha256(operations.encode()).hexdigest()[:16]}"
-    gradient.__name__ = gradient.__qualname__ = name
-    return gradient

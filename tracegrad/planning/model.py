@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from tracegrad.differentiation.residuals import NodeResiduals
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.planning.fusion import Fusion
-from tracegrad.planning.residuals import NodeResiduals
 
 
 @dataclass

@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tracegrad import _jax
 from tracegrad._jax.spans import alive
+from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
-from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
-from tracegrad.planning.activity import active_in_body, active_values
-from tracegrad.planning.flatten import flatten
-from tracegrad.planning.flops import node_flops
+from tracegrad.differentiation.residuals import NodeResiduals, Residuals
+from tracegrad.ir import CustomGradient, Graph, Node, Value
+from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.residuals import NodeResiduals, Residuals, nbytes
 from tracegrad.planning.simulation import keep_all
+from tracegrad.rewriting.flatten import flatten
 
 
 def model(
@@ -219,14 +219,6 @@ class _Modelling:
 
 def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(positions)))
-
-
-def is_by_element(node: Node) -> bool:
-    """Whether it is a view, or computes each element of its results of one of each operand."""
-    if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
-        nodes = [inner for region in node.regions.values() for inner in region.nodes]
-        return all(map(is_by_element, nodes))
-    return node.op in operations.VIEWS | operations.CHEAP | operations.COSTLY
 
 
 def operands(node: Node) -> list[Value]:

@@ -21,8 +21,6 @@ from tracegrad.planning.measuring import FOUND
 
 Offload = bool | float
 
-_HOST = "pinned_host"
-
 
 def transfer_flops(offload: Offload, measure: bool) -> float:
     """FLOPs for which there is time while a byte goes to the host's memory and back.
@@ -43,7 +41,7 @@ def transfer_flops(offload: Offload, measure: bool) -> float:
     if not 0 < offload < math.inf:
         raise ValueError(f"offload= wants FLOPs for a byte above zero, not {offload!r}")
     device = jax.local_devices()[0]
-    if (measure or offload is True) and not has_host_memory(device):
+    if (measure or offload is True) and not _jax.has_host_memory(device):
         raise ValueError(
             f"offload= keeps values in the host's memory, but {device.device_kind!r} has no other: "
             "nothing would be saved. To plan for another device, pass measure=False and how many "
@@ -56,20 +54,11 @@ def transfer_flops(offload: Offload, measure: bool) -> float:
     return FOUND.put(key, measured_transfer(device)) if known is None else known
 
 
-def has_host_memory(device: Any) -> bool:
-    """Whether a device can keep values in the host's memory, and has one of its own.
-
-    A CPU lists it, too, and does nothing with it: JAX leaves out what would bring values there.
-    """
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return _HOST in kinds and device.platform != "cpu"
-
-
 def measured_transfer(device: Any, size: int = 4096) -> float:
     """FLOPs of products, float32 as they are by default, for a byte; `size`: rows of a matrix."""
     with jax.ensure_compile_time_eval():
         here = jax.sharding.SingleDeviceSharding(device)
-        there = here.with_memory_kind(_HOST)
+        there = here.with_memory_kind(_jax.HOST_MEMORY)
         matrix = jax.device_put(jnp.ones((size, size), jnp.float32), here)
         product = jax.jit(jnp.matmul)
         product_seconds = _seconds(lambda: product(matrix, matrix))

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
-from tracegrad.ir.wording import table
-from tracegrad.planning.budget import in_units
+from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fusion import written_down
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan_file import FORMAT, VERSION, PlanRecord, write
 from tracegrad.planning.regions import nodes_of
-from tracegrad.planning.residuals import host_bytes
 from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, keep_all
 from tracegrad.tracing import to_callable

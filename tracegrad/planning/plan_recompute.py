@@ -12,21 +12,21 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
+from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
-from tracegrad.ir.wording import name_of
-from tracegrad.planning.activity import active_values
+from tracegrad.ir.wording import in_units, name_of
 from tracegrad.planning.bounds import lowest_peak_bound
-from tracegrad.planning.budget import MemoryBudget, budget_bytes, in_units
+from tracegrad.planning.budget import MemoryBudget, budget_bytes
 from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
-from tracegrad.planning.flatten import flatten
-from tracegrad.planning.measuring import FOUND, Gradient, NotMeasuredError, shardings_of
+from tracegrad.planning.measuring import FOUND, Gradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.offloading import Offload, transfer_flops
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.rewriting.edits import refuse_differentiated
+from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.graphs import graph as trace_graph
 
@@ -131,7 +131,7 @@ def _plan_graph(
                 begin("compiling with nothing recomputed")
                 gradient = Gradient(program, active_values(program), shardings, examples)
                 return _measured(program, gradient, memory_budget, plans, ways, examples, begin)
-            except NotMeasuredError as error:
+            except _jax.NotMeasuredError as error:
                 why_not = str(error)
         search = Search(model(program, transfer=transfer), examples)
         budget = budget_bytes(memory_budget, search.kept.peak * examples) // examples

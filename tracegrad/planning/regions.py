@@ -20,14 +20,14 @@ import jax
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
+from tracegrad.ir.costs import nbytes
 from tracegrad.ir.grouping import entering, leaving
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import operands
-from tracegrad.planning.names import name_results, name_values
-from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Segment
 from tracegrad.planning.tuning import TUNING
+from tracegrad.rewriting.checkpoint_names import name_results, name_values
 
 _BARRIER = "together"  # see `_barrier`
 

@@ -12,25 +12,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 
 from tracegrad import _jax
+from tracegrad.differentiation.activity import active_in_body
 from tracegrad.ir import Graph, Node
-from tracegrad.planning.activity import active_in_body
-from tracegrad.planning.flatten import flatten
+from tracegrad.ir.costs import nbytes
 from tracegrad.planning.fusion import Fusion, moved
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import handed_bytes, model
 from tracegrad.planning.planner import Planner, frontier, recomputing
 from tracegrad.planning.regions import with_regions
-from tracegrad.planning.residuals import nbytes
 from tracegrad.planning.simulation import Piece, Segment, keep_all
 from tracegrad.planning.tuning import TUNING
-from tracegrad.tracing import to_callable
+from tracegrad.rewriting.flatten import flatten
+from tracegrad.rewriting.scan_groups import group_size, in_groups
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class _Option:
         on_host = range(constants, constants + carried) if self.way.offload else ()
         graph.set_region(node, "jaxpr", with_regions(self.body, [self.way], on_host))
         if self.size > 1:
-            graph.replace(node, _in_groups(node, self.size))
+            graph.replace(node, in_groups(node, self.size))
 
 
 def _is_plain(node: Node) -> bool:
@@ -162,41 +159,3 @@ def _best(options: Iterable[_Option], count: int) -> list[_Option]:
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
     return [found[k] for k in frontier(flops, size, TUNING.scan_options)]
-
-
-def group_size(length: int) -> int:
-    """The divisor of a length that is nearest to its square root, in proportion; 1 for a prime."""
-    divisors = [d for d in range(2, length) if length % d == 0]
-    return min(divisors, key=lambda d: (d + length // d, d), default=1)
-
-
-def _in_groups(node: Node, size: int) -> Callable[..., list[Any]]:
-    """The same scan in groups of so many iterations, of which only the first carry is kept."""
-    params, body = node.params, to_callable(node.regions["jaxpr"])
-    constants, carried = _jax.scan_split(params)
-    groups = params["length"] // size
-
-    def run(*operands: Any) -> list[Any]:
-        fixed = operands[:constants]
-        carry = list(operands[constants : constants + carried])
-        scanned = list(operands[constants + carried :])
-
-        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*fixed, *carry, *slices)
-            return results[:carried], results[carried:]
-
-        def group(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            how = {"reverse": params["reverse"], "unroll": params["unroll"]}
-            return lax.scan(step, carry, slices, length=size, **how)
-
-        final, stacked = lax.scan(
-            jax.checkpoint(group),
-            carry,
-            [x.reshape(groups, size, *x.shape[1:]) for x in scanned],
-            length=groups,
-            reverse=params["reverse"],
-        )
-        return [*final, *(y.reshape(groups * size, *y.shape[2:]) for y in stacked)]
-
-    run.__name__ = run.__qualname__ = "scan"
-    return run

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad.ir import Graph, Node, Occurrence
+from tracegrad.ir.wording import in_units
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.budget import in_units
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions

@@ -9,7 +9,6 @@ own.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence, RegionNode, operations
+from tracegrad.ir.costs import nbytes, nbytes_anywhere
 from tracegrad.lowering.evaluate import evaluate, evaluate_node
-from tracegrad.planning.flops import size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +33,6 @@ class Residuals:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     extra: int
-
-
-def nbytes(aval: Any) -> int:
-    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers, or waits
-    in the host's memory."""
-    return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
-
-
-def nbytes_anywhere(aval: Any) -> int:
-    """`nbytes`, in whose memory it may be."""
-    dtype = getattr(aval, "dtype", None)
-    return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
 class NodeResiduals:

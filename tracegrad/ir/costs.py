@@ -1,7 +1,8 @@
-"""How many floating point operations a node takes, by the formula of its primitive.
+"""What a node costs: the floating point operations that it takes, by the formula of its primitive,
+and the bytes of what it returns.
 
-A multiply-add counts as two. What is not listed costs one operation for each element of its largest
-operand or result, which is right for element-wise operations and for reductions.
+A multiply-add counts as two operations. What is not listed takes one for each element of its
+largest operand or result, which is right for element-wise operations and for reductions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, operations
+from tracegrad.ir import operations
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.nodes import CustomGradient, Node
 
 
 def node_flops(node: Node, known: dict[Graph, int]) -> int:
@@ -38,6 +41,26 @@ def size_of(dimension: Any) -> int:
 def elements(aval: Any) -> int:
     """How many elements a value of a type has."""
     return math.prod(map(size_of, getattr(aval, "shape", ())))
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers, or waits
+    in the host's memory."""
+    return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
+
+
+def nbytes_anywhere(aval: Any) -> int:
+    """`nbytes`, in whose memory it may be."""
+    dtype = getattr(aval, "dtype", None)
+    return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
+
+
+def is_by_element(node: Node) -> bool:
+    """Whether it is a view, or computes each element of its results of one of each operand."""
+    if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
+        nodes = [inner for region in node.regions.values() for inner in region.nodes]
+        return all(map(is_by_element, nodes))
+    return node.op in operations.VIEWS | operations.CHEAP | operations.COSTLY
 
 
 def _graph_flops(graph: Graph, known: dict[Graph, int]) -> int:
