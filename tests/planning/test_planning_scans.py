@@ -20,8 +20,10 @@ from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
+from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import keep_all
 from tracegrad.rewriting.flatten import flatten
+from tracegrad.tracing import to_callable
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -261,3 +263,45 @@ def test_what_is_not_differentiated_in_a_body_needs_no_derivative():
     plan = plan_recompute(fun, "60%", measure=False)(*shapes)
     assert plan.scans
     assert plan.flops > 0
+
+
+# ---------------------------------------------------------------------- some iterations otherwise
+
+
+def noisy_layers(ws: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
+    """Layers with dropout, from the last to the first, each of which has a result of its own."""
+
+    def layer(x: jax.Array, here: Any) -> tuple[jax.Array, jax.Array]:
+        w, key = here
+        y = jnp.tanh(jnp.sin(jnp.cos(x @ w["up"])) @ w["down"])
+        y = jnp.where(jax.random.bernoulli(key, 0.8, y.shape), y, 0.0)
+        return x + y, jnp.sum(jnp.exp(y), axis=-1)
+
+    x, sums = jax.lax.scan(layer, x, (ws, keys), reverse=True)
+    return jnp.mean(x**2) + jnp.mean(sums * jnp.arange(sums.shape[0])[:, None])
+
+
+@pytest.mark.any_jax
+def test_some_iterations_may_keep_what_others_compute_again():
+    """What a scan keeps comes in steps of a few values for each iteration otherwise: with some of
+    its iterations run another way a budget between two steps costs what is between."""
+    rng = np.random.default_rng(0)
+    ws = {"up": rng.normal(size=(24, 16, 16)) / 4, "down": rng.normal(size=(24, 16, 16)) / 4}
+    ws, x = jax.tree.map(jnp.float32, ws), jnp.float32(rng.normal(size=(256, 16)))
+    args = ws, x, jax.random.split(jax.random.key(0), 24)
+    search = Search(model_of(noisy_layers, *args))
+    expected, without = gradient_and_bytes(noisy_layers, args)
+    in_turn = [each for each in search.variants() if each.name.startswith("of 2 scan bodies")]
+    assert len(in_turn) >= 3
+    for variant in (in_turn[1], in_turn[-2]):
+        fit = search.best(keep_all(variant.model).peak)
+        assert fit.variant is variant
+        found, held = gradient_and_bytes(to_callable(fit.rewritten()), args)
+        assert held / without == pytest.approx(fit.simulation.peak / search.kept.peak, rel=0.1)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+def gradient_and_bytes(fun: Callable[..., Any], args: Any) -> tuple[Any, int]:
+    compiled = tracegrad.trace(jax.grad(fun, (0, 1))).lower(*args).compile()
+    return compiled(*args), compiled.memory_analysis().temp_size_in_bytes

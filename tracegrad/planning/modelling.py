@@ -17,7 +17,7 @@ from tracegrad._jax.spans import alive
 from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import NodeResiduals, Residuals
-from tracegrad.ir import CustomGradient, Graph, Node, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
 from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel
@@ -162,8 +162,12 @@ class _Modelling:
     def _cotangent_bytes(self) -> list[int]:
         """Bytes alive while each node is pulled back, of cotangents: of a value from the first step
         back that adds to it, which is that of its last reader, to that of its producer. Not of
-        arguments: their terms wait for each other whatever the plan is, and what is seen of that
-        in a compiled program corrects the plan."""
+        arguments, by any shape: their terms wait for each other whatever the plan is, and what is
+        seen of that in a compiled program corrects the plan."""
+        given = {*self.graph.inputs, *self.graph.constants}
+        for node in self.graph.nodes:
+            if node.op in operations.RESHAPES and node.inputs[0] in given:
+                given.update(node.outputs)
         first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
         last = {
             v: i
@@ -173,7 +177,7 @@ class _Modelling:
         }
         last |= dict.fromkeys(self.is_output, len(self.graph.nodes))
         spans = (
-            (first[v], last[v], nbytes(v.aval)) for v in self.active if v in last and v in first
+            (first[v], last[v], nbytes(v.aval)) for v in self.active if v in last and v not in given
         )
         live = alive(spans, len(self.graph.nodes))
         return [

@@ -14,7 +14,7 @@ from tracegrad.saving.documents import Natural
 from tracegrad.saving.errors import ArtefactError
 
 FORMAT = "tracegrad recompute plan"
-VERSION = 9
+VERSION = 10
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
 
 

@@ -135,7 +135,7 @@ class Search:
         """
         best: Fit | None = None
         for variant in self.variants():
-            if best is not None and variant.flops >= best.flops:
+            if variant.least > target or (best and variant.flops >= best.flops):
                 continue
             found = variant.planner.find(target)
             if found is None:

@@ -25,6 +25,8 @@ class Tuning:
         many spare 0.2.
       scan_options: ways to run the scans of a program. With half of them a body may be run once
         more.
+      in_turn: of how many iterations of a scan some may keep more than the others, if its length is
+        a multiple.
       plans: those that are compiled if nobody says how many, beside the program with nothing
         recomputed.
       careful: the share of the budget that is planned for first, and of what is planned for where
@@ -46,7 +48,8 @@ class Tuning:
     most_in_pieces: int = 100
     cheap: float = 0.2
     labels: int = 150
-    scan_options: int = 16
+    scan_options: int = 32
+    in_turn: tuple[int, ...] = (2, 3, 4)
     plans: int = 2
     careful: float = 0.93
     ahead: float = 0.75

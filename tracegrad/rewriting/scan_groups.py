@@ -1,20 +1,25 @@
-"""A scan in groups of iterations, of which only the first carry is kept.
+"""A scan in groups of iterations: each group is one iteration of a scan around.
 
-Each group is run again when its turn comes in the backward pass: Griewank's checkpointing at two
-levels, for which the square root of the length is best.
+Where a group is run again when its turn comes in the backward pass, only its first carry is kept:
+Griewank's checkpointing at two levels, for which the square root of the length is best. Where the
+iterations of a group have bodies of their own, some may keep what others compute again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.ir import Node
+from tracegrad.ir import Graph, Node
 from tracegrad.tracing import to_callable
+from tracegrad.tracing.graphs import graph
+
+_Step = Callable[[Sequence[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 def group_size(length: int) -> int:
@@ -25,29 +30,82 @@ def group_size(length: int) -> int:
 
 def in_groups(node: Node, size: int) -> Callable[..., list[Any]]:
     """The same scan in groups of so many iterations, of which only the first carry is kept."""
-    params, body = node.params, to_callable(node.regions["jaxpr"])
-    constants, carried = _jax.scan_split(params)
-    groups = params["length"] // size
+    body = _step(node, node.regions["jaxpr"])
+
+    def group(
+        fixed: Sequence[Any], carry: list[Any], slices: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            return body(fixed, carry, slices)
+
+        how = {"reverse": node.params["reverse"], "unroll": node.params["unroll"]}
+        return lax.scan(step, carry, slices, length=size, **how)
+
+    return _around(node, jax.checkpoint(group), size)
+
+
+def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
+    """The same scan with these bodies, one after the other, over and over.
+
+    Each is as `part_of` makes it, of which the scan's length is a multiple.
+    """
+    steps = [_step(node, body) for body in bodies]
+
+    def group(
+        fixed: Sequence[Any], carry: list[Any], slices: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        order = range(len(steps))
+        rows = {}
+        for i in reversed(order) if node.params["reverse"] else order:
+            carry, rows[i] = steps[i](fixed, carry, slices)
+        return carry, [jnp.stack(each) for each in zip(*(rows[i] for i in order), strict=True)]
+
+    return _around(node, group, len(steps))
+
+
+def part_of(node: Node, body: Graph, place: int, count: int) -> Graph:
+    """A body of a scan that takes slices for so many iterations, and is that at one place of these.
+
+    What is cut out of them is cut inside, so that where it is run again they are all that is kept.
+    """
+    first, run = sum(_jax.scan_split(node.params)), to_callable(body)
+
+    def part(*operands: Any) -> list[Any]:
+        results: list[Any] = run(*operands[:first], *(x[place] for x in operands[first:]))
+        return results
+
+    types = [*body.in_avals[:first]]
+    types += [_jax.struct((count, *t.shape), t.dtype) for t in body.in_avals[first:]]
+    return graph(part)(*types)
+
+
+def _step(node: Node, body: Graph) -> _Step:
+    run, (_, carried) = to_callable(body), _jax.scan_split(node.params)
+
+    def step(
+        fixed: Sequence[Any], carry: list[Any], slices: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        results = run(*fixed, *carry, *slices)
+        return results[:carried], results[carried:]
+
+    return step
+
+
+def _around(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
+    """The scan of a node, over groups of so many iterations."""
+    constants, carried = _jax.scan_split(node.params)
+    groups = node.params["length"] // size
 
     def run(*operands: Any) -> list[Any]:
         fixed = operands[:constants]
         carry = list(operands[constants : constants + carried])
-        scanned = list(operands[constants + carried :])
-
-        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*fixed, *carry, *slices)
-            return results[:carried], results[carried:]
-
-        def group(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            how = {"reverse": params["reverse"], "unroll": params["unroll"]}
-            return lax.scan(step, carry, slices, length=size, **how)
-
+        scanned = operands[constants + carried :]
         final, stacked = lax.scan(
-            jax.checkpoint(group),
+            lambda carry, slices: group(fixed, carry, slices),
             carry,
             [x.reshape(groups, size, *x.shape[1:]) for x in scanned],
             length=groups,
-            reverse=params["reverse"],
+            reverse=node.params["reverse"],
         )
         return [*final, *(y.reshape(groups * size, *y.shape[2:]) for y in stacked)]
 
