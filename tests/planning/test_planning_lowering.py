@@ -15,7 +15,13 @@ import pytest
 
 import tracegrad
 from tracegrad.ir import Graph, Recompute
-from tracegrad.planning import RecomputePlan, load_plan, plan_recompute, recompute_to_fit
+from tracegrad.planning import (
+    BudgetTooSmall,
+    RecomputePlan,
+    load_plan,
+    plan_recompute,
+    recompute_to_fit,
+)
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -295,6 +301,60 @@ def test_a_rule_makes_a_traced_function_fit():
 
 
 # ------------------------------------------------------------------------- what a plan respects
+
+
+def penalty(weights: Any, x: jax.Array) -> jax.Array:
+    """A loss that takes a gradient itself."""
+
+    def model(x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = x + jnp.tanh(x @ w["up"]) * jax.nn.sigmoid(x)
+        return jnp.sum(x)
+
+    return jnp.mean((jnp.sum(jax.grad(model)(x) ** 2, axis=-1) - 1) ** 2)
+
+
+@pytest.mark.any_jax
+def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
+    """What is planned is the gradient of the penalty, in which that of the loss is a part: that one
+    alone holds a quarter of what both do."""
+    weights, x = values(mlp_shapes(6, 512, 16))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.grad(penalty)(weights, x)
+
+    def temporary(step: Any) -> int:
+        return step.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
+
+    without = temporary(jax.jit(step))
+    fitted = tracegrad.trace(step, memory_budget="90%")
+    assert temporary(fitted) <= 0.9 * without
+    assert all(jax.tree.leaves(jax.tree.map(close, fitted(weights, x), step(weights, x))))
+    with pytest.raises(BudgetTooSmall):
+        tracegrad.trace(step, memory_budget=without // 10)(weights, x)
+
+
+@pytest.mark.any_jax
+def test_a_gradient_that_jax_has_traced_inside_of_another_is_planned_outside_of_it():
+    """JAX traces a jitted function once where its rules are the same ones."""
+    weights, x = values(mlp_shapes(2, 8, 4))
+    gradient = jax.jit(lambda *args: jax.grad(mlp)(*args))
+    planned: list[str] = []
+
+    def plan(graph: Graph) -> Graph:
+        planned.append(graph.name)
+        return graph
+
+    plan.for_the_outermost = True
+
+    def outer(weights: Any, x: jax.Array) -> jax.Array:
+        return sum(map(jnp.sum, jax.tree.leaves(gradient(weights, x))))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.grad(outer)(weights, x), gradient(weights, x), jax.grad(outer)(weights, x)
+
+    tracegrad.trace(step, rules=[plan])(weights, x)
+    assert planned == ["outer", "mlp", "outer", "step"]
 
 
 def test_effects_happen_once():

@@ -47,7 +47,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:
         if not in_force.rules_in_force():
             return take(fun)
-        edited = in_force.under_rules(fun, function_name(fun), lower)
+        edited = in_force.under_rules(fun, function_name(fun), lower, forward=forward)
         if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
             edited = _parted_anew(edited)
         with in_force.differentiating():

@@ -238,8 +238,11 @@ class _FitToBudget:
     plans: int
     transfer: float
 
+    for_the_outermost = True
+
     def __call__(self, graph: Graph) -> Graph:
-        places = list(graph.walk())
+        # What holds the gradient of a loss is a train step, unless somebody takes its own gradient.
+        places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
             return graph
         for place in places:

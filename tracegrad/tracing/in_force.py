@@ -57,7 +57,10 @@ class Force:
 
     def apply(self, program: Graph) -> Graph:
         """Applies them to what is about to be differentiated: a rule may match nothing there."""
+        is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
+            if is_inner and getattr(rule, "for_the_outermost", False):
+                continue
             try:
                 with differentiating():
                     program = _applied(rule, program)
@@ -85,6 +88,11 @@ class Force:
         if not taps:
             _refuse_taps(program)
         return program
+
+
+# In force, beside others, where a function is traced of which somebody takes the gradient: that of
+# gradients inside. It has no rules, and is part of the keys of what is traced there.
+_INNER = Force((), key="inside of a gradient")
 
 
 def _applied(rule: Rule, program: Graph) -> Graph:
@@ -196,13 +204,19 @@ def under_rules(
     fun: Callable[..., Any],
     name: str,
     lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
+    *,
+    forward: bool = False,
 ) -> Callable[..., Any]:
     """A function as it is to be `differentiating`: with the rules in force applied to it.
+
+    A rule that is `for_the_outermost` is applied to no function of which the gradient is taken
+    inside of another such.
 
     Args:
       fun: takes and returns trees, of which what is traced is differentiated.
       name: what the program is called in messages.
       lower: how the edited program becomes a function again.
+      forward: whether it is differentiated forward, so that nobody takes its gradient here.
     """
     forces = rules_in_force()
     if not forces:
@@ -219,9 +233,10 @@ def under_rules(
             return results
 
         of_traced.__name__ = of_traced.__qualname__ = name
-        with _only(forces):
+        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
             program = graph(of_traced)(*given)
-            program.differentiated = _differentiated(program, given)
+        with _only(forces):
+            program.differentiated = () if forward else _differentiated(program, given)
             program = apply_in_force(program)
             run = under_rules_already(lower(program))
         results = run(*given)
