@@ -808,3 +808,83 @@ def test_completion_offers_selectors_and_rules_alone():
 
 def get_return_type(rule):
     return str(getattr(rule, "__annotations__", {}).get("return", ""))
+
+
+# ------------------------------------------------- what arrives from outside, and what would vanish
+
+
+def head(x):
+    first = jnp.tanh(x)
+    return first, 3 * first
+
+
+def head_in_a_scope(x):
+    with jax.named_scope("head"):
+        results = head(x)
+    return sum(results)
+
+
+@pytest.mark.parametrize(
+    ("fun", "where"),
+    [
+        (head_in_a_scope, match.scope("head")),
+        (lambda x: sum(head(x)), match.call("head")),
+        (lambda x: sum(jax.jit(head)(x)), match.call("head")),
+    ],
+)
+def test_what_nodes_of_a_match_send_to_each_other_is_not_edited(fun, where):
+    """One result of it is made of another: its gradient arrives from outside once."""
+    x = jnp.float32(0.3)
+    expected = jax.grad(fun)(x)
+    reversed_ = tg.rewrite(fun, rules.scale_gradient(where, -1.0))
+    np.testing.assert_allclose(jax.grad(reversed_)(x), -expected, rtol=1e-6)
+    clipped = tg.rewrite(fun, rules.clip_gradient(where, max_value=0.25))
+    np.testing.assert_allclose(jax.grad(clipped)(x), 0.25 * expected, rtol=1e-6)
+    (arrives,) = tg.intermediate_gradients(fun, where)(x).values()
+    np.testing.assert_array_equal(arrives, (1.0, 1.0))
+    seen = []
+    tapped = tg.rewrite(
+        fun, rules.tap_gradient(where, "head", lambda _, dy: seen.append(float(dy)))
+    )
+    jax.block_until_ready(jax.grad(tapped)(x))
+    jax.effects_barrier()
+    assert seen == [1.0, 1.0]
+    with pytest.raises(TypeError, match="a name, a string, before its callback"):
+        rules.tap_gradient(where, print)
+
+
+def test_in_derivatives_of_derivatives_each_cotangent_that_arrives_is_clipped():
+    """As where a custom gradient clips it: 0.5 cos x - 200 sin² x, of which 199 would arrive."""
+
+    @tg.custom_gradient
+    def limited(y):
+        return y, lambda dy: jnp.clip(dy, -0.5, 0.5)
+
+    def penalty(fun):
+        return jax.grad(lambda x: 100 * jax.grad(fun)(x))(jnp.float32(0.1))
+
+    clip = rules.clip_gradient(match.op("sin"), max_value=0.5)
+    found = penalty(tg.rewrite(lambda x: jnp.sin(x) ** 2, clip))
+    np.testing.assert_allclose(found, 0.5 * np.cos(0.1) - 200 * np.sin(0.1) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(found, penalty(lambda x: limited(jnp.sin(x)) ** 2), rtol=1e-6)
+
+
+def test_a_rule_refuses_what_is_in_a_root_whose_derivative_is_that_of_the_whole():
+    def fun(a):
+        def newton(f, start):
+            return jax.lax.fori_loop(0, 60, lambda _, z: z - f(z) / (3 * z * z), start)
+
+        root = jax.lax.custom_root(
+            lambda z: z**3 - jax.lax.erf(a), jnp.ones_like(a), newton, lambda g, b: b / g(1.0)
+        )
+        return jax.lax.erf(a) + root
+
+    stop = rules.stop_gradient(match.op("erf"))
+    with pytest.raises(tg.GraphError, match="the edit would vanish"):
+        tg.rewrite(fun, stop)(jnp.float32(0.5))
+    outside = rules.stop_gradient(
+        match.op("erf") & ~match.where(lambda found: bool(found.rule_around))
+    )
+    x = jnp.float32(0.5)
+    expected = jax.grad(lambda a: fun(a) - jax.lax.erf(a))(x)
+    np.testing.assert_allclose(jax.grad(tg.rewrite(fun, outside))(x), expected, rtol=1e-5)

@@ -78,6 +78,7 @@ from tracegrad._jax.programs import COND as COND
 from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
 from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP
 from tracegrad._jax.programs import JIT as JIT
+from tracegrad._jax.programs import OF_AN_OBJECT as OF_AN_OBJECT
 from tracegrad._jax.programs import OPAQUE_PRIMITIVES as OPAQUE_PRIMITIVES
 from tracegrad._jax.programs import OPEN_PROGRAM_PRIMITIVES as OPEN_PROGRAM_PRIMITIVES
 from tracegrad._jax.programs import REMAT as REMAT
@@ -98,6 +99,7 @@ from tracegrad._jax.programs import may_be_repeated as may_be_repeated
 from tracegrad._jax.programs import opened as opened
 from tracegrad._jax.programs import outside_calls as outside_calls
 from tracegrad._jax.programs import parts_of as parts_of
+from tracegrad._jax.programs import programs_in as programs_in
 from tracegrad._jax.programs import runs_compiled as runs_compiled
 from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
 from tracegrad._jax.programs import sub_programs as sub_programs

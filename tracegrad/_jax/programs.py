@@ -40,6 +40,11 @@ OPAQUE_PRIMITIVES = frozenset(
 )
 
 
+# An operation that has what it runs, and its derivatives, in an object of JAX's: since 0.12
+# `jax.lax.custom_root`.
+OF_AN_OBJECT = "call_hi_primitive"
+
+
 # Calls of one program, by its parameter, which JAX maps or transposes by a function of the user's.
 CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 
@@ -144,6 +149,15 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
                 if isinstance(item, PROGRAM_TYPES):
                     found.append((f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item))
     return found
+
+
+def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The programs of an operation that mean something outside of its own lowering: its
+    `sub_programs`, or what the object of an `OF_AN_OBJECT` keeps, by name."""
+    if primitive.name == OF_AN_OBJECT:
+        kept = vars(params["_prim"])
+        return [(name, value) for name, value in kept.items() if isinstance(value, PROGRAM_TYPES)]
+    return [] if primitive.name in OPAQUE_PRIMITIVES else sub_programs(params)
 
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:

@@ -109,8 +109,10 @@ def _written(
         origin = source or Source(equation.source_info, equation.ctx)
         effects = equation.effects
         held = (v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
-        if primitive is _jax.STOP_GRADIENT or any(
-            isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items
+        if (
+            primitive is _jax.STOP_GRADIENT
+            or any(isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items)
+            or primitive.name == _jax.OF_AN_OBJECT
         ):
             node = make_node(primitive, params, inputs, origin, effects, seen)
         else:  # nearly all: without another call
@@ -138,11 +140,11 @@ def make_node(
     more: dict[str, Any] = {}
     if primitive is _jax.STOP_GRADIENT:
         kind = StopGradient
-    elif primitive.name not in _jax.OPAQUE_PRIMITIVES:
+    else:
         regions = {
             # Alive as long as the root program, which holds it.
             name: seen.get(id(p)) or import_program(p, seen=seen, operands=inputs)
-            for name, p in _jax.sub_programs(params)
+            for name, p in _jax.programs_in(primitive, params)
         }
         if regions:
             kind, more = Call, {"_regions": regions}

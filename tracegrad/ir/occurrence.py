@@ -122,10 +122,12 @@ class Occurrence:
     @property
     def rule_around(self) -> Node | None:
         """The outermost call around it that is differentiated by a rule, not by what is in it: a
-        custom gradient, or a `jax.lax.custom_linear_solve` in a solve of which it stands. None
-        where derivatives reach it."""
+        custom gradient, a `jax.lax.custom_linear_solve` in a solve of which it stands, or what JAX
+        has in an object, as a `jax.lax.custom_root`. None where derivatives reach it."""
         for node, region in self.path:
             if isinstance(node, CustomGradient) or (node.op, region) in _SOLVES:
+                return node
+            if node.op == _jax.OF_AN_OBJECT:
                 return node
         return None
 

@@ -18,6 +18,7 @@ from tracegrad.ir import (
     Fragment,
     Graph,
     GraphError,
+    Literal,
     Node,
     Occurrence,
     Origin,
@@ -136,9 +137,11 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
             f"& ~match.call({node.name!r})"
         )
     if node is not None:
+        inside = f"a solve of {node.name}, whose derivative JAX takes by a further solve"
+        if node.op == _jax.OF_AN_OBJECT:
+            inside = f"{node.name}, whose derivative JAX takes by a rule that it has for the whole"
         raise GraphError(
-            f"{rule!r}: {match} lies inside of a solve of {node.name}, whose derivative JAX takes "
-            "by a further solve: the edit would vanish. Match the whole, "
+            f"{rule!r}: {match} lies inside of {inside}: the edit would vanish. Match the whole, "
             f"match.op({node.op!r}), or leave out what is in it: "
             "& ~match.where(lambda found: found.rule_around)"
         )
@@ -213,6 +216,16 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
     """The arrays by which others, or the graph's outputs, use nodes of it; of a single node all."""
     values = nodes[0].outputs if len(nodes) == 1 else grouping.leaving(graph, nodes)
     return [value for value in values if not value.is_reference]
+
+
+def hand_out(graph: Graph, nodes: Sequence[Node], value: Value, new: Value | Literal) -> None:
+    """Has all that uses a value, but the nodes of the match that it leaves, use a new one.
+
+    What arrives at the match from outside of it is what an edit of the new one's cotangent sees;
+    what nodes of the match send to each other is theirs.
+    """
+    members = set(nodes)
+    graph.replace_uses(value, new, where=lambda user: user not in members)
 
 
 def of_arrays(edit: Edit) -> Edit:

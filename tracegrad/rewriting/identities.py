@@ -13,7 +13,7 @@ from tracegrad import _jax
 from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
-from tracegrad.rewriting.edits import Edit, leaving
+from tracegrad.rewriting.edits import Edit, hand_out, leaving
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
@@ -44,7 +44,7 @@ def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any
     for value in leaving(graph, nodes):
         if value.has_gradient:
             (new,) = graph.insert(identity, [value], after=value.producer)
-            graph.replace_uses(value, new)
+            hand_out(graph, nodes, value, new)
 
 
 def replace_inputs(
@@ -80,7 +80,7 @@ def replace_inputs(
 
 
 def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is changed."""
+    """The identity, whose cotangent is changed: each that arrives, also of derivatives in turn."""
 
     def identity(value: Any) -> Any:
         return value
@@ -91,7 +91,7 @@ def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], A
 
     identity.__name__ = identity.__qualname__ = name
     rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (value, None), backward)
+    rule.defvjp(lambda value: (rule(value), None), backward)
     return rule
 
 

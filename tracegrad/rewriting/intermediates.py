@@ -94,7 +94,7 @@ def intermediate_gradients(
     """The gradients of a scalar function with respect to what it computes at some places.
 
     They are exact: what arrives there in the backward pass, by whatever custom gradients lie
-    behind it. No value is changed.
+    behind it; of a scope or call with several results, from outside of it. No value is changed.
 
     Of a function that differentiates its loss itself, as a train step does (by `jax.grad` and what
     calls that, `nnx.value_and_grad`, `eqx.filter_grad`; by `tracegrad.grad` or a tape), they are

@@ -18,7 +18,14 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, scopes
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.edits import edited, leaving, matches_of, place_name, refuse_references
+from tracegrad.rewriting.edits import (
+    edited,
+    hand_out,
+    leaving,
+    matches_of,
+    place_name,
+    refuse_references,
+)
 from tracegrad.tracing.in_force import Force, in_force
 
 # Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
@@ -69,7 +76,7 @@ class Marks:
         identity = _with_cotangent if self._gradients else _with_value
         for index, value in enumerate(values):
             (new,) = graph.insert(identity(len(self._places), index), [value], after=value.producer)
-            graph.replace_uses(value, new)
+            hand_out(graph, nodes, value, new)
         self._places.append((place_name(match), str(match), len(values)))
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:

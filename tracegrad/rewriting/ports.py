@@ -19,6 +19,7 @@ from tracegrad.ir.nodes import Tap
 from tracegrad.ir.occurrence import Path
 from tracegrad.lowering import evaluate_node, has_jit_settings
 from tracegrad.rewriting.edits import (
+    hand_out,
     leaving,
     made_different,
     place_names,
@@ -64,7 +65,7 @@ def with_taps(graph: Graph, name: str, matches: Sequence[Occurrence]) -> Graph:
             if value.has_gradient:
                 perturbation = here.add_input(value.aval, "tap")
                 (new,) = here.insert(perturbed, [value, perturbation], after=value.producer)
-                here.replace_uses(value, new)
+                hand_out(here, nodes, value, new)
                 ports.append(Port(match, perturbation))
         return ports
 

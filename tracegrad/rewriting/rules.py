@@ -190,7 +190,7 @@ def clip_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Clips the gradient that arrives at the outputs of what matches.
+    """Clips the gradient that arrives at the outputs of what matches, from outside of it.
 
     Args:
       where: a selector.
@@ -205,7 +205,8 @@ def clip_gradient(
 
     Returns:
       A rule. Both limits hold for any cotangents, up to rounding: nothing in between overflows or
-      underflows, in half precision neither.
+      underflows, in half precision neither. In derivatives of derivatives, in reverse mode, they
+      hold for each that arrives.
 
     Raises ValueError if neither limit is given, or one is not positive.
 
@@ -271,7 +272,7 @@ def tap_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Shows the gradients that arrive at the outputs of what matches.
+    """Shows the gradients that arrive at the outputs of what matches, from outside of it.
 
     Without a callback they come as values: a rewritten function takes a further keyword argument,
     ``taps``, with respect to which its gradient is what arrives. ``fun.taps(*args)`` gives the
@@ -299,6 +300,8 @@ def tap_gradient(
     >>> print(gradient, taps["hidden"]["max"])
     [0. 6.] [0. 6.]
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a tap wants a name, a string, before its callback, not {name!r}")
     if not name:
         raise ValueError("a tap wants a name")
     if callback is not None:

@@ -70,7 +70,9 @@ def save(
         ``jax.export.symbolic_shape("batch, 3")``. Not needed for a loaded function, which then is
         written as it was saved, with the present values of its Variables.
       gradient_order: how many times the function can be differentiated after loading, in reverse
-        mode; each costs a program as large as the last. 0: not at all.
+        mode; each costs a program as large as the last. 0: not at all. Above 1, a custom gradient
+        that is no derivative, or clips what arrives, may have other second derivatives than before:
+        a gradient is a program by itself, with a forward pass of its own.
       platforms: those of ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"`` on which it shall run. They
         need not be those of this machine. Default: the one that JAX runs on.
 
