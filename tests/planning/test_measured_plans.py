@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -550,3 +551,78 @@ def test_on_a_mesh_bytes_are_those_of_one_device(is_explicit: bool):
         assert plan.peak_without == pytest.approx(alone.peak_without / 4, rel=0.25)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(b))))
+
+
+def test_a_plan_for_several_devices_is_measured_again_where_it_is_loaded(tmp_path: Path):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("rows",), ())
+    )
+    fun, shapes = small()
+    weights, x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype) / 8, shapes)
+    split = jax.device_put(weights, whole), jax.device_put(x, rows)
+    plan = plan_recompute(fun, "70%")(*split)
+    assert plan.measured_on.endswith("on each of 4 devices")
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", fun)(*split) == replace(plan, held_without=None)
+    with pytest.raises(ValueError, match=r"of which XLA holds .* here"):
+        load_plan(tmp_path / "plan.json", fun)(weights, x)
+
+
+def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    fun, shapes = small()
+    weights, x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype) / 8, shapes)
+    weights = jax.device_put(
+        weights, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
+    x = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.grad(fun)(weights, x)
+
+    def temporary(step: Any) -> int:
+        return step.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
+
+    fitted = temporary(tracegrad.trace(step, memory_budget="60%"))
+    assert fitted <= 0.7 * temporary(jax.jit(step))
+    with pytest.raises(ValueError, match=r"memory_budget=4000000 is bytes of one device.*a share"):
+        tracegrad.trace(step, memory_budget=4_000_000)(weights, x)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("argnums", [0, (0,), 1, (1, -2)])
+def test_the_gradient_that_is_planned_is_that_of_some_arguments(argnums: Any, tmp_path: Path):
+    """What XLA holds for it is what the plan says."""
+    fun, shapes = small()
+    plan = plan_recompute(fun, "70%", argnums=argnums)(*shapes)
+    compiled = tracegrad.trace(jax.grad(plan.apply(), argnums)).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == plan.held
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", fun)(*shapes) == plan
+
+
+def test_positions_that_are_none_are_refused():
+    fun, shapes = small()
+    for argnums, error, words in (
+        ((), ValueError, "no position"),
+        ("x", TypeError, "argnums= is a position or several"),
+        (0.5, TypeError, "argnums= is a position or several"),
+    ):
+        with pytest.raises(error, match=words):
+            plan_recompute(fun, "70%", argnums=argnums)
+    with pytest.raises(ValueError, match=r"argnums=2 .* called with 2 positional arguments"):
+        plan_recompute(fun, "70%", argnums=2)(*shapes)
+
+
+@pytest.mark.any_jax
+def test_an_error_says_what_no_plan_opens():
+    fun, shapes = small()
+
+    def either(weights: Any, x: jax.Array, is_on: Any) -> jax.Array:
+        return jax.lax.cond(is_on, fun, lambda weights, x: jnp.mean(x), weights, x)
+
+    shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
+    with pytest.raises(BudgetTooSmall, match=r"gradient of either: .* What cond at .* as a whole"):
+        plan_recompute(either, "50%", measure=False)(*shapes)

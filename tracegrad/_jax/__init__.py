@@ -13,6 +13,7 @@ from tracegrad._jax.arrays import has_gradient as has_gradient
 from tracegrad._jax.arrays import is_inexact as is_inexact
 from tracegrad._jax.arrays import is_on_host as is_on_host
 from tracegrad._jax.arrays import is_reference as is_reference
+from tracegrad._jax.arrays import is_split_by_xla as is_split_by_xla
 from tracegrad._jax.arrays import is_tracer as is_tracer
 from tracegrad._jax.arrays import local_shape as local_shape
 from tracegrad._jax.arrays import no_cotangent as no_cotangent

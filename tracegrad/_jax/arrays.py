@@ -114,9 +114,10 @@ def _varying(array: Any, axes: frozenset[str]) -> Any:
 
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What stands for a value of a type where a program is lowered: on its devices, if they are
-    known. An explicit mesh without devices is taken to be the one that is set."""
+    known. An explicit mesh without devices is taken to be the one that is set; on one of automatic
+    axes the type does not say how the value lies, and it is on one device."""
     if sharding is None:
-        typed = getattr(aval, "sharding", None)
+        typed = getattr(without_devices(aval), "sharding", None)
         if typed is not None and not typed.mesh.empty:
             sharding = typed
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
@@ -151,6 +152,16 @@ def type_key(value: Any) -> Any:
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
     """A `jax.ShapeDtypeStruct`, which has no types of its own in the versions that we know."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
+
+
+def is_split_by_xla(aval: Any) -> bool:
+    """Whether values of a type lie on a mesh where XLA decides what each device holds of them."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    auto = jax.sharding.AxisType.Auto
+    if mesh is None or mesh.empty:
+        return False
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind is auto and mesh.shape[name] > 1 for name, kind in kinds)
 
 
 def without_devices(aval: Any) -> Any:

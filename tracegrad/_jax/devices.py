@@ -48,10 +48,12 @@ def has_host_memory(device: Any) -> bool:
     return HOST_MEMORY in kinds and device.platform != "cpu"
 
 
-def compiled_by(device: Any) -> str:
-    """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``."""
+def compiled_by(device: Any, devices: int = 1) -> str:
+    """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``, and over how
+    many devices."""
     where = "" if _is_here(device) else " (not here)"
-    return f"{device.device_kind}{where}, JAX {versions()['jax']}"
+    each = f", on each of {devices} devices" if devices > 1 else ""
+    return f"{device.device_kind}{where}, JAX {versions()['jax']}{each}"
 
 
 def _is_here(device: Any) -> bool:

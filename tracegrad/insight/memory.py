@@ -234,7 +234,7 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             function=name_of(fun),
             total=total,
             temporary=temporary,
-            measured_on=f"{_jax.compiled_by(device)}{_on_each(devices)}" if stats else "",
+            measured_on=_jax.compiled_by(device, devices) if stats else "",
             why_not_measured=why_not,
             listed=listed,
             constants=0 if account is None else account.constants,
@@ -252,10 +252,6 @@ def _listed_by(account: _jax.Account | None) -> str:
     if account is None:
         return "the model"
     return "XLA" if account.is_told else "the compiled program"
-
-
-def _on_each(devices: int) -> str:
-    return f", on each of {devices} devices" if devices > 1 else ""
 
 
 # ------------------------------------------------------------------------------------------ lines

@@ -6,6 +6,8 @@ import math
 import operator
 import re
 
+import numpy as np
+
 MemoryBudget = int | float | str
 
 _UNITS = {"": 1, "b": 1} | {
@@ -38,8 +40,14 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
     """
     if isinstance(budget, bool):
         raise TypeError(f"{_EXPECTED}; got {budget!r}")
+    given: object = budget
+    if isinstance(given, np.floating):
+        budget = float(given)
     if isinstance(budget, str):
         size = _read(budget, whole)
+        if 0 < size < 1:
+            meant = f"less than a byte; {size:.0%} is a share"
+            raise ValueError(f"{_EXPECTED}; got {budget!r}, {meant}")
     elif isinstance(budget, float):
         if budget > 1:
             raise ValueError(

@@ -73,9 +73,7 @@ def fitted(
         target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
-        lowest = min(tried, key=_held)
-        held = lowest.held_most()
-        raise BudgetTooSmall(budget, _held(lowest), search.bound, measured_on, held)
+        raise search.too_small(budget, min(tried, key=_held), measured_on)
     return min(within, key=lambda fit: (fit.flops, _held(fit)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir.wording import in_units
+from tracegrad.planning.argnums import differentiated
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fusion import read_from
 from tracegrad.planning.measuring import Gradient, shardings_of
@@ -35,7 +36,7 @@ def load_plan(
 
     Returns:
       A function of the arguments of ``fun`` that returns the plan. One that was measured on another
-      backend, or by another JAX, is measured again.
+      backend, or by another JAX, is measured again, and so is each for several devices.
 
     Raises:
       OSError: the file cannot be read.
@@ -55,6 +56,7 @@ def load_plan(
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
+        graph.differentiated = differentiated(record.argnums, args, kwargs)
         flat = flatten(graph)
         if fingerprint(flat) != record.program:
             raise ValueError(
@@ -90,10 +92,11 @@ def load_plan(
         fit = Fit(variant, segments, simulation, record.target, record.held)
         budget, without, measured_on = record.budget, record.held_without, record.measured_on
         shardings = shardings_of(graph, args, kwargs)
-        here = _jax.compiled_by(_jax.device_of(shardings))
-        if fit.held is not None and measured_on != here:
-            gradient = Gradient(flat, search.whole.active, shardings)
-            without, measured_on = None, here
+        gradient = Gradient(flat, search.whole.active, shardings)
+        # How a program lies on several devices is not in the file.
+        is_measured = measured_on == gradient.measured_on and _jax.device_count(shardings) == 1
+        if fit.held is not None and not is_measured:
+            without, measured_on = None, gradient.measured_on
             try:
                 fit = replace(fit, held=gradient.held(fit.rewritten()))
             except _jax.NotMeasuredError as error:
@@ -103,7 +106,8 @@ def load_plan(
                     f"{path} was planned for {in_units(budget)}, of which XLA holds "
                     f"{in_units(fit.held)} here ({measured_on}). Plan again"
                 )
-        return plan_of(search, fit, budget, without, measured_on)
+        plan = plan_of(search, fit, budget, without, measured_on)
+        return replace(plan, argnums=record.argnums)
 
     return load
 

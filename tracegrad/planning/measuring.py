@@ -44,6 +44,8 @@ def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any])
 class Gradient:
     """The gradients of a program and of others that compute the same, as XLA holds them.
 
+    `measured_on`: what for, and by which JAX.
+
     Args:
       active: the values of the program that get a cotangent.
       examples: of how many they are at once, in a `jax.vmap` around.
@@ -64,7 +66,8 @@ class Gradient:
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
         self._examples = examples
         self._devices = _jax.device_count(shardings or ())
-        self.device = _jax.device_of(shardings or ())
+        self._device = _jax.device_of(shardings or ())
+        self.measured_on = _jax.compiled_by(self._device, self._devices)
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
@@ -85,7 +88,7 @@ class Gradient:
 
         `run`: what runs a graph on its inputs.
         """
-        backend = self.device.platform
+        backend = self._device.platform
         options = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
             options.update(_jax.keep_recompute_options(backend) or {})
@@ -101,12 +104,12 @@ class Gradient:
             key = (
                 "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-                f"{_jax.compiled_by(self.device)} {options}",
+                f"{self.measured_on} {options}",
             )
             known: tuple[int, Fusion | None] | None = FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
-                held, fusion = int(_jax.account_of(compiled, self.device).temp_size_in_bytes), None
+                held, fusion = int(_jax.account_of(compiled, self._device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
                     module = _jax.module_of(compiled)
                     fusion = seen(program, module, self._examples, self._devices)

@@ -17,6 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
+from tracegrad.planning.argnums import Argnums, as_positions, differentiated
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes
 from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
@@ -35,6 +36,7 @@ def plan_recompute(
     fun: Callable[..., Any],
     memory_budget: MemoryBudget,
     *,
+    argnums: Argnums = None,
     measure: Measure = True,
     offload: Offload = False,
 ) -> Callable[..., RecomputePlan]:
@@ -51,6 +53,9 @@ def plan_recompute(
         arguments. What it recomputes already stays as it is.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
         recompute as a float (``0.3``) or a string (``"30%"``).
+      argnums: the positions of the arguments that the gradient is with respect to, as in
+        `jax.grad`; None for all float arguments. Other gradients hold more or less than the plan
+        says: one of the data is a result, whose bytes XLA has for other things until it is there.
       measure: how many plans are compiled at most, beside the program with nothing recomputed; two
         if True. XLA holds some per cent more or less of a plan than of those beside it, so that a
         third and further ones, each halfway between one that was too large and one that was not,
@@ -72,7 +77,7 @@ def plan_recompute(
       why.
 
     Raises:
-      TypeError, ValueError: for a budget or a number of plans that is none (when called: at once),
+      TypeError, ValueError: for a budget, positions or a number of plans that are none (at once),
         for a program without a gradient, and `BudgetTooSmall`, with the least that was held and a
         bound that no plan can be below in the model, where there is no plan within the budget. For
         `offload` where the device has no memory but the host's, as a CPU, unless it is a number and
@@ -98,14 +103,19 @@ def plan_recompute(
     segments goes back to Chen et al. 2016 (arXiv:1604.06174).
     """
     require_function(fun, "plan for")
+    as_positions(argnums)
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
     plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
+        graph.differentiated = differentiated(argnums, args, kwargs)
         shardings = shardings_of(graph, args, kwargs)
-        return _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings)
+        return replace(
+            _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings),
+            argnums=as_positions(argnums),
+        )
 
     plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"
     return plan
@@ -162,7 +172,7 @@ def _measured(
         begin(f"compiling {which}, budget {in_units(budget)}")
         return gradient.held(planned)
 
-    whole, measured_on = model(program, fusion), _jax.compiled_by(gradient.device)
+    whole, measured_on = model(program, fusion), gradient.measured_on
     misses = []
     for transfer in ways:
         search = Search(replace(whole, transfer=transfer), examples)
@@ -218,6 +228,7 @@ def recompute_to_fit(
     Raises:
       TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none,
         and for `offload`.
+      ValueError: for bytes on a mesh with automatic axes, where XLA decides what a device holds.
       GraphError: when it is applied to a program in which JAX has differentiated something, where
         recompute would save nothing any more.
     """
@@ -247,6 +258,14 @@ class _FitToBudget:
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
+        is_share = budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
+        if not is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs):
+            raise ValueError(
+                f"{self!r} is bytes of one device, but {graph.name} runs on a mesh with automatic "
+                "axes, where XLA decides what each device holds, after planning. Give a share, as "
+                "'50%'; a mesh with explicit axes; or the loss to plan_recompute(loss, budget) "
+                "with the arguments as they lie"
+            )
         plan = _plan_graph(
             graph,
             self.memory_budget,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
@@ -34,22 +35,29 @@ class BudgetTooSmall(ValueError):
         bound: int,
         measured_on: str = "",
         held_most: Sequence[tuple[str, int]] = (),
+        hint: str = "",
+        of: str = "",
     ):
         held = f" as XLA held it ({measured_on})" if measured_on else ""
         model = " in the planner's model" if measured_on else ""
         # Of tiny programs XLA holds less than the model does, of which the bound says nothing.
         least = f", and none below {bound:,} bytes is possible{model}" if bound <= lowest else ""
         super().__init__(
-            f"a memory budget of {budget:,} bytes is too small: the lowest peak that was found is "
-            f"{lowest:,} bytes{held}{least}"
+            f"a memory budget of {budget:,} bytes is too small"
+            + (f" for the gradient of {of}" if of else "")
+            + f": the lowest peak that was found is {lowest:,} bytes{held}{least}"
             + (f". Most is held there of {_listed(held_most)}" if held_most else "")
+            + hint
             + (f". {_MORE_PLANS}" if measured_on else "")
         )
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
         self.held_most = tuple(held_most)
 
 
-_MORE_PLANS = "With a larger measure=, of plan_recompute and recompute_to_fit, more plans are tried"
+_MORE_PLANS = (
+    "With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
+    "tracegrad.planning.recompute_to_fit, more plans are tried"
+)
 
 
 def _listed(held: Sequence[tuple[str, int]]) -> str:
@@ -101,6 +109,23 @@ class Fit:
                 break
         return [(line, size) for line, size in sizes.most_common(count) if size]
 
+    def closed(self) -> str:
+        """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
+        branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
+        model = self.variant.model
+        closed = [i for i, node in enumerate(model.nodes) if node.regions and model.extra[i]]
+        closed = [i for i in closed if model.nodes[i].primitive is not _jax.SCAN]
+        if not closed:
+            return ""
+        most = max(closed, key=lambda i: model.extra[i])
+        if 3 * model.extra[most] < self.simulation.peak:
+            return ""
+        node = model.nodes[most]
+        return (
+            f". What {node.op} at {_line(node)} keeps is kept, or run again, as a whole: "
+            "jax.checkpoint or rules.recompute of what is in it may free more"
+        )
+
 
 class Search:
     """Plans for one program, for any number of budgets, over all ways to run its scans.
@@ -146,10 +171,15 @@ class Search:
             if best.flops == 0:
                 break
         if best is None:
-            held, all_of = self.best(self.lowest_peak).held_most(), self.examples
-            lowest = all_of * self.lowest_peak
-            raise BudgetTooSmall(all_of * target, lowest, self.bound, held_most=held)
+            raise self.too_small(self.examples * target, self.best(self.lowest_peak))
         return best
+
+    def too_small(self, budget: int, lowest: Fit, measured_on: str = "") -> BudgetTooSmall:
+        """The error for a budget, of the plan that keeps least of those that were found."""
+        held = self.examples * self.lowest_peak if lowest.held is None else lowest.held
+        most, hint = lowest.held_most(), lowest.closed()
+        name = self.graph.name
+        return BudgetTooSmall(budget, held, self.bound, measured_on, most, hint, name)
 
     @property
     def bound(self) -> int:

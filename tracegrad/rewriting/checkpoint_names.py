@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tracegrad import _jax
@@ -41,7 +43,12 @@ def name_values(graph: Graph, values: Sequence[Value], names: Sequence[str], **p
 
 def _naming(name: str) -> Callable[[Any], Any]:
     # A function for each: one that JAX has seen is not traced again.
-    return lambda value: checkpoint_name(value, name)  # type: ignore[no-untyped-call]
+    def named(value: Any) -> Any:
+        if jnp.iscomplexobj(value):  # which JAX cannot save, as it rounds what it does
+            return jax.lax.complex(named(jnp.real(value)), named(jnp.imag(value)))
+        return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
+
+    return named
 
 
 def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
