@@ -566,7 +566,7 @@ def test_a_plan_for_several_devices_is_measured_again_where_it_is_loaded(tmp_pat
     assert plan.measured_on.endswith("on each of 4 devices")
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json", fun)(*split) == replace(plan, held_without=None)
-    with pytest.raises(ValueError, match=r"of which XLA holds .* here"):
+    with pytest.raises(ValueError, match="Plan again"):
         load_plan(tmp_path / "plan.json", fun)(weights, x)
 
 

@@ -136,15 +136,21 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
             f"the call itself, match.call({node.name!r}), or leave it out: "
             f"& ~match.call({node.name!r})"
         )
-    if node is not None:
-        inside = f"a solve of {node.name}, whose derivative JAX takes by a further solve"
-        if node.op == _jax.OF_AN_OBJECT:
-            inside = f"{node.name}, whose derivative JAX takes by a rule that it has for the whole"
+    if node is None:
+        return
+    whole = (
+        f"Match the whole, match.op({node.op!r}), or leave out what is in it: "
+        "& ~match.where(lambda found: found.rule_around)"
+    )
+    if node.op == _jax.OF_AN_OBJECT:
         raise GraphError(
-            f"{rule!r}: {match} lies inside of {inside}: the edit would vanish. Match the whole, "
-            f"match.op({node.op!r}), or leave out what is in it: "
-            "& ~match.where(lambda found: found.rule_around)"
+            f"{rule!r}: {match} lies inside of {node.name}, whose derivative JAX has for the "
+            f"whole: the edit would vanish. {whole}"
         )
+    raise GraphError(
+        f"{rule!r}: {match} lies inside of a solve of {node.name}, whose derivative JAX takes by a "
+        f"further solve: the edit would vanish. {whole}"
+    )
 
 
 def edited(
