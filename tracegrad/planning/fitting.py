@@ -62,7 +62,7 @@ def fitted(
         fit = _planned(search, target)
         most = min([search.kept.peak, *(f.simulation.peak for f in tried if _held(f) > budget)])
         while any(map(fit.is_same, tried)) and fit.simulation.peak <= target < most:
-            target = int(target / TUNING.careful)  # plans come in steps: of the next larger one
+            target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
             fit = _planned(search, min(target, most - 1))
         if any(map(fit.is_same, tried)):
             break
