@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import tracegrad as tg
+from tracegrad.ir.wording import in_units
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -182,6 +183,35 @@ def test_what_is_advised_frees_about_what_it_says():
     before = temporary(tg.trace(tg.grad(blocks)), shapes)
     freed = before - temporary(tg.trace(tg.grad(blocks), rules=[rule]), shapes)
     assert freed == pytest.approx(advice.frees, rel=0.35)
+
+
+def adapted(adapters, weights, x):
+    """Recomputing what an adapter keeps would keep what it is computed of beside."""
+
+    def loss(adapters):
+        y = x
+        for k, ((a, b), w) in enumerate(zip(adapters, weights, strict=True)):
+            with jax.named_scope(f"adapter_{k}"):
+                more = y @ a @ b
+            y = y + jnp.tanh(y @ w + more)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, adapters, jax.grad(loss)(adapters))
+
+
+def test_advice_that_was_measured_frees_what_it_says():
+    shapes = [(f32(16, 2), f32(2, 16))] * 4, [f32(16, 16)] * 4, f32(512, 16)
+    report = tg.memory(adapted, measure_advice=True)(*shapes)
+    assert any("adapter" in each.what for each in tg.memory(adapted)(*shapes).advice)
+    assert not any("adapter" in each.what for each in report.advice)
+    assert report.advice
+    for advice in report.advice:
+        compiled = tg.trace(adapted, **advice.options).lower(*shapes).compile()
+        stats = compiled.memory_analysis()
+        total = stats.temp_size_in_bytes + stats.argument_size_in_bytes
+        total += stats.output_size_in_bytes - stats.alias_size_in_bytes
+        assert report.total - total == advice.frees
+        assert f"{advice.what} frees {in_units(advice.frees)}" in str(report)
 
 
 def test_inside_of_a_loop_the_line_of_its_body_is_advised():

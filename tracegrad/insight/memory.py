@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import itertools
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,12 +170,15 @@ class MemoryReport:
 _BAR = "display:inline-block;height:.7em"
 
 
-def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
+def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable[..., MemoryReport]:
     """Tells what holds memory: what is alive at the peak of a program, by line and by scope.
 
     Args:
       fun: any function of arrays and pytrees of arrays, with a gradient inside or without. One of
         `tracegrad.trace` is seen with its rules.
+      measure_advice: whether the program is compiled with each thing that it may advise, up to six,
+        to tell what that frees in XLA's bytes, and not about; what frees nothing, or cannot be
+        done (a rule, where `jax.grad` was called before), is left out then.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and returns
@@ -229,7 +233,18 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
         total, aliased = listed, 0
         if stats is not None:
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
-            total = temporary + stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
+            total = _total(stats)
+
+        def freed_by(options: Mapping[str, Any]) -> int | None:
+            try:
+                with _jax.saying_why_not(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of what could not be donated
+                    changed = trace(fun, **options).lower(*args, **kwargs).compile()
+                    return total - _total(_jax.account_of(changed, device))
+            except _jax.NotMeasuredError:
+                return None
+
+        asked = freed_by if measure_advice and stats is not None else None
         return MemoryReport(
             function=name_of(fun),
             total=total,
@@ -241,11 +256,17 @@ def memory(fun: Callable[..., Any]) -> Callable[..., MemoryReport]:
             listed_by=_listed_by(account),
             at=peak.at,
             lines=tuple(lines),
-            advice=tuple(advice_for(peak, is_donated=aliased > 0)),
+            advice=tuple(advice_for(peak, is_donated=aliased > 0, freed_by=asked)),
             timeline=peak.timeline,
         )
 
     return report
+
+
+def _total(stats: Any) -> int:
+    """Bytes that a program needs at once, as XLA says."""
+    ends = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    return int(stats.temp_size_in_bytes + ends - stats.alias_size_in_bytes)
 
 
 def _listed_by(account: _jax.Account | None) -> str:

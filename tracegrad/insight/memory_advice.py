@@ -6,8 +6,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.peak import LASTING, Held, Peak
@@ -16,8 +17,10 @@ from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units
+from tracegrad.rewriting.rules import recompute
 
 _MOST = 3
+_TRIED = 6  # where XLA is asked
 _LIKELY = 12  # scopes that are tried: those that hold most
 _BUDGET = 0.3  # the share that a plan is asked to free
 _FEWEST = 6  # residuals that there is a plan for
@@ -30,29 +33,50 @@ class Advice:
 
     Attributes:
       what: how it is written.
-      frees: bytes, about.
+      frees: bytes: about, or as XLA holds the program with it.
       flops: what it computes again; None if only a plan can tell (`plan_recompute`).
+      options: what `tracegrad.trace` takes for it: ``trace(fun, **advice.options)``.
+      is_measured: whether `frees` is what XLA says.
     """
 
     what: str
     frees: int
     flops: int | None
+    options: Mapping[str, Any] = field(repr=False, compare=False)
+    is_measured: bool = False
 
     def __str__(self) -> str:
         cost = "at the least FLOPs that a plan needs"
         if self.flops is not None:
             cost = f"for {self.flops:.3g} FLOPs more" if self.flops else "for nothing"
-        return f"{self.what} frees about {in_units(self.frees)} {cost}"
+        about = "" if self.is_measured else "about "
+        return f"{self.what} frees {about}{in_units(self.frees)} {cost}"
 
 
-def advice_for(peak: Peak, *, is_donated: bool) -> list[Advice]:
+def advice_for(
+    peak: Peak,
+    *,
+    is_donated: bool,
+    freed_by: Callable[[Mapping[str, Any]], int | None] | None = None,
+) -> list[Advice]:
     """The cheapest things to do, by FLOPs for each byte that they free.
 
-    `is_donated`: whether results are written in the place of arguments already.
+    Args:
+      is_donated: whether results are written in the place of arguments already.
+      freed_by: compiles the program with some options of `trace`, and tells the bytes that it needs
+        less; None if it cannot be. What frees nothing, or cannot be done, is left out then.
     """
     found = [*_recomputes(peak), *(() if is_donated else _donations(peak))]
     least = _LEAST * sum(each.size for each in peak.held)
-    return sorted((each for each in found if each.frees >= least), key=_price)[:_MOST]
+    found = sorted((each for each in found if each.frees >= least), key=_price)
+    if freed_by is not None:
+        seen = ((each, freed_by(each.options)) for each in found[:_TRIED])
+        found = [
+            replace(each, frees=size, is_measured=True)
+            for each, size in seen
+            if size is not None and size >= least
+        ]
+    return sorted(found, key=_price)[:_MOST]
 
 
 def _recomputes(peak: Peak) -> Iterator[Advice]:
@@ -75,13 +99,16 @@ def _recomputes(peak: Peak) -> Iterator[Advice]:
         frees, flops = _freed(residuals, instances)
         if frees > 0 and (frees, flops) not in known:  # else a scope in another, with nothing else
             known.add((frees, flops))
-            yield Advice(f"rules.recompute({text})", frees, flops)
+            rules = [recompute(selectors[text])]
+            yield Advice(f"rules.recompute({text})", frees, flops, {"rules": rules})
     # A plan has to have something to choose from.
     sizes = [each.size for each in residuals]
     if len(sizes) >= _FEWEST and max(sizes) <= _BUDGET * sum(sizes):
         temporary = sum(each.size for each in peak.held if each.kind not in LASTING)
         most = int(_BUDGET * temporary)
-        yield Advice(f'trace(..., memory_budget="{1 - _BUDGET:.0%}")', most, None)
+        budget = f"{1 - _BUDGET:.0%}"
+        what = f'trace(..., memory_budget="{budget}")'
+        yield Advice(what, most, None, {"memory_budget": budget})
 
 
 def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tuple[int, int]:
@@ -164,7 +191,7 @@ def _donations(peak: Peak) -> Iterator[Advice]:
             size += int(bytes_of * min(1.0, each_device))
     if found:
         what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
-        yield Advice(what, size, 0)
+        yield Advice(what, size, 0, {"donate_argnums": tuple(found)})
 
 
 def _type(value: Value) -> str:
