@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from tracegrad.tracing.signatures import (
     require_takes,
 )
 from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.statics import settings
+from tracegrad.variables.statics import are_traced, settings
 
 Predicate = Callable[[str, Any], Any]
 Wrt = int | str | Sequence[int | str] | Predicate
@@ -157,6 +158,18 @@ class Selection:
             for leaf, m in zip(argument.leaves, argument.mask, strict=True)
             if m
         ]
+
+    @property
+    def of_inputs(self) -> tuple[bool, ...]:
+        """Of each array in the arguments, as a program takes them, whether it is selected."""
+        masks = {argument.key: argument.mask for argument in self.arguments}
+        given: list[tuple[int | str, Any]] = [*enumerate(self.args), *sorted(self.kwargs.items())]
+        found: list[bool] = []
+        for key, tree in given:
+            leaves, structure = jax.tree.flatten(tree)
+            mask = masks.get(key, [False] * len(leaves))
+            found += itertools.compress(mask, are_traced(leaves, structure))
+        return tuple(found)
 
     @property
     def differentiable(self) -> list[bool]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir.wording import in_units
-from tracegrad.planning.argnums import differentiated
 from tracegrad.planning.fingerprint import fingerprint
 from tracegrad.planning.fusion import read_from
 from tracegrad.planning.measuring import Gradient, shardings_of
@@ -56,7 +55,7 @@ def load_plan(
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
-        graph.differentiated = differentiated(record.argnums, args, kwargs)
+        graph.differentiated = record.differentiated
         flat = flatten(graph)
         if fingerprint(flat) != record.program:
             raise ValueError(
@@ -106,8 +105,7 @@ def load_plan(
                     f"{path} was planned for {in_units(budget)}, of which XLA holds "
                     f"{in_units(fit.held)} here ({measured_on}). Plan again"
                 )
-        plan = plan_of(search, fit, budget, without, measured_on)
-        return replace(plan, argnums=record.argnums)
+        return plan_of(search, fit, budget, without, measured_on)
 
     return load
 

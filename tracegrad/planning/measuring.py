@@ -7,6 +7,7 @@ arguments, the value beside it, or an optimizer behind it, and is compiled as a 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tracegrad.differentiation.graph_gradient import gradient_of
 from tracegrad.ir import Graph, Value
 from tracegrad.lowering.evaluate import evaluate
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
+from tracegrad.variables.statics import are_traced
 
 # What planning has found out before, by all that it depends on; the first part of a key says what
 # it is: bytes that XLA holds, FLOPs of a transfer, the rule that a budget is. Saves seconds of
@@ -36,7 +38,9 @@ _UNOPTIMISED: dict[str, Any] = {
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """How the arguments of a program lie on devices, by its inputs; None for those on one."""
-    found = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = itertools.compress(leaves, are_traced(leaves, structure))
+    found = list(map(_jax.sharding_of, arrays))
     others = len(program.inputs) - len(found)  # Variables
     return [*found, *[None] * others] if others >= 0 else [None] * len(program.inputs)
 

@@ -46,7 +46,6 @@ class RecomputePlan:
       peak_bound: no plan has a lower peak, in the model.
       scans: what was done to the bodies of scans; "" for nothing.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
-      argnums: the positions of the arguments that the gradient is with respect to; None for all.
     """
 
     graph: Graph = field(compare=False)
@@ -65,7 +64,6 @@ class RecomputePlan:
     peak_bound: int
     scans: str
     segments: tuple[Segment, ...]
-    argnums: tuple[int, ...] | None = field(default=None, kw_only=True)
     _fit: Fit = field(repr=False, compare=False)
     _whole: MemoryModel = field(repr=False, compare=False)
 
@@ -109,7 +107,7 @@ class RecomputePlan:
             held=self.held,
             held_without=self.held_without,
             measured_on=self.measured_on,
-            argnums=self.argnums,
+            differentiated=self.graph.differentiated,
             target=self.target,
             transfer=self._whole.transfer if self._whole.transfer < math.inf else None,
             fusion=fusion,

@@ -43,7 +43,7 @@ class PlanRecord:
     scans: str
     scan_variant: Natural
     segments: tuple[Segment, ...]
-    argnums: tuple[int, ...] | None
+    differentiated: tuple[bool, ...]
 
 
 def write(record: PlanRecord, path: str | os.PathLike[str]) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.activity import active_values
+from tracegrad.differentiation.checks import wrt_or_argnums
+from tracegrad.differentiation.selection import Wrt, resolve
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
-from tracegrad.planning.argnums import Argnums, as_positions, differentiated
 from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.budget import MemoryBudget, budget_bytes
 from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
@@ -36,7 +37,8 @@ def plan_recompute(
     fun: Callable[..., Any],
     memory_budget: MemoryBudget,
     *,
-    argnums: Argnums = None,
+    wrt: Wrt | None = None,
+    argnums: int | Sequence[int] | None = None,
     measure: Measure = True,
     offload: Offload = False,
 ) -> Callable[..., RecomputePlan]:
@@ -53,9 +55,9 @@ def plan_recompute(
         arguments. What it recomputes already stays as it is.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
         recompute as a float (``0.3``) or a string (``"30%"``).
-      argnums: the positions of the arguments that the gradient is with respect to, as in
-        `jax.grad`; None for all float arguments. Other gradients hold more or less than the plan
-        says: one of the data is a result, whose bytes XLA has for other things until it is there.
+      wrt, argnums: what the gradient is with respect to, as in `tracegrad.grad` and `jax.grad`;
+        without them all float arguments. Other gradients hold more or less than the plan says: one
+        of the data is a result, whose bytes XLA has for other things until it is there.
       measure: how many plans are compiled at most, beside the program with nothing recomputed; two
         if True. XLA holds some per cent more or less of a plan than of those beside it, so that a
         third and further ones, each halfway between one that was too large and one that was not,
@@ -77,7 +79,8 @@ def plan_recompute(
       why.
 
     Raises:
-      TypeError, ValueError: for a budget, positions or a number of plans that are none (at once),
+      TypeError, ValueError: for a budget or a number of plans that is none (at once), for `wrt` as
+        `tracegrad.grad`,
         for a program without a gradient, and `BudgetTooSmall`, with the least that was held and a
         bound that no plan can be below in the model, where there is no plan within the budget. For
         `offload` where the device has no memory but the host's, as a CPU, unless it is a number and
@@ -103,19 +106,17 @@ def plan_recompute(
     segments goes back to Chen et al. 2016 (arXiv:1604.06174).
     """
     require_function(fun, "plan for")
-    as_positions(argnums)
+    chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
     plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
-        graph.differentiated = differentiated(argnums, args, kwargs)
+        if chosen is not None:
+            graph.differentiated = resolve(fun, chosen, args, kwargs).of_inputs
         shardings = shardings_of(graph, args, kwargs)
-        return replace(
-            _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings),
-            argnums=as_positions(argnums),
-        )
+        return _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings)
 
     plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"
     return plan
