@@ -21,8 +21,9 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.activity import active_in_body
-from tracegrad.ir import Graph, Node
+from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.costs import nbytes
+from tracegrad.ir.dependence import data_flow, spread
 from tracegrad.planning.fusion import Fusion, moved
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import handed_bytes, model
@@ -39,7 +40,8 @@ class Variant:
     """A program of which the scans keep less: the first is the program as it is.
 
     `modelled`: makes its model, which takes a while. `flops`: what its scans run again inside, in
-    all. `least`: bytes that one of these keeps for its backward pass, below which no plan is.
+    all. `least`: bytes that one of these keeps for its backward pass, below which a plan will not
+    be.
     """
 
     number: int
@@ -95,7 +97,7 @@ def variants(
 
 class _Way(NamedTuple):
     """A way to run one iteration: a segment, what it runs again, how many bytes it keeps for its
-    backward pass, with the carry at most, and how many that went to the host come back for it."""
+    backward pass, at least and with the carry, and how many come back for that from the host."""
 
     segment: Segment
     flops: int
@@ -110,7 +112,7 @@ class _Option:
     """A way to run a scan: ways to run its body, in turn, and how many iterations go in a group.
 
     `flops`: what it runs again, in all. `least`, `kept`, `working`: bytes that it keeps for its
-    backward pass, without and with its carries, and about how many that needs beside them.
+    backward pass, at least and with its carries, and about how many that needs beside them.
     """
 
     modelled: Callable[[Graph], MemoryModel]
@@ -165,7 +167,7 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
     for variant in variants(whole, modelled, length):
         body, inside = variant.model, f"; inside these, {variant.name}" if variant.name else ""
         option, peak = functools.partial(_Option, modelled, body), keep_all(body).peak + handed
-        ways = list(_ways(body, carry))
+        ways = list(_ways(body, carry, constants))
         for turn in _turns(ways, length if is_on_one else 1):
             if turn == ways[:1] and not variant.name:
                 continue  # the scan as it is
@@ -185,14 +187,21 @@ def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
             yield option((again,), size, length * flops, 0, kept, working, name)
 
 
-def _ways(body: MemoryModel, carry: int) -> Iterator[_Way]:
-    """From all that is kept to nothing, and on the host; `carry`: bytes of what is kept anyway."""
+def _ways(body: MemoryModel, carry: int, constants: int) -> Iterator[_Way]:
+    """From all that is kept to nothing, and on the host; `carry`: bytes of what is kept anyway,
+    `constants`: how many of what comes in is the same in each iteration, as JAX keeps once what is
+    made of it."""
+    assert body.graph is not None
+    varying: dict[Value, int] = {}
+    given = [int(i >= constants) for i in range(len(body.graph.inputs))]
+    spread(body.graph, given, data_flow, varying)
+    differs = [any(varying.get(v) for v in node.outputs) for node in body.nodes]
     piece = Piece(body, 0, len(body))
     for segment in (Segment(0, len(body)), *recomputing(piece)):
         local = piece.run(segment)
         name = f"recomputed but for {len(segment.saved)} values" if segment.recompute else "kept"
-        kept = local.staying
-        way = _Way(segment, local.flops, kept, kept + carry, 0, name)
+        least = sum(piece.sizes[v] for v in local.stored if differs[v])
+        way = _Way(segment, local.flops, least, local.staying + carry, 0, name)
         if segment.offload:
             back = carry + sum(piece.sizes[v] for v in segment.saved)
             flops = local.flops + int(body.transfer * carry)

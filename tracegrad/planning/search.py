@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad import _jax
@@ -158,9 +158,16 @@ class Search:
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
+        likely = (variant for variant in self.variants() if variant.least <= target)
+        best = self._cheapest(target, likely) or self._cheapest(target, self.variants())
+        if best is None:
+            raise self.too_small(self.examples * target, self.best(self.lowest_peak))
+        return best
+
+    def _cheapest(self, target: int, variants: Iterable[Variant]) -> Fit | None:
         best: Fit | None = None
-        for variant in self.variants():
-            if variant.least > target or (best and variant.flops >= best.flops):
+        for variant in variants:
+            if best is not None and variant.flops >= best.flops:
                 continue
             found = variant.planner.find(target)
             if found is None:
@@ -170,8 +177,6 @@ class Search:
                 best = fit
             if best.flops == 0:
                 break
-        if best is None:
-            raise self.too_small(self.examples * target, self.best(self.lowest_peak))
         return best
 
     def too_small(self, budget: int, lowest: Fit, measured_on: str = "") -> BudgetTooSmall:
