@@ -588,8 +588,10 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
 
     fitted = temporary(tracegrad.trace(step, memory_budget="60%"))
     assert fitted <= 0.7 * temporary(jax.jit(step))
-    with pytest.raises(ValueError, match=r"memory_budget=4000000 is bytes of one device.*a share"):
-        tracegrad.trace(step, memory_budget=4_000_000)(weights, x)
+    with pytest.raises(ValueError, match=r"memory_budget=20000 is bytes of one device.*a share"):
+        tracegrad.trace(step, memory_budget=20_000)(weights, x)
+    ample = tracegrad.trace(step, memory_budget="1GiB")
+    assert temporary(ample) == temporary(jax.jit(step))
 
 
 @pytest.mark.any_jax

@@ -229,7 +229,8 @@ def recompute_to_fit(
     Raises:
       TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none,
         and for `offload`.
-      ValueError: for bytes on a mesh with automatic axes, where XLA decides what a device holds.
+      ValueError: for bytes on a mesh with automatic axes, where XLA decides what a device holds,
+        if all devices together hold more.
       GraphError: when it is applied to a program in which JAX has differentiated something, where
         recompute would save nothing any more.
     """
@@ -260,21 +261,30 @@ class _FitToBudget:
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
         is_share = budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
-        if not is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs):
-            raise ValueError(
-                f"{self!r} is bytes of one device, but {graph.name} runs on a mesh with automatic "
-                "axes, where XLA decides what each device holds, after planning. Give a share, as "
-                "'50%'; a mesh with explicit axes; or the loss to plan_recompute(loss, budget) "
-                "with the arguments as they lie"
+        is_of_all = not is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
+        try:
+            plan = _plan_graph(
+                graph,
+                self.memory_budget,
+                self.plans,
+                transfer=self.transfer,
+                examples=_jax.examples_at_once(),
             )
-        plan = _plan_graph(
-            graph,
-            self.memory_budget,
-            self.plans,
-            transfer=self.transfer,
-            examples=_jax.examples_at_once(),
-        )
+        except BudgetTooSmall:
+            if is_of_all:
+                raise self._unknown(graph) from None
+            raise
+        if is_of_all and plan.is_needed:
+            raise self._unknown(graph)
         return plan.rewritten() if plan.is_needed else graph
+
+    def _unknown(self, graph: Graph) -> ValueError:
+        return ValueError(
+            f"{self!r} is bytes of one device, and all of them together hold more for the gradient "
+            f"of {graph.name}, on a mesh with automatic axes: what each holds XLA decides after "
+            "planning. Give a share, as '50%'; a mesh with explicit axes; or the loss to "
+            "plan_recompute(loss, budget) with the arguments as they lie"
+        )
 
     def __repr__(self) -> str:
         return f"memory_budget={self.memory_budget!r}"

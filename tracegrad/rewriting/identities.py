@@ -80,7 +80,8 @@ def replace_inputs(
 
 
 def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is changed: each that arrives, also of derivatives in turn."""
+    """The identity, whose cotangent is changed; in derivatives of derivatives it is the identity,
+    so that forward mode over reverse mode has them too."""
 
     def identity(value: Any) -> Any:
         return value
@@ -91,7 +92,7 @@ def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], A
 
     identity.__name__ = identity.__qualname__ = name
     rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (rule(value), None), backward)
+    rule.defvjp(lambda value: (value, None), backward)
     return rule
 
 

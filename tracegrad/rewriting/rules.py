@@ -205,8 +205,9 @@ def clip_gradient(
 
     Returns:
       A rule. Both limits hold for any cotangents, up to rounding: nothing in between overflows or
-      underflows, in half precision neither. In derivatives of derivatives, in reverse mode, they
-      hold for each that arrives.
+      underflows, in half precision neither. They hold for what arrives in a first derivative;
+      what that computes is differentiated as it is, as of a `jax.custom_vjp` whose forward function
+      returns its value. `override_gradient` acts on what arrives in the further ones, too.
 
     Raises ValueError if neither limit is given, or one is not positive.
 
@@ -283,8 +284,8 @@ def tap_gradient(
       where: a selector.
       name: what they are called.
       callback: ``callback(place, cotangent)``, called on the host with the scope and name of the
-        place and a NumPy array, each time a gradient arrives there; in no order
-        (`jax.debug.callback`).
+        place and a NumPy array, each time a gradient arrives there in a first derivative; in no
+        order (`jax.debug.callback`).
       missing_ok: whether it may match nothing.
 
     Returns:
