@@ -99,6 +99,8 @@ LONG = (
     r"test_measured_plans.*(of_one_device|the_gradient_that_it_takes\[by_tape\])",
     r"test_planned_regions.*saves_all_that_it_computes",
     r"test_planning_lowering.*(draws_itself|function_fit|leave_room|other_budgets|every_time)",
+    r"test_planning_lowering.*(of_the_outermost|complex_values_are_saved\[fourier)",
+    r"test_planning_scans.*(what_others_compute_again|everything\[layers of steps\])",
     r"test_rules_at_second_order.*(called_twice|\[scale\])",
     r"test_rules_in_force.*memory_budget.*\[tg\]",
     r"test_second_derivatives_keep_zeros_too",
