@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -16,6 +17,11 @@ from tracegrad._jax.hlo import Module
 def compiled_to(text: str) -> Module:
     """What XLA would say of a program that it writes as a text."""
     return Module(hlo_module_from_text(text).as_serialized_hlo_module_proto())
+
+
+def temporary_bytes(step: Any, *args: Any) -> int:
+    """What XLA needs for a compiled or traced function beside arguments and results."""
+    return int(step.lower(*args).compile().memory_analysis().temp_size_in_bytes)
 
 
 @contextmanager

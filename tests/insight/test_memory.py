@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import tracegrad as tg
+from tests.compilation import temporary_bytes
 from tracegrad.ir.wording import in_units
 
 
@@ -152,10 +153,6 @@ def blocks(ws: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def temporary(fun: Any, shapes: Any) -> int:
-    return int(fun.lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
-
-
 @pytest.mark.any_jax
 @pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
 def test_lines_are_those_inside_of_functions_that_are_compiled_by_themselves(compiled):
@@ -180,8 +177,8 @@ def test_what_is_advised_frees_about_what_it_says():
     (advice,) = [each for each in report.advice if "recompute" in each.what]
     assert advice.what == 'rules.recompute(match.scope("block_*"))'
     rule = tg.rules.recompute(tg.match.scope("block_*"))
-    before = temporary(tg.trace(tg.grad(blocks)), shapes)
-    freed = before - temporary(tg.trace(tg.grad(blocks), rules=[rule]), shapes)
+    before = temporary_bytes(tg.trace(tg.grad(blocks)), *shapes)
+    freed = before - temporary_bytes(tg.trace(tg.grad(blocks), rules=[rule]), *shapes)
     assert freed == pytest.approx(advice.frees, rel=0.35)
 
 

@@ -16,6 +16,7 @@ import pytest
 from jax.experimental import topologies
 
 import tracegrad
+from tests.compilation import temporary_bytes
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.planning import (
@@ -112,8 +113,7 @@ def gradient(fun: Any) -> Any:
 
 
 def held(fun: Any, shapes: tuple[Any, ...]) -> int:
-    compiled = gradient(fun).lower(*shapes).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    return temporary_bytes(gradient(fun), *shapes)
 
 
 def test_no_product_is_done_again_that_the_plan_has_not():
@@ -583,15 +583,13 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
     def step(weights: Any, x: jax.Array) -> Any:
         return jax.grad(fun)(weights, x)
 
-    def temporary(step: Any) -> int:
-        return step.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
-
-    fitted = temporary(tracegrad.trace(step, memory_budget="60%"))
-    assert fitted <= 0.7 * temporary(jax.jit(step))
+    without = temporary_bytes(jax.jit(step), weights, x)
+    fitted = tracegrad.trace(step, memory_budget="60%")
+    assert temporary_bytes(fitted, weights, x) <= 0.7 * without
     with pytest.raises(ValueError, match=r"memory_budget=20000 is bytes of one device.*a share"):
         tracegrad.trace(step, memory_budget=20_000)(weights, x)
     ample = tracegrad.trace(step, memory_budget="1GiB")
-    assert temporary(ample) == temporary(jax.jit(step))
+    assert temporary_bytes(ample, weights, x) == without
 
 
 @pytest.mark.any_jax
@@ -600,8 +598,8 @@ def test_the_gradient_that_is_planned_is_that_of_some_arguments(argnums: Any, tm
     """What XLA holds for it is what the plan says."""
     fun, shapes = small()
     plan = plan_recompute(fun, "70%", argnums=argnums)(*shapes)
-    compiled = tracegrad.trace(jax.grad(plan.apply(), argnums)).lower(*shapes).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes == plan.held
+    planned_gradient = tracegrad.trace(jax.grad(plan.apply(), argnums))
+    assert temporary_bytes(planned_gradient, *shapes) == plan.held
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json", fun)(*shapes) == plan
 
@@ -633,9 +631,7 @@ def test_a_predicate_says_which_parameters_of_a_model_are_trained(tmp_path: Path
     def step(model: Any, x: jax.Array) -> Any:
         return tracegrad.grad(plan.apply(), wrt=is_trained)(model, x)
 
-    compiled = tracegrad.trace(step).lower(model, x).compile()
-    held = compiled.memory_analysis().temp_size_in_bytes
-    assert held == pytest.approx(plan.held, rel=0.01)
+    assert temporary_bytes(tracegrad.trace(step), model, x) == pytest.approx(plan.held, rel=0.01)
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json", loss)(model, x) == plan
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tracegrad
+from tests.compilation import temporary_bytes
 from tracegrad.ir import Graph, Recompute
 from tracegrad.planning import (
     BudgetTooSmall,
@@ -323,12 +324,9 @@ def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
     def step(weights: Any, x: jax.Array) -> Any:
         return jax.grad(penalty)(weights, x)
 
-    def temporary(step: Any) -> int:
-        return step.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
-
-    without = temporary(jax.jit(step))
+    without = temporary_bytes(jax.jit(step), weights, x)
     fitted = tracegrad.trace(step, memory_budget="90%")
-    assert temporary(fitted) <= 0.9 * without
+    assert temporary_bytes(fitted, weights, x) <= 0.9 * without
     assert all(jax.tree.leaves(jax.tree.map(close, fitted(weights, x), step(weights, x))))
     with pytest.raises(BudgetTooSmall):
         tracegrad.trace(step, memory_budget=without // 10)(weights, x)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import grad as grad_by_name
 
 import tracegrad as tg
+from tests.compilation import temporary_bytes
 from tracegrad import match, rules
 
 X = jnp.array([-1.0, 0.5, 2.0])
@@ -494,10 +495,6 @@ def deep(w, x):
     for _ in range(24):
         x = jnp.tanh(jnp.sin(x @ w))
     return jnp.sum(x)
-
-
-def temporary_bytes(traced, *args):
-    return traced.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("derivative", [tg.grad, lambda f: jax.grad(f)], ids=["tg", "jax"])

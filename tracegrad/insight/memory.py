@@ -13,10 +13,11 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.live_ranges import find_peak
-from tracegrad.insight.memory_advice import Advice, advice_for
+from tracegrad.insight.memory_advice import MOST_MEASURED, Advice, advice_for
 from tracegrad.insight.peak import LASTING, Held, Peak
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.tracing import TracedFunction, trace
@@ -235,16 +236,15 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
             temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
             total = _total(stats)
 
-        def freed_by(options: Mapping[str, Any]) -> int | None:
-            try:
-                with _jax.saying_why_not(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what could not be donated
-                    changed = trace(fun, **options).lower(*args, **kwargs).compile()
-                    return total - _total(_jax.account_of(changed, device))
-            except _jax.NotMeasuredError:
-                return None
+        with progress("memory", MOST_MEASURED) as begin:
 
-        asked = freed_by if measure_advice and stats is not None else None
+            def freed_by(options: Mapping[str, Any]) -> int | None:
+                begin(f"compiling with {', '.join(options)}=")
+                held = _total_with(options, fun, args, kwargs, device)
+                return None if held is None else total - held
+
+            asked = freed_by if measure_advice and stats is not None else None
+            advice = advice_for(peak, is_donated=aliased > 0, freed_by=asked)
         return MemoryReport(
             function=name_of(fun),
             total=total,
@@ -256,7 +256,7 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
             listed_by=_listed_by(account),
             at=peak.at,
             lines=tuple(lines),
-            advice=tuple(advice_for(peak, is_donated=aliased > 0, freed_by=asked)),
+            advice=tuple(advice),
             timeline=peak.timeline,
         )
 
@@ -267,6 +267,19 @@ def _total(stats: Any) -> int:
     """Bytes that a program needs at once, as XLA says."""
     ends = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return int(stats.temp_size_in_bytes + ends - stats.alias_size_in_bytes)
+
+
+def _total_with(
+    options: Mapping[str, Any], fun: Any, args: Any, kwargs: Any, device: Any
+) -> int | None:
+    """The same of a program with some options of `trace`; None if it cannot be compiled so."""
+    try:
+        with _jax.saying_why_not(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what could not be donated
+            compiled = trace(fun, **options).lower(*args, **kwargs).compile()
+            return _total(_jax.account_of(compiled, device))
+    except _jax.NotMeasuredError:
+        return None
 
 
 def _listed_by(account: _jax.Account | None) -> str:

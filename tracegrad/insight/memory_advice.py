@@ -20,7 +20,7 @@ from tracegrad.ir.wording import in_units
 from tracegrad.rewriting.rules import recompute
 
 _MOST = 3
-_TRIED = 6  # where XLA is asked
+MOST_MEASURED = 6  # where XLA is asked what they free
 _LIKELY = 12  # scopes that are tried: those that hold most
 _BUDGET = 0.3  # the share that a plan is asked to free
 _FEWEST = 6  # residuals that there is a plan for
@@ -70,7 +70,7 @@ def advice_for(
     least = _LEAST * sum(each.size for each in peak.held)
     found = sorted((each for each in found if each.frees >= least), key=_price)
     if freed_by is not None:
-        seen = ((each, freed_by(each.options)) for each in found[:_TRIED])
+        seen = ((each, freed_by(each.options)) for each in found[:MOST_MEASURED])
         found = [
             replace(each, frees=size, is_measured=True)
             for each, size in seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,14 +114,14 @@ class Fit:
         """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
         branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
         model = self.variant.model
-        closed = [i for i, node in enumerate(model.nodes) if node.regions and model.extra[i]]
-        closed = [i for i in closed if model.nodes[i].primitive is not _jax.SCAN]
-        if not closed:
+        kept = [
+            (extra, node)
+            for extra, node in zip(model.extra, model.nodes, strict=True)
+            if node.regions and node.primitive is not _jax.SCAN
+        ]
+        most, node = max(kept, key=operator.itemgetter(0), default=(0, None))
+        if node is None or 3 * most < self.simulation.peak:
             return ""
-        most = max(closed, key=lambda i: model.extra[i])
-        if 3 * model.extra[most] < self.simulation.peak:
-            return ""
-        node = model.nodes[most]
         return (
             f". What {node.op} at {_line(node)} keeps is kept, or run again, as a whole: "
             "jax.checkpoint or rules.recompute of what is in it may free more"
@@ -159,7 +160,8 @@ class Search:
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
         likely = (variant for variant in self.variants() if variant.least <= target)
-        best = self._cheapest(target, likely) or self._cheapest(target, self.variants())
+        others = (variant for variant in self.variants() if variant.least > target)
+        best = self._cheapest(target, likely) or self._cheapest(target, others)
         if best is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
         return best
