@@ -44,16 +44,15 @@ from jax.experimental import topologies
 from report import print_table
 
 import tracegrad
-from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Graph
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.bounds import flops_bound
 from tracegrad.planning.cuts import Network
-from tracegrad.planning.fitting import Measure
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
+from tracegrad.planning.options import Measure
 from tracegrad.planning.planner import Planner, crossing_bytes
 from tracegrad.planning.simulation import Segment, keep_all, simulate
 from tracegrad.rewriting.flatten import flatten
@@ -551,7 +550,7 @@ def best(points: Sequence[tuple[int, int]], budget: int, m: MemoryModel) -> str:
 
 def fusion_of(graph: Graph) -> Fusion:
     """As XLA was seen to fuse the gradient of a program."""
-    return Gradient(graph, active_values(graph)).held_and_fusion(graph)[1]
+    return Gradient(graph).held_and_fusion(graph)[1]
 
 
 def repeated(fusion: Fusion, short: int, long: int, times: int) -> Fusion:

@@ -11,17 +11,12 @@ import pytest
 
 import tracegrad as tg
 from tests.compilation import compiled_to, kept_on_disk
-from tracegrad.differentiation.activity import active_values
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.fusion import (
-    Fate,
     Fusion,
-    moved,
-    read_from,
     seen,
     without_compiling,
-    written_down,
 )
 from tracegrad.planning.measuring import Gradient
 from tracegrad.rewriting.flatten import flatten
@@ -51,7 +46,7 @@ def program(*nodes: Any) -> Graph:
 
 
 def of_gradient(graph: Graph) -> Fusion:
-    return Gradient(graph, active_values(graph)).held_and_fusion(graph)[1]
+    return Gradient(graph).held_and_fusion(graph)[1]
 
 
 # What XLA would write of a gradient: which node is where in it is said by its scope.
@@ -93,7 +88,6 @@ def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_k
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
     found = seen(graph, compiled_to(COMPILED))
     assert ops(graph, found, "inlined") == ["sin"]
-    assert ops(graph, found, "repeated") == ["tanh"]
     assert ops(graph, found, "beside") == ["mul"]
     assert found[-1].beside == 4 * 64
 
@@ -173,7 +167,7 @@ def test_each_example_of_a_vmap_is_seen_as_one():
         return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
 
     graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
-    several = Gradient(graph, active_values(graph), examples=4).held_and_fusion(graph)[1]
+    several = Gradient(graph, examples=4).held_and_fusion(graph)[1]
     largest = 4 * 512 * 64
     assert all(fate.beside <= largest for fate in several)
     assert {"exp", "tanh"}.isdisjoint(ops(graph, several, "inlined"))
@@ -195,7 +189,7 @@ def test_of_what_is_split_over_devices_as_much_is_written():
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")
     )
     graph = flatten(tg.graph(layers)([f32(64, 64)] * 4, f32(512, 64)))
-    gradient = Gradient(graph, active_values(graph), [*[whole] * 4, split])
+    gradient = Gradient(graph, [*[whole] * 4, split])
     in_parts = gradient.held_and_fusion(graph)[1]
     assert written(graph, in_parts) == written(graph, of_gradient(graph))
 
@@ -214,29 +208,6 @@ def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
         loss.__name__ = "loss"
         graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
         assert {"sin", "cos"}.isdisjoint(ops(graph, of_gradient(graph), "inlined"))
-
-
-@pytest.mark.any_jax
-def test_a_copy_with_other_nodes_in_it_has_its_own_positions():
-    graph = program(jnp.sin, jnp.exp, jnp.tanh)
-    fusion = (Fate(inlined=True), Fate(repeated=True), Fate(repeated=True, beside=8))
-    copy = graph.copy()
-    copy.replace(copy.nodes[1], lambda x: jnp.cos(x).T)
-    now = moved(fusion, graph, copy)
-    assert ops(copy, now, "inlined") == ["sin", "transpose"]
-    assert ops(copy, now, "repeated") == ops(copy, now, "beside") == ["tanh"]
-
-
-@pytest.mark.any_jax
-def test_what_is_written_down_says_all_of_it():
-    fusion = (Fate(inlined=True), Fate(), Fate(repeated=True, beside=8), Fate(True, True))
-    digits, beside = written_down(fusion)
-    assert read_from(digits, beside, 4) == fusion
-    with pytest.raises(ValueError, match="should be 5 digits"):
-        read_from(digits, beside, 5)
-    for bad in ({"4": 8}, {"-1": 8}, {"x": 8}):
-        with pytest.raises(ValueError, match="positions below 4"):
-            read_from(digits, bad, 4)
 
 
 def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tracegrad.planning import (
     BudgetTooSmall,
     RecomputePlan,
     load_plan,
+    plan_file,
     plan_recompute,
     recompute_to_fit,
 )
@@ -246,7 +246,7 @@ def fitted_where(*held: float) -> Fit:
 def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
     fit = fitted_where(*held)
     assert fit.held is not None
-    assert fit.held <= fit.variant.planner.kept.peak * 0.7
+    assert fit.held <= small_search().kept.peak * 0.7
 
 
 @pytest.mark.any_jax
@@ -275,8 +275,9 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
 def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_without():
     fit, lowest = fitted_where(1.25, 1.0), small_search().lowest_peak
     assert lowest < fit.simulation.peak < 1.1 * lowest
-    assert fit.flops < small_search().best(lowest).flops
-    assert fitted_where(1.5, 1.0).is_same(small_search().best(lowest))
+    cheapest = small_search().best(lowest)
+    assert fit.simulation.flops < cheapest.simulation.flops
+    assert fitted_where(1.5, 1.0).segments == cheapest.segments
 
 
 @pytest.mark.any_jax
@@ -304,9 +305,9 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
 
     first = search.best(search.lowest_peak)
     budget = int(1.05 * first.simulation.peak)  # for which there is nothing else
-    assert search.best(budget).is_same(first)
+    assert search.best(budget).segments == first.segments
     fit = fitted(search, budget, held_by, search.kept.peak, 2, "here")
-    assert fit.is_same(first)
+    assert fit.segments == first.segments
     assert len(compiled) == 2
     assert compiled[1] > budget
 
@@ -324,12 +325,12 @@ def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(thi
     first, second = fitted_where(1.0), fitted_where(1.2, 0.8)
     found = fitted_where(1.2, 0.8, third)
     assert second.simulation.peak < first.simulation.peak
-    assert second.flops > first.flops
+    assert second.simulation.flops > first.simulation.flops
     if third > 1:
         assert found.segments == second.segments
     else:
         assert second.simulation.peak < found.simulation.peak < first.simulation.peak
-        assert first.flops <= found.flops <= second.flops
+        assert first.simulation.flops <= found.simulation.flops <= second.simulation.flops
 
 
 @pytest.mark.any_jax
@@ -397,11 +398,11 @@ def test_a_plan_of_another_backend_is_measured_again(tmp_path: Path):
     path = tmp_path / "plan.json"
     plan = planned("70%")
     plan.save(path)
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps(data | {"measured_on": "tpu, JAX 0.1", "held": 1}))
+    saved = plan_file.read(path) | {"measured_on": "tpu, JAX 0.1"}
+    plan_file.write(path, [], saved | {"held": 1})
     again = load_plan(path, fun)(*shapes)
     assert (again.held, again.measured_on) == (plan.held, plan.measured_on)
-    path.write_text(json.dumps(data | {"measured_on": "tpu, JAX 0.1", "budget": 1000}))
+    plan_file.write(path, [], saved | {"budget": 1000})
     with pytest.raises(ValueError, match=r"of which XLA holds .* here \(cpu.*Plan again"):
         load_plan(path, fun)(*shapes)
 

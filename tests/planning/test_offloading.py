@@ -14,9 +14,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
+from tracegrad import _jax
 from tracegrad.insight.live_ranges import find_peak
 from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute, recompute_to_fit
-from tracegrad.planning.offloading import measured_transfer
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -177,4 +177,4 @@ def test_a_cpu_has_no_memory_but_the_hosts():
 
 
 def test_what_a_transfer_costs_is_measured_where_jax_lets_one_ask():
-    assert 0 < measured_transfer(jax.devices()[0], size=64) < math.inf
+    assert 0 < _jax.transfer_flops(jax.devices()[0], size=64) < math.inf

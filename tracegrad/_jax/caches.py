@@ -61,13 +61,14 @@ def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
-    """A function of plain values, which remembers its latest results (`functools.lru_cache`).
+    """A function of plain values, which remembers its latest results (`functools.lru_cache`), of 1
+    and 1.0 two.
 
     Not for one of functions, programs or arrays, which it would keep alive: see `WeakCache`.
     """
 
     def decorate(fun: Callable[P, V]) -> Callable[P, V]:
-        remembering = functools.lru_cache(maxsize)(fun)
+        remembering = functools.lru_cache(maxsize, typed=True)(fun)
         when_clearing(remembering.cache_clear)
         return remembering  # type: ignore[return-value]  # typeshed has no arguments there
 

@@ -9,7 +9,7 @@ own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,14 +87,8 @@ def host_bytes(graph: Graph) -> int:
 
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
-    run = functools.partial(evaluate_node, node)
-    types = [v.aval for v in node.inputs]
-
-    def forward(*args: Any) -> Any:
-        results, vjp = _jax.vjp_of_some(run, args, active)
-        return results, jax.tree.leaves(vjp)
-
-    program = _jax.opened(jax.make_jaxpr(forward)(*types))
+    run, types = functools.partial(evaluate_node, node), [v.aval for v in node.inputs]
+    found = residuals_of(run, types, active)
     if node.regions:  # a loop shows only now that it cannot be run backwards
         flowing = [i for i, v in enumerate(node.outputs) if v.has_gradient]
         cotangents = [node.outputs[i].aval for i in flowing]
@@ -103,13 +97,30 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
             types,
             cotangents,
         )
-    count = len(node.outputs)
+    return found
+
+
+def residuals_of(
+    run: Callable[[Sequence[Any]], Sequence[Any]], types: Sequence[Any], active: Sequence[int]
+) -> Residuals:
+    """What the backward pass of a program reads; `run`: of operands of these types, of which those
+    at the positions `active` get a cotangent."""
+
+    def forward(*args: Any) -> Any:
+        results, vjp = _jax.vjp_of_some(run, args, active)
+        return results, jax.tree.leaves(vjp)
+
+    program, shapes = jax.make_jaxpr(forward, return_shape=True)(*types)
+    program, count = _jax.opened(program), len(shapes[0])
     operand = {var: i for i, var in enumerate(program.invars)}
+    producer = {var: equation for equation in program.eqns for var in equation.outvars}
     result: dict[Any, int] = {}
     for i, var in enumerate(program.outvars[:count]):
-        if not hasattr(var, "val"):
+        while not hasattr(var, "val"):
             result.setdefault(var, i)
-    producer = {var: equation for equation in program.eqns for var in equation.outvars}
+            if var not in producer or producer[var].primitive.name not in operations.RESHAPES:
+                break
+            (var,) = producer[var].invars  # written as it is
     reads: set[Any] = set()
     extra = 0
     pending = [v for v in program.outvars[count:] if not hasattr(v, "val")]

@@ -7,32 +7,12 @@ for. Two are enough: what they have to find is little more than one ratio.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tracegrad.ir import Graph
 from tracegrad.planning.search import BudgetTooSmall, Fit, Search
 from tracegrad.planning.tuning import TUNING
-
-Measure = bool | int
-
-
-def plans_to_compile(measure: Measure) -> int:
-    """How many plans may be compiled: as many as `measure` says, two for True, none for False.
-
-    Raises TypeError, ValueError for what is no number of plans.
-    """
-    if isinstance(measure, bool):
-        return TUNING.plans if measure else 0
-    expected = "measure= is True, False or how many plans to compile at most"
-    try:
-        plans = operator.index(measure)
-    except TypeError:
-        raise TypeError(f"{expected}, not {measure!r}") from None
-    if plans < 1:
-        raise ValueError(f"{expected}, at least 1, not {measure!r}; False compiles nothing")
-    return plans
 
 
 def fitted(
@@ -61,20 +41,20 @@ def fitted(
     while len(tried) < plans:
         fit = _planned(search, target)
         most = min([search.kept.peak, *(f.simulation.peak for f in tried if _held(f) > budget)])
-        while any(map(fit.is_same, tried)) and fit.simulation.peak <= target < most:
+        while fit.segments in [f.segments for f in tried] and fit.simulation.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
             fit = _planned(search, min(target, most - 1))
-        if any(map(fit.is_same, tried)):
+        if fit.segments in [f.segments for f in tried]:
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
-        if fit.flops == 0 and _held(tried[-1]) <= budget:
+        if fit.simulation.flops == 0 and _held(tried[-1]) <= budget:
             break
         is_last = len(tried) == plans - 1
         target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         raise search.too_small(budget, min(tried, key=_held), measured_on)
-    return min(within, key=lambda fit: (fit.flops, _held(fit)))
+    return min(within, key=lambda fit: (fit.simulation.flops, _held(fit)))
 
 
 def _planned(search: Search, target: int) -> Fit:

@@ -7,17 +7,16 @@ makes of it. Where nothing was compiled, all results but views are taken to be w
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import Module
-from tracegrad.ir import CustomGradient, Graph, GraphError, Node, Value, operations
+from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
 from tracegrad.ir.costs import nbytes
 from tracegrad.lowering.evaluate import Lowering, evaluate_node, read, run_nodes
 
@@ -30,13 +29,11 @@ class Fate(NamedTuple):
 
     Attributes:
       inlined: they are computed inside of all that reads them, and written nowhere.
-      repeated: they are written, and something in the backward pass computes them all the same.
       beside: bytes of what else of the node is written in the forward pass and read in the backward
         pass, such as a derivative.
     """
 
     inlined: bool = False
-    repeated: bool = False
     beside: int = 0
 
 
@@ -46,34 +43,6 @@ Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 def without_compiling(graph: Graph) -> Fusion:
     """Views are inlined, and nothing else."""
     return tuple(Fate(inlined=_is_view(node)) for node in graph.nodes)
-
-
-def moved(fusion: Fusion, graph: Graph, copy: Graph) -> Fusion:
-    """The same for a copy of the graph, where some nodes may have been replaced by others."""
-    known: dict[Node, Fate] = {}
-    for node, fate in zip(graph.nodes, fusion, strict=True):
-        with contextlib.suppress(GraphError):  # it was replaced
-            known[copy.node_here(node)] = fate
-    return tuple(known.get(node, Fate(inlined=_is_view(node))) for node in copy.nodes)
-
-
-def written_down(fusion: Fusion) -> tuple[str, dict[str, int]]:
-    """The same for a file: a digit for each node, the sum of 1 if inlined and 2 if repeated, and by
-    position the bytes beside those that have some."""
-    digits = "".join(str(a + 2 * b) for a, b, _ in fusion)
-    return digits, {str(i): fate.beside for i, fate in enumerate(fusion) if fate.beside}
-
-
-def read_from(digits: str, beside: Mapping[str, int], nodes: int) -> Fusion:
-    """What `written_down` wrote of so many nodes; ValueError for anything else."""
-    if len(digits) != nodes or not set(digits) <= set("0123"):
-        raise ValueError(f"fusion should be {nodes} digits from 0 to 3")
-    if not beside.keys() <= set(map(str, range(nodes))):
-        raise ValueError(f"beside should have bytes by positions below {nodes}")
-    return tuple(
-        Fate(bool(digit & 1), bool(digit & 2), beside.get(str(i), 0))
-        for i, digit in enumerate(map(int, digits))
-    )
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
@@ -105,28 +74,22 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
     holds: list[set[int]] = []  # of each that is written, the nodes whose results it holds
     is_back: list[bool] = []  # and whether it is of the backward pass
     made = [_nodes(each.scopes) for each in writes]
-    on_the_way = [_nodes(each.inside)[0] for each in writes]
     for each, (forward, backward) in zip(writes, made, strict=True):
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
         is_whole = {i for i in forward if each.size * devices // examples >= least[i]}
         holds.append(set() if is_back[-1] else is_whole)
-    back = list(itertools.compress(range(len(writes)), is_back))
-    kept = {k for i in back for k in writes[i].reads if not is_back[k]}
+    back = itertools.compress(writes, is_back)
+    kept = {k for each in back for k in each.reads if not is_back[k]}
     read_back = set[int]().union(*(holds[k] for k in kept))
-    again = set[int]()
-    for i in back:
-        there = set[int]().union(*(holds[k] for k in writes[i].reads))
-        again |= on_the_way[i] - made[i][1] - there
     sizes: dict[int, list[int]] = {}  # of what is kept of each node
     for k in kept:
         if of := made[k][0]:
             sizes.setdefault(max(of), []).append(writes[k].size // examples)
     beside = {i: sum(each) - (max(each) if i in read_back else 0) for i, each in sizes.items()}
     written = set[int]().union(*holds)
-    inside = set[int]().union(*on_the_way)
+    inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
     inlined = _inlined(graph, written, inside)
-    again -= inlined
-    return tuple(Fate(i in inlined, i in again, beside.get(i, 0)) for i in range(len(graph.nodes)))
+    return tuple(Fate(i in inlined, beside.get(i, 0)) for i in range(len(graph.nodes)))
 
 
 def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> set[int]:

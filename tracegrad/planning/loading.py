@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,15 +10,13 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir.wording import in_units
-from tracegrad.planning.fingerprint import fingerprint
-from tracegrad.planning.fusion import read_from
+from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
-from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.plan_file import AGAIN, read
-from tracegrad.planning.plan_recompute import plan_of
-from tracegrad.planning.search import Fit, Search
-from tracegrad.planning.simulation import Segment, simulate
+from tracegrad.planning.plan import RecomputePlan, plan_of
+from tracegrad.planning.plan_file import AGAIN, fingerprint, read
+from tracegrad.planning.search import Search
+from tracegrad.planning.simulation import Segment
 from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing.graphs import graph as trace_graph
 
@@ -44,54 +41,30 @@ def load_plan(
         values of what it closes over are no other program. Or XLA holds more than the budget where
         it is measured again.
     """
-    record = read(path)
-    segments = record.segments
-    for k, segment in enumerate(segments):
-        if not _is_possible(segment):
-            raise ValueError(f"{path}: segment {k} is none of a recompute plan: {segment}. {AGAIN}")
-    if record.transfer is None and any(segment.offload for segment in segments):
-        raise ValueError(f"{path}: no 'transfer' says what it costs to offload. {AGAIN}")
+    saved = read(path)
+    segments = tuple(
+        Segment(**segment | {"saved": frozenset(segment["saved"])}) for segment in saved["segments"]
+    )
 
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
-        graph.differentiated = record.differentiated
+        graph.differentiated = tuple(saved["differentiated"])
         flat = flatten(graph)
-        if fingerprint(flat) != record.program:
+        if fingerprint(flat) != saved["program"]:
             raise ValueError(
-                f"{path} was planned for another program: {record.name} with other "
+                f"{path} was planned for another program: {saved['name']} with other "
                 "operations, parameters of these, custom gradients or argument shapes, or with "
                 "another JAX. Plan again"
             )
-        transfer = math.inf if record.transfer is None else record.transfer
-        try:
-            seen, count = record.fusion, len(flat.nodes)
-            fusion = None if seen is None else read_from(seen, record.beside, count)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}. {AGAIN}") from error
-        search = Search(model(flat, fusion, transfer=transfer))
-        number = record.scan_variant
-        variant = next((each for each in search.variants() if each.number == number), None)
-        if variant is None:
-            raise ValueError(f"the program of {path} has no variant {number!r} of its scans")
-        if record.scans != variant.name:
-            raise ValueError(
-                f"{path} was planned by another version of this package, which runs scans in other "
-                f"ways: {record.scans!r} was what is {variant.name!r} now. Plan again"
-            )
-        planned = variant.model
-        ends = [0, *(segment.stop for segment in segments)]
-        if [s.start for s in segments] != ends[:-1] or ends[-1] != len(planned):
-            raise ValueError(
-                f"{path}: the segments do not cover the program's operations in order. {AGAIN}"
-            )
-        if any(s.recompute and any(planned.fixed[s.start : s.stop]) for s in segments):
-            raise ValueError(f"{path}: an operation with effects would happen twice. {AGAIN}")
-        simulation = simulate(planned, segments)
-        fit = Fit(variant, segments, simulation, record.target, record.held)
-        budget, without, measured_on = record.budget, record.held_without, record.measured_on
+        fusion = None if saved["fusion"] is None else tuple(Fate(*f) for f in saved["fusion"])
+        search = Search(model(flat, fusion, transfer=saved["transfer"]))
+        fit = search.fit(segments, saved["target"], saved["held"])
+        if fit.simulation.peak != saved["peak"]:
+            raise ValueError(f"{path} was planned by another version of tracegrad. {AGAIN}")
+        budget, without, measured_on = (saved[k] for k in ("budget", "held_without", "measured_on"))
         shardings = shardings_of(graph, args, kwargs)
-        gradient = Gradient(flat, search.whole.active, shardings)
+        gradient = Gradient(flat, shardings)
         # How a program lies on several devices is not in the file.
         is_measured = measured_on == gradient.measured_on and _jax.device_count(shardings) == 1
         if fit.held is not None and not is_measured:
@@ -108,11 +81,3 @@ def load_plan(
         return plan_of(search, fit, budget, without, measured_on)
 
     return load
-
-
-def _is_possible(segment: Segment) -> bool:
-    is_within = all(segment.start <= v < segment.stop for v in (*segment.saved, *segment.inner))
-    in_order = all(first < last for first, last in segment.pieces)
-    is_kept = not (segment.offload or segment.inner or segment.saved)
-    is_way = segment.recompute or is_kept
-    return is_within and in_order and is_way and not (segment.offload and segment.inner)

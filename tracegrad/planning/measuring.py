@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
-from tracegrad.differentiation.activity import traced_constants
+from tracegrad.differentiation.activity import active_values, traced_constants
 from tracegrad.differentiation.graph_gradient import gradient_of
-from tracegrad.ir import Graph, Value
+from tracegrad.ir import Graph
 from tracegrad.lowering.evaluate import evaluate
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 from tracegrad.variables.statics import are_traced
 
-# What planning has found out before, by all that it depends on; the first part of a key says what
-# it is: bytes that XLA holds, FLOPs of a transfer, the rule that a budget is. Saves seconds of
-# compiling and planning: a function that is traced again, or planned for another budget, is
-# compiled again as it is with nothing recomputed, and often as it was planned; and functions of one
-# budget share their programs.
-FOUND: Cache[Any, Any] = Cache(512)
+# Bytes that XLA holds, by the program's text and what it is compiled for. Saves seconds: a function
+# that is traced again, or planned for another budget, is compiled again as it is with nothing
+# recomputed, and often as it was planned.
+_FOUND: Cache[Any, Any] = Cache(512)
 
 # On a CPU what LLVM does with the code of a kernel is half of compiling, and uses no memory.
 _UNOPTIMISED: dict[str, Any] = {
@@ -51,7 +49,6 @@ class Gradient:
     `measured_on`: what for, and by which JAX.
 
     Args:
-      active: the values of the program that get a cotangent.
       examples: of how many they are at once, in a `jax.vmap` around.
       shardings: of its inputs, where known: then bytes are those of one device.
     """
@@ -59,12 +56,11 @@ class Gradient:
     def __init__(
         self,
         program: Graph,
-        active: Collection[Value],
         shardings: Sequence[Any] | None = None,
         examples: int = 1,
     ):
         placed = zip(program.inputs, shardings or [None] * len(program.inputs), strict=True)
-        operands = [*program.inputs, *traced_constants(program)]
+        operands, active = [*program.inputs, *traced_constants(program)], active_values(program)
         self._active = [i for i, value in enumerate(operands) if value in active]
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
         self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
@@ -106,18 +102,17 @@ class Gradient:
                 shapes, given = jax.tree.map(self._of_each_example, (shapes, given))
             lowered = jax.jit(gradient, compiler_options=options or None).lower(shapes, given)
             key = (
-                "held",
                 hashlib.sha256(lowered.as_text().encode()).hexdigest(),
                 f"{self.measured_on} {options}",
             )
-            known: tuple[int, Fusion | None] | None = FOUND.get(key)
+            known: tuple[int, Fusion | None] | None = _FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
                 held, fusion = int(_jax.account_of(compiled, self._device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
                     module = _jax.module_of(compiled)
                     fusion = seen(program, module, self._examples, self._devices)
-                known = FOUND.put(key, (held, fusion))
+                known = _FOUND.put(key, (held, fusion))
         return known
 
     def _of_each_example(self, shape: Any) -> Any:

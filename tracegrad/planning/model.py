@@ -4,12 +4,31 @@ what reads it in the forward and in the backward pass."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from tracegrad.differentiation.residuals import NodeResiduals
+from tracegrad.differentiation.residuals import NodeResiduals, Residuals
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.planning.fusion import Fusion
+
+
+@dataclass(frozen=True, eq=False)
+class ScanWay:
+    """A way to run a scan that keeps less of it.
+
+    Attributes:
+      program: what computes the same of the same operands.
+      read: what its backward pass reads.
+      working: bytes that this needs inside.
+      flops: those that it runs again, in all.
+      name: what is done, in words.
+    """
+
+    program: Graph
+    read: Residuals
+    working: int
+    flops: int
+    name: str
 
 
 @dataclass
@@ -21,8 +40,6 @@ class MemoryModel:
       flops: FLOPs of computing it from the buffers that it reads.
       args: the buffers that it reads.
       needs: the buffers that its step of the backward pass reads (its own may be one).
-      behind: those that it reads as well where its segment is kept, if they are of the segment or
-        came into it: XLA computes there again, inside what reads it, what is written as well.
       cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
         the operation is recomputed, and kept only where nothing around it is.
@@ -35,6 +52,9 @@ class MemoryModel:
       active: the values of the graph that get a cotangent.
       fusion: what becomes of its results, where that was seen.
       residuals: what is known of its nodes, for models of much the same nodes.
+      again: FLOPs that its own backward pass runs again inside, whatever the plan.
+      scans: how scans are run that are not as they were.
+      steps: the model itself, and of the same operations those in which scans keep ever less.
       transfer: FLOPs for which there is time while a byte goes to the host's memory and back;
         infinite where nothing may be kept there.
     """
@@ -52,15 +72,17 @@ class MemoryModel:
     active: Collection[Value] = ()
     fusion: Fusion | None = None
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
-    behind: list[tuple[int, ...]] = field(default_factory=list)
     transfer: float = math.inf
+    again: list[int] = field(default_factory=list)
+    scans: Mapping[Node, ScanWay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = len(self.sizes)
         self.extra = self.extra or [0] * count
         self.beside = self.beside or [0] * count
-        self.behind = self.behind or [()] * count
         self.fixed = self.fixed or [False] * count
+        self.again = self.again or [0] * count
+        self.steps = [self]
         self.uses: list[tuple[int, ...]] = self._uses()
 
     def __len__(self) -> int:

@@ -10,17 +10,17 @@ nothing, and so do gradients of arguments, which are results.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 
 from tracegrad import _jax
 from tracegrad._jax.spans import alive
 from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import NodeResiduals, Residuals
-from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, operations
 from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.fusion import Fusion, without_compiling
-from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.simulation import keep_all
 from tracegrad.rewriting.flatten import flatten
 
@@ -32,6 +32,7 @@ def model(
     active: Collection[Value] | None = None,
     residuals: NodeResiduals | None = None,
     transfer: float = math.inf,
+    scans: Mapping[Node, ScanWay] | None = None,
 ) -> MemoryModel:
     """The model of a graph without plain calls (see `flatten`).
 
@@ -41,75 +42,68 @@ def model(
       fusion: what becomes of the results; without it all but views are taken to be written, as
         JAX's own residuals are before XLA has a part in it.
       residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
-      transfer: that of `MemoryModel`.
+      transfer, scans: those of `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
-    found = _Modelling(graph, fusion or without_compiling(graph), residuals, active).result()
+    active = active_values(graph) if active is None else active
+    if not active:
+        raise ValueError(
+            "cannot plan what to recompute for a program without a gradient: no result of "
+            f"{graph.name} is a float computed from its arguments"
+        )
+    fates = fusion or without_compiling(graph)
+    found = _Modelling(graph, fates, active, residuals or NodeResiduals(), scans or {}).assemble()
     found.fusion, found.transfer = fusion, transfer
     return found
 
 
 class _Modelling:
-    """One graph, one step after the other; each fills in a few of the attributes."""
+    """One graph: what each node reads, then buffer by buffer."""
 
     def __init__(
         self,
         graph: Graph,
         fusion: Fusion,
-        residuals: NodeResiduals | None,
-        active: Collection[Value] | None = None,
+        active: Collection[Value],
+        residuals: NodeResiduals,
+        scans: Mapping[Node, ScanWay],
     ):
-        self.graph = graph
-        self.residuals = residuals or NodeResiduals()
-        self.is_output = {v for v in graph.outputs if isinstance(v, Value)}
-        self.active = active_values(graph) if active is None else active
+        self.graph, self.active, self.residuals, self.scans = graph, active, residuals, scans
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
         self.fate = dict(zip(graph.nodes, fusion, strict=True))
         self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
         for node in graph.nodes:
-            positions = active_inputs(node, self.active)
-            if positions and any(v in self.active for v in node.outputs):
-                self.read[node] = self.residuals.of(node, positions)
-
-    def result(self) -> MemoryModel:
-        if not self.active:
-            raise ValueError(
-                "cannot plan what to recompute for a program without a gradient: no result of "
-                f"{self.graph.name} is a float computed from its arguments"
-            )
+            positions = active_inputs(node, active)
+            if positions and any(v in active for v in node.outputs):
+                way = scans.get(node)
+                self.read[node] = way.read if way else residuals.of(node, positions)
         self.find_roots()
-        return self.assemble()
 
     def find_roots(self) -> None:
-        """For every value the buffers that reading it reads, those where all is computed that can
-        be, and the FLOPs of what is inlined."""
-        self.roots: dict[Value, frozenset[int]] = {}
-        self.behind: dict[Value, frozenset[int]] = {}
-        self.inside: dict[Value, int] = {}
+        """For every value the buffers that reading it reads, and the FLOPs of what is inlined."""
+        nothing: frozenset[int] = frozenset()
+        given = (*self.graph.inputs, *self.graph.constants)
+        self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
+        self.inside: dict[Value, int] = dict.fromkeys(given, 0)
         self.ops: list[Node] = [n for n in self.graph.nodes if not self.fate[n].inlined]
         number = {node: i for i, node in enumerate(self.ops)}
-        nothing: frozenset[int] = frozenset()
-        for value in (*self.graph.inputs, *self.graph.constants):
-            self.roots[value], self.behind[value], self.inside[value] = nothing, nothing, 0
         for node in self.graph.nodes:
-            values, fate = set(operands(node)), self.fate[node]
-            roots = behind = frozenset((number[node],)) if node in number else nothing
-            cost = 0
-            if fate.inlined:
+            roots, cost = nothing, 0
+            if node in number:
+                roots = frozenset((number[node],))
+            else:
+                values = set(operands(node))
                 roots = nothing.union(*(self.roots[v] for v in values))
                 cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
-            if fate.inlined or fate.repeated:
-                behind = nothing.union(*(self.behind[v] for v in values))
             for value in node.outputs:
-                self.roots[value], self.behind[value], self.inside[value] = roots, behind, cost
+                self.roots[value], self.inside[value] = roots, cost
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
         cotangents = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
-        behind: list[set[int]] = [set() for _ in ops]
         extra = [0] * len(ops)
         beside = [0] * len(ops)
         peaks = [0] * len(ops)
@@ -118,15 +112,17 @@ class _Modelling:
         for node, size in zip(self.graph.nodes, cotangents, strict=True) if ops else ():
             fate = self.fate[node]
             step += not fate.inlined
-            at = min(max(step + self._is_in_next(node), 0), len(ops) - 1)
+            # What is inlined and works by element goes back with what it is computed of; anything
+            # else that is inlined has a step of its own, with what it is in, which follows.
+            is_in_next = fate.inlined and not is_by_element(node)
+            at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], size)
-            if node in self.read:
-                for value in self._read_back(node):
-                    needs[at] |= self.roots[value]
-                    if is_by_element(node):
-                        behind[at] |= self.behind[value]
-                extra[at] += self.read[node].extra
+            if read := self.read.get(node):
+                values = [node.inputs[i] for i in read.operands]
+                values += [node.outputs[i] for i in read.results]
+                needs[at].update(*(self.roots.get(v, ()) for v in values))
+                extra[at] += read.extra
                 beside[at] += fate.beside if is_by_element(node) else 0
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
@@ -137,7 +133,6 @@ class _Modelling:
             ],
             args=[_sorted(r for v in operands(node) for r in self.roots[v]) for node in ops],
             needs=[_sorted(found) for found in needs],
-            behind=[_sorted(more - found) for more, found in zip(behind, needs, strict=True)],
             cotangents=peaks,
             extra=extra,
             beside=beside,
@@ -146,18 +141,9 @@ class _Modelling:
             graph=self.graph,
             active=self.active,
             residuals=self.residuals,
+            again=[self.scans[n].flops if n in self.scans else 0 for n in ops],
+            scans=self.scans,
         )
-
-    def _is_in_next(self, node: Node) -> bool:
-        """Whether a node goes back with the buffer that follows. What is inlined and works by
-        element goes back with what it is computed of; anything else has a step of its own, with
-        what it is in."""
-        return self.fate[node].inlined and not is_by_element(node)
-
-    def _read_back(self, node: Node) -> Iterator[Value]:
-        """The values of the graph that the backward pass of a node reads."""
-        yield from (v for i in self.read[node].operands if isinstance(v := node.inputs[i], Value))
-        yield from (node.outputs[i] for i in self.read[node].results)
 
     def _cotangent_bytes(self) -> list[int]:
         """Bytes alive while each node is pulled back, of cotangents: of a value from the first step
@@ -169,13 +155,10 @@ class _Modelling:
             if node.op in operations.RESHAPES and node.inputs[0] in given:
                 given.update(node.outputs)
         first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
-        last = {
-            v: i
-            for i, node in enumerate(self.graph.nodes)
-            if node in self.read
-            for v in operands(node)
-        }
-        last |= dict.fromkeys(self.is_output, len(self.graph.nodes))
+        readers = ((i, node) for i, node in enumerate(self.graph.nodes) if node in self.read)
+        last = {v: i for i, node in readers for v in operands(node)}
+        outputs = (v for v in self.graph.outputs if isinstance(v, Value))
+        last |= dict.fromkeys(outputs, len(self.graph.nodes))
         spans = (
             (first[v], last[v], nbytes(v.aval)) for v in self.active if v in last and v not in given
         )
@@ -190,23 +173,14 @@ class _Modelling:
         iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
             return 0
+        if node in self.scans:
+            return self.scans[node].working
         is_scan = node.primitive is _jax.SCAN
         inside = max(
-            self._region_peak(node, region) - self._cotangents_from_outside(node, region)
+            self._region_peak(node, region) - cotangents_around(node, region, self.active)
             for region in node.regions.values()
         )
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
-
-    def _cotangents_from_outside(self, node: Node, region: Graph) -> int:
-        """Bytes of cotangents that are counted inside a region as well as outside; a loop has
-        those of its carry where they were before it."""
-        pairs = list(zip(region.outputs, node.outputs, strict=False))
-        if node.primitive is _jax.SCAN:
-            pairs = pairs[: _jax.scan_split(node.params)[1]]
-        both = {
-            inner for inner, outer in pairs if isinstance(inner, Value) and outer in self.active
-        }
-        return sum(nbytes(v.aval) for v in both)
 
     def _region_peak(self, node: Node, region: Graph) -> int:
         if region not in self.peaks_known:
@@ -227,6 +201,16 @@ def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
 
 def operands(node: Node) -> list[Value]:
     return [v for v in node.inputs if isinstance(v, Value)]
+
+
+def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:
+    """Bytes of cotangents that are counted inside a region as well as around the node; a loop has
+    those of its carry where they were before it."""
+    pairs = list(zip(region.outputs, node.outputs, strict=False))
+    if node.primitive is _jax.SCAN:
+        pairs = pairs[: _jax.scan_split(node.params)[1]]
+    both = {inner for inner, outer in pairs if isinstance(inner, Value) and outer in active}
+    return sum(nbytes(v.aval) for v in both)
 
 
 def handed_bytes(scan: Node) -> int:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
-from tracegrad.planning.fingerprint import fingerprint
-from tracegrad.planning.fusion import written_down
+from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.plan_file import FORMAT, VERSION, PlanRecord, write
+from tracegrad.planning.plan_file import fingerprint, write
 from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.search import Fit, Search
 from tracegrad.planning.simulation import Segment, keep_all
@@ -42,8 +43,6 @@ class RecomputePlan:
       flops: extra FLOPs, and those that could be done while it offloads (see `offloaded`).
       forward_flops: those of the forward pass.
       target: bytes that the plan was made for in the model.
-      flops_bound: no plan within the target needs fewer extra FLOPs, in the model.
-      peak_bound: no plan has a lower peak, in the model.
       scans: what was done to the bodies of scans; "" for nothing.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
     """
@@ -60,17 +59,29 @@ class RecomputePlan:
     flops: int
     forward_flops: int
     target: int
-    flops_bound: int
-    peak_bound: int
     scans: str
     segments: tuple[Segment, ...]
+    _search: Search = field(repr=False, compare=False)
     _fit: Fit = field(repr=False, compare=False)
-    _whole: MemoryModel = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def flops_bound(self) -> int:
+        """No plan within the target needs fewer extra FLOPs, in the model."""
+        return self._search.flops_bound(self.target, self.flops)
+
+    @functools.cached_property
+    def peak_bound(self) -> int:
+        """No plan has a lower peak, in the model."""
+        return lowest_peak_bound(self._whole)
+
+    @property
+    def _whole(self) -> MemoryModel:
+        return self._search.whole
 
     @property
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
-        return self._fit.variant.number > 0 or any(segment.recompute for segment in self.segments)
+        return any(segment.recompute or segment.step for segment in self.segments)
 
     @functools.cached_property
     def offloaded(self) -> int:
@@ -95,28 +106,21 @@ class RecomputePlan:
 
         Raises OSError where that cannot be; a file that was there stays then, as it was.
         """
-        seen = self._whole.fusion
-        fusion, beside = (None, {}) if seen is None else written_down(seen)
-        record = PlanRecord(
-            format=FORMAT,
-            version=VERSION,
-            name=self.graph.name,
-            program=fingerprint(self.graph),
-            summary=tuple(str(self).splitlines()),
-            budget=self.budget,
-            held=self.held,
-            held_without=self.held_without,
-            measured_on=self.measured_on,
-            differentiated=self.graph.differentiated,
-            target=self.target,
-            transfer=self._whole.transfer if self._whole.transfer < math.inf else None,
-            fusion=fusion,
-            beside=beside,
-            scans=self.scans,
-            scan_variant=self._fit.variant.number,
-            segments=self.segments,
-        )
-        write(record, path)
+        plan = {
+            "name": self.graph.name,
+            "program": fingerprint(self.graph),
+            "differentiated": self.graph.differentiated,
+            "budget": self.budget,
+            "held": self.held,
+            "held_without": self.held_without,
+            "measured_on": self.measured_on,
+            "target": self.target,
+            "peak": self.peak,
+            "transfer": self._whole.transfer,
+            "fusion": self._whole.fusion,
+            "segments": self.segments,
+        }
+        write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
         simulation = self._fit.simulation
@@ -148,7 +152,7 @@ class RecomputePlan:
         for k, (segment, local, peak) in enumerate(
             zip(self.segments, simulation.locals, simulation.peaks, strict=True)
         ):
-            nodes = nodes_of(self._fit.variant.model, segment.start, segment.stop)
+            nodes = nodes_of(self._whole, segment.start, segment.stop)
             rows.append(
                 (
                     str(k),
@@ -175,14 +179,13 @@ class RecomputePlan:
         """The trade for other budgets: peak bytes, extra FLOPs and their lower bound, from the
         largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
         as long."""
-        search = Search(self._whole)
-        lowest = search.lowest_peak
+        search, lowest = self._search, self._search.lowest_peak
         found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
             budget = self.peak_without + (lowest - self.peak_without) * k // points
             fit = search.best(budget)
-            bound = search.flops_bound(budget, fit.flops)
-            found.append((fit.simulation.peak, fit.flops, bound))
+            bound = search.flops_bound(budget, fit.simulation.flops)
+            found.append((fit.simulation.peak, fit.simulation.flops, bound))
         return found
 
     def plot(self) -> Any:
@@ -192,57 +195,61 @@ class RecomputePlan:
 
         Raises ImportError without matplotlib.
         """
-        figures = _optional("matplotlib.figure", "drawing a plan needs matplotlib")
+        try:
+            figures: Any = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError("drawing a plan needs matplotlib: pip install matplotlib") from error
         figure = figures.Figure(figsize=(11, 4), layout="constrained")
         memory, trade = figure.subplots(1, 2)
-        mib = 2**20
+        mib, forward = 2**20, max(1, self.forward_flops) / 100
         for label, sizes in zip(("everything kept", "planned"), self.timeline(), strict=True):
             # The forward pass is the first half of either, however many operations it has.
-            memory.plot(
-                [i / max(1, len(sizes) - 1) for i in range(len(sizes))],
-                [size / mib for size in sizes],
-                label=label,
-            )
+            memory.plot(np.linspace(0, 1, len(sizes)), np.divide(sizes, mib), label=label)
         memory.axhline(self.target / mib, linestyle=":", color="grey", label="planned for")
         memory.axvline(0.5, linewidth=0.5, color="grey")
-        memory.set(
-            title="memory of one gradient",
-            xlabel="operations: the forward pass, then the backward pass",
-            ylabel="MiB alive",
-            xticks=[],
-        )
-        memory.legend()
         here = (self.peak, self.flops, self.flops_bound)
         points = sorted({*self.curve(), here}, reverse=True)
-        forward = max(1, self.forward_flops) / 100
-        peaks = [peak / mib for peak, _, _ in points]
-        trade.plot(peaks, [flops / forward for _, flops, _ in points], marker="o", label="plans")
-        if self.flops_bound:
-            bounds = [bound / forward for _, _, bound in points]
-            trade.plot(peaks, bounds, linestyle=":", color="grey", label="no plan is below")
+        peaks, flops, bounds = np.divide(points, (mib, forward, forward)).T
+        trade.plot(peaks, flops, marker="o", label="plans")
+        trade.plot(peaks, bounds, linestyle=":", color="grey", label="no plan is below")
         trade.plot([self.peak / mib], [self.flops / forward], "s", label="this plan")
-        trade.set(
-            title="the trade", xlabel="peak, MiB", ylabel="extra FLOPs, % of the forward pass"
-        )
+        along = "operations: the forward pass, then the backward pass"
+        memory.set(title="memory of one gradient", xlabel=along, ylabel="MiB alive", xticks=[])
+        extra = "extra FLOPs, % of the forward pass"
+        trade.set(title="the trade", xlabel="peak, MiB", ylabel=extra)
+        memory.legend()
         trade.legend()
         return figure
+
+
+def plan_of(
+    search: Search, fit: Fit, budget: int, without: int | None, measured_on: str
+) -> RecomputePlan:
+    return RecomputePlan(
+        graph=search.graph,
+        budget=budget,
+        held=fit.held,
+        held_without=without,
+        measured_on=measured_on,
+        peak=fit.simulation.peak,
+        peak_without=search.kept.peak,
+        residual=fit.simulation.residual,
+        residual_without=search.kept.residual,
+        flops=fit.simulation.flops,
+        forward_flops=search.whole.total_flops,
+        target=fit.target,
+        scans=fit.scans(),
+        segments=fit.segments,
+        _search=search,
+        _fit=fit,
+    )
 
 
 def _what(segment: Segment) -> str:
     if not segment.recompute:
         return "keep"
-    if segment.offload:
-        return "recompute, offload"
-    return f"recompute, {len(segment.pieces)} pieces" if segment.inner else "recompute"
+    return "recompute, offload" if segment.offload else "recompute"
 
 
 def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0%"
-
-
-def _optional(module: str, why: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.split(".")[0]
-        raise ImportError(f"{why}: pip install {name}") from error

@@ -11,26 +11,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad._jax.progress import progress
-from tracegrad.differentiation.activity import active_values
 from tracegrad.differentiation.checks import wrt_or_argnums
 from tracegrad.differentiation.selection import Wrt, resolve
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
-from tracegrad.planning.bounds import lowest_peak_bound
-from tracegrad.planning.budget import MemoryBudget, budget_bytes
-from tracegrad.planning.fitting import Measure, fitted, plans_to_compile
-from tracegrad.planning.measuring import FOUND, Gradient, shardings_of
+from tracegrad.planning.fitting import fitted
+from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
-from tracegrad.planning.offloading import Offload, transfer_flops
-from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.search import BudgetTooSmall, Fit, Search
+from tracegrad.planning.options import (
+    Measure,
+    MemoryBudget,
+    Offload,
+    budget_bytes,
+    plans_to_compile,
+    transfer_flops,
+)
+from tracegrad.planning.plan import RecomputePlan, plan_of
+from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.rewriting.flatten import flatten
-from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.graphs import graph as trace_graph
+from tracegrad.tracing.graphs import require_function
 
 
 def plan_recompute(
@@ -107,114 +112,22 @@ def plan_recompute(
     """
     require_function(fun, "plan for")
     chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
-    budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
-    plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
+    asked = recompute_to_fit(memory_budget, measure=measure, offload=offload)
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
         if chosen is not None:
             graph.differentiated = resolve(fun, chosen, args, kwargs).of_inputs
-        shardings = shardings_of(graph, args, kwargs)
-        return _plan_graph(graph, memory_budget, plans, transfer=transfer, shardings=shardings)
+        return asked.plan(graph, shardings_of(graph, args, kwargs))
 
     plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"
     return plan
 
 
-def _plan_graph(
-    graph: Graph,
-    memory_budget: MemoryBudget,
-    plans: int,
-    *,
-    transfer: float = math.inf,
-    shardings: Sequence[Any] | None = None,
-    examples: int = 1,
-) -> RecomputePlan:
-    """`plan_recompute` of a graph; `plans`: see `plans_to_compile`; `transfer`: see
-    `transfer_flops`; `shardings`: of its inputs, where they are known; `examples`: as of
-    `Gradient`, for all of which the budget is."""
-    ways = list(dict.fromkeys((transfer, math.inf)))  # with what is on the host, and without
-    with progress("plan_recompute", 1 + len(ways) * plans) as begin:
-        program, why_not = flatten(graph), "measure=False"
-        if plans:
-            try:
-                begin("compiling with nothing recomputed")
-                gradient = Gradient(program, active_values(program), shardings, examples)
-                return _measured(program, gradient, memory_budget, plans, ways, examples, begin)
-            except _jax.NotMeasuredError as error:
-                why_not = str(error)
-        search = Search(model(program, transfer=transfer), examples)
-        budget = budget_bytes(memory_budget, search.kept.peak * examples) // examples
-        try:
-            return plan_of(search, search.best(budget), budget, None, why_not)
-        except BudgetTooSmall as error:
-            error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
-            raise
-
-
-def _measured(
-    program: Graph,
-    gradient: Gradient,
-    memory_budget: MemoryBudget,
-    plans: int,
-    ways: Sequence[float],
-    examples: int,
-    begin: Callable[[str], None],
-) -> RecomputePlan:
-    """The plan that XLA was seen to hold within the budget, of the first of some prices of a
-    transfer for which there is one."""
-    without, fusion = gradient.held_and_fusion(program)
-    budget = budget_bytes(memory_budget, without)
-    numbers = itertools.count(1)
-
-    def held_by(planned: Graph) -> int:
-        which = f"plan {next(numbers)} of at most {len(ways) * plans}"
-        begin(f"compiling {which}, budget {in_units(budget)}")
-        return gradient.held(planned)
-
-    whole, measured_on = model(program, fusion), gradient.measured_on
-    misses = []
-    for transfer in ways:
-        search = Search(replace(whole, transfer=transfer), examples)
-        try:
-            fit = fitted(search, budget, held_by, without, plans, measured_on)
-            return plan_of(search, fit, budget, without, measured_on)
-        except BudgetTooSmall as error:
-            # Outside of loops XLA brings to a GPU at once what has just gone to the host.
-            misses.append(error)
-    raise min(misses, key=lambda error: error.lowest)
-
-
-def plan_of(
-    search: Search, fit: Fit, budget: int, without: int | None, measured_on: str
-) -> RecomputePlan:
-    whole = search.whole
-    return RecomputePlan(
-        graph=search.graph,
-        budget=budget,
-        held=fit.held,
-        held_without=without,
-        measured_on=measured_on,
-        peak=fit.simulation.peak,
-        peak_without=search.kept.peak,
-        residual=fit.simulation.residual,
-        residual_without=search.kept.residual,
-        flops=fit.flops,
-        forward_flops=whole.total_flops,
-        target=fit.target,
-        flops_bound=search.flops_bound(fit.target, fit.flops),
-        peak_bound=lowest_peak_bound(whole),
-        scans=fit.variant.name,
-        segments=fit.segments,
-        _fit=fit,
-        _whole=whole,
-    )
-
-
 def recompute_to_fit(
     memory_budget: MemoryBudget, *, measure: Measure = True, offload: Offload = False
-) -> Rule:
+) -> FitToBudget:
     """The rule that makes a graph recompute what it must to stay within a memory budget.
 
     Args:
@@ -234,24 +147,23 @@ def recompute_to_fit(
       GraphError: when it is applied to a program in which JAX has differentiated something, where
         recompute would save nothing any more.
     """
-    budget_bytes(memory_budget, 1 << 40)
+    budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
     plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
-    # Of one budget there is one rule, so that functions traced with it again share their programs.
-    # Of budgets 1 is a byte, and 1.0 is all.
-    key = "rule", type(memory_budget), memory_budget, plans, transfer
-    known: Rule | None = FOUND.get(key)
-    if known is None:
-        known = FOUND.put(key, _FitToBudget(memory_budget, plans, transfer))
-    return known
+    return _rule(memory_budget, plans, transfer)
 
 
 @dataclass(frozen=True, eq=False)
-class _FitToBudget:
+class FitToBudget:
+    """What is asked for, and the rule for it; see `plans_to_compile` and `transfer_flops`."""
+
     memory_budget: MemoryBudget
     plans: int
     transfer: float
 
     for_the_outermost = True
+
+    def __repr__(self) -> str:
+        return f"memory_budget={self.memory_budget!r}"
 
     def __call__(self, graph: Graph) -> Graph:
         # What holds the gradient of a loss is a train step, unless somebody takes its own gradient.
@@ -262,32 +174,76 @@ class _FitToBudget:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
         is_share = budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
         is_of_all = not is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
+        plan = None
         try:
-            plan = _plan_graph(
-                graph,
-                self.memory_budget,
-                self.plans,
-                transfer=self.transfer,
-                examples=_jax.examples_at_once(),
-            )
+            plan = self.plan(graph, examples=_jax.examples_at_once())
         except BudgetTooSmall:
-            if is_of_all:
-                raise self._unknown(graph) from None
-            raise
-        if is_of_all and plan.is_needed:
-            raise self._unknown(graph)
-        return plan.rewritten() if plan.is_needed else graph
+            if not is_of_all:
+                raise
+        if is_of_all and (plan is None or plan.is_needed):
+            raise ValueError(
+                f"{self!r} is bytes of one device, and all of them together hold more for the "
+                f"gradient of {graph.name}, on a mesh with automatic axes: what each holds XLA "
+                "decides after planning. Give a share, as '50%'; a mesh with explicit axes; or the "
+                "loss to plan_recompute(loss, budget) with the arguments as they lie"
+            )
+        return plan.rewritten() if plan is not None and plan.is_needed else graph
 
-    def _unknown(self, graph: Graph) -> ValueError:
-        return ValueError(
-            f"{self!r} is bytes of one device, and all of them together hold more for the gradient "
-            f"of {graph.name}, on a mesh with automatic axes: what each holds XLA decides after "
-            "planning. Give a share, as '50%'; a mesh with explicit axes; or the loss to "
-            "plan_recompute(loss, budget) with the arguments as they lie"
-        )
+    def plan(
+        self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
+    ) -> RecomputePlan:
+        """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known;
+        `examples`: as of `Gradient`, for all of which the budget is."""
+        ways = list(dict.fromkeys((self.transfer, math.inf)))  # with the host's memory, and without
+        with progress("plan_recompute", 1 + len(ways) * self.plans) as begin:
+            program, why_not = flatten(graph), "measure=False"
+            if self.plans:
+                try:
+                    begin("compiling with nothing recomputed")
+                    gradient = Gradient(program, shardings, examples)
+                    return self._measured(program, gradient, ways, examples, begin)
+                except _jax.NotMeasuredError as error:
+                    why_not = str(error)
+            search = Search(model(program, transfer=self.transfer), examples)
+            budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples
+            try:
+                return plan_of(search, search.best(budget), budget, None, why_not)
+            except BudgetTooSmall as error:
+                error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
+                raise
 
-    def __repr__(self) -> str:
-        return f"memory_budget={self.memory_budget!r}"
+    def _measured(
+        self,
+        program: Graph,
+        gradient: Gradient,
+        ways: Sequence[float],
+        examples: int,
+        begin: Callable[[str], None],
+    ) -> RecomputePlan:
+        """The plan that XLA was seen to hold within the budget, of the first of some prices of a
+        transfer for which there is one."""
+        without, fusion = gradient.held_and_fusion(program)
+        budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
 
+        def held_by(planned: Graph) -> int:
+            which = f"plan {next(numbers)} of at most {len(ways) * self.plans}"
+            begin(f"compiling {which}, budget {in_units(budget)}")
+            return gradient.held(planned)
+
+        whole, measured_on = model(program, fusion), gradient.measured_on
+        misses = []
+        for transfer in ways:
+            search = Search(replace(whole, transfer=transfer), examples)
+            try:
+                fit = fitted(search, budget, held_by, without, self.plans, measured_on)
+                return plan_of(search, fit, budget, without, measured_on)
+            except BudgetTooSmall as error:
+                # Outside of loops XLA brings to a GPU at once what has just gone to the host.
+                misses.append(error)
+        raise min(misses, key=lambda error: error.lowest)
+
+
+# Functions traced with one rule share their programs. Of budgets 1 is a byte, and 1.0 is all.
+_rule = cached(512)(FitToBudget)
 
 engine.fit_to_budget = recompute_to_fit

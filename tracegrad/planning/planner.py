@@ -2,8 +2,7 @@
 
 1. Places to cut a program are where few bytes go from one side to the other.
 2. For the segment between any two of them, save sets by minimum cuts at all prices of a byte
-   (`cuts.Network.hull`); segments that are alike are solved once. Where little is run again, the
-   backward pass of a segment may also go from one place inside to the next.
+   (`cuts.Network.hull`); segments that are alike are solved once.
 3. Dynamic programming from the first to the last cut chooses among all of these. A label is what
    one way to a cut costs, and what it leaves in memory for the rest: a row of numbers.
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
@@ -31,7 +29,6 @@ from tracegrad.planning.simulation import (
     Segment,
     Simulation,
     keep_all,
-    plan_to_keep,
     simulate,
 )
 from tracegrad.planning.tuning import TUNING
@@ -63,34 +60,12 @@ class Planner:
 
     def __init__(self, model: MemoryModel):
         self.model = model
-        self.kept = keep_all(model)
         self._alike: dict[Hashable, _Ways] = {}
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> tuple[list[Segment], Simulation] | None:
-        """The best plan found within a budget in bytes; None if there is none."""
-        if self.kept.peak <= budget:  # then there is nothing to plan, and no library is needed
-            return plan_to_keep(self.model), self.kept
-        plan = self._cheapest(budget)
-        return None if plan is None else (plan, simulate(self.model, plan))
-
-    def lowest_peak(self) -> int:
-        """The lowest budget, in bytes, for which `find` has a plan.
-
-        To a five thousandth: what XLA holds of the lowest plan may be less by some per cent.
-        """
-        low, high = 0, self.kept.peak
-        while high - low > self.kept.peak // 5000 and low < high:
-            middle = (low + high) // 2
-            if self._cheapest(middle) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return high
-
-    def _cheapest(self, budget: int) -> list[Segment] | None:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
-        the one that keeps least; None if there is none."""
+        the one that keeps least; None if none is found."""
         at = self._labels(budget)
         final = at[-1]
         if not len(final):
@@ -101,9 +76,19 @@ class Planner:
         while i > 0:
             before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
-            segments.append(way.shifted(self._cuts[before]))
+            segments.insert(0, way.shifted(self._cuts[before]))
             i = before
-        return segments[::-1]
+        return segments, simulate(self.model, segments)
+
+    def lowest_peak(self) -> int:
+        """The lowest budget, in bytes, for which `find` has a plan.
+
+        To a five thousandth: what XLA holds of the lowest plan may be less by some per cent.
+        """
+        peak = keep_all(self.model).peak
+        budgets = range(0, peak, max(1, peak // 5000))
+        lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)
+        return budgets[lowest] if lowest < len(budgets) else peak
 
     def _labels(self, budget: int) -> list[np.ndarray]:
         """The labels of every cut, one row for each way to it that is within `budget` bytes."""
@@ -138,9 +123,7 @@ class Planner:
         found = {}
         for i, j in itertools.combinations(range(len(cuts)), 2):
             if j - i <= TUNING.longest:
-                is_small = cuts[j] - cuts[i] <= TUNING.most_in_pieces
-                inner = tuple(cut - cuts[i] for cut in cuts[i + 1 : j]) if is_small else ()
-                ways = self._ways(cuts[i], cuts[j], inner)
+                ways = self._ways(cuts[i], cuts[j])
                 found[i, j] = ways, self._left(ways, cuts[i], cuts[j])
         return found
 
@@ -161,42 +144,26 @@ class Planner:
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
             return tuple(range(stop + 1))
-        crossing, before = crossing_bytes(self.model), [0, *itertools.accumulate(self.model.sizes)]
-        # The longest piece, by bytes, is cut where the fewest go across, near the middle if many
-        # places are alike: in a program of layers, first between these, then inside them.
-        chosen = {0, stop}
-        pieces = [(before[0] - before[stop], 0, stop)]
-        while pieces and len(chosen) < TUNING.cuts + 2:
-            _, first, last = heapq.heappop(pieces)
-            places = range(first + 1, last)
-            if not places:
-                continue
-            middle = (before[first] + before[last]) / 2
-            off = {i: TUNING.sideways * abs(before[i] - middle) for i in places}
-            place = min(places, key=lambda i: crossing[i] + off[i])
-            chosen.add(place)
-            for left, right in ((first, place), (place, last)):
-                heapq.heappush(pieces, (before[left] - before[right], left, right))
-        return tuple(sorted(chosen))
+        # In each of so many stretches of as many bytes, where the fewest go across.
+        crossing, before = crossing_bytes(self.model), np.cumsum([0, *self.model.sizes])
+        ends = np.searchsorted(before, np.linspace(0, before[-1], TUNING.cuts + 1)).tolist()
+        stretches = [range(max(a, 1), min(b, stop)) for a, b in itertools.pairwise(ends)]
+        chosen = {min(places, key=crossing.__getitem__) for places in stretches if places}
+        scans = {i for i in range(stop) if self._steps(i, i + 1)}
+        return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
-    def _ways(self, start: int, stop: int, inner: tuple[int, ...]) -> _Ways:
+    def _ways(self, start: int, stop: int) -> _Ways:
         """The ways to run a part as one segment, none of which another is as good as in every
-        respect.
-
-        `inner`: places, counted from its start, between which its backward pass may go piece by
-        piece.
-        """
-        key = (inner, *self._tokens[start:stop])
+        respect."""
+        key = tuple(self._tokens[start:stop])
         if key not in self._alike:
             piece = Piece(self.model, start, stop)
             is_fixed = any(self.model.fixed[start:stop])
             ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece))]
             runs = [(way, piece.run(way)) for way in ways]
-            few = TUNING.cheap * sum(piece.flops)
-            cheap = [way for way, local in runs[1:] if not way.offload and local.flops <= few]
-            if inner and cheap:
-                in_pieces = replace(cheap[-1], inner=inner)
-                runs.append((in_pieces, piece.run(in_pieces)))
+            for step in self._steps(start, stop):
+                here = Piece(self.model.steps[step], start, stop)
+                runs += [(replace(way, step=step), here.run(way)) for way in ways]
             table = np.array([_costs(local) for _, local in runs], float)
             chosen = pareto(table)
             self._alike[key] = _Ways(
@@ -205,6 +172,12 @@ class Planner:
                 [tuple(piece.left(runs[k][1].stored)) for k in chosen],
             )
         return self._alike[key]
+
+    def _steps(self, start: int, stop: int) -> range:
+        """Those of the model's steps in which a part may be run but for the first."""
+        count, scans = len(self.model.steps), self.model.steps[-1].scans
+        has_scans = any(node in scans for node in self.model.nodes[start:stop])
+        return range(1, count if has_scans else 1, 1 if stop - start == 1 else TUNING.stride)
 
 
 def _costs(local: Local) -> list[int]:
@@ -237,7 +210,7 @@ def _tokens(model: MemoryModel) -> list[int]:
     seen: dict[Hashable, int] = {}
     tokens = []
     for i in range(len(model)):
-        token = (
+        token: Hashable = (
             model.sizes[i],
             model.flops[i],
             model.extra[i],
@@ -246,8 +219,8 @@ def _tokens(model: MemoryModel) -> list[int]:
             model.fixed[i],
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
-            tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
+            tuple((m.extra[i], m.again[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]),
         )
         tokens.append(seen.setdefault(token, len(seen)))
     return tokens

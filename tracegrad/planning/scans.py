@@ -13,134 +13,56 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.activity import active_in_body
-from tracegrad.ir import Graph, Node, Value
+from tracegrad.differentiation.pull_back import active_inputs
+from tracegrad.differentiation.residuals import residuals_of
+from tracegrad.ir import Graph, Node
 from tracegrad.ir.costs import nbytes
-from tracegrad.ir.dependence import data_flow, spread
-from tracegrad.planning.fusion import Fusion, moved
-from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.modelling import handed_bytes, model
-from tracegrad.planning.planner import Planner, frontier, recomputing
+from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.planning.model import MemoryModel, ScanWay
+from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
+from tracegrad.planning.planner import frontier, recomputing
 from tracegrad.planning.regions import with_regions
-from tracegrad.planning.simulation import Piece, Segment, keep_all
+from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
 from tracegrad.rewriting.flatten import flatten
 from tracegrad.rewriting.scan_groups import group_size, in_groups, in_turn, part_of
+from tracegrad.tracing.graphs import graph as trace_graph
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A program of which the scans keep less: the first is the program as it is.
-
-    `modelled`: makes its model, which takes a while. `flops`: what its scans run again inside, in
-    all. `least`: bytes that one of these keeps for its backward pass, below which a plan will not
-    be.
-    """
-
-    number: int
-    modelled: Callable[[], MemoryModel] = field(repr=False)
-    flops: int = 0
-    least: int = 0
-    name: str = ""
-
-    @functools.cached_property
-    def model(self) -> MemoryModel:
-        return self.modelled()
-
-    @functools.cached_property
-    def planner(self) -> Planner:
-        return Planner(self.model)
-
-
-def variants(
-    whole: MemoryModel, modelled: Callable[[Graph, Fusion | None], MemoryModel], times: int = 1
-) -> Iterator[Variant]:
-    """The program as it is, then those that run ever more again to keep ever less: the same step
-    for every scan that keeps something beside its operands and results.
-
-    `modelled`: makes the model of such a program, given what becomes of its results. `times`: how
-    often the program is run, in scans around.
-    """
-    graph = whole.graph
-    assert graph is not None
-    yield Variant(0, lambda: whole)
+def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
+    """Gives a model its `steps`, in which the scans that keep something beside their operands and
+    results run ever more again to keep ever less; `times`: how often the program is run, in scans
+    around."""
+    assert whole.graph is not None
+    if len(whole.steps) > 1:
+        return whole
     scans = [
         node
         for node, extra in zip(whole.nodes, whole.extra, strict=True)
         if node.primitive is _jax.SCAN and extra and _is_plain(node)
     ]
-    if not scans:
-        return
-    options = {node: _best(_options(node, whole), times * len(scans)) for node in scans}
-
-    def with_options(chosen: Mapping[Node, _Option]) -> MemoryModel:
-        new = graph.copy()
-        for node, option in chosen.items():
-            option.put(new, new.node_here(node))
-        flat = flatten(new)
-        return modelled(flat, whole.fusion and moved(whole.fusion, graph, flat))
-
-    for k in range(max(map(len, options.values()))):
-        chosen = {node: found[min(k, len(found) - 1)] for node, found in options.items()}
-        flops = sum(option.flops for option in chosen.values())
-        least = max(option.least for option in chosen.values())
-        name = "; ".join(dict.fromkeys(option.name for option in chosen.values()))
-        yield Variant(k + 1, functools.partial(with_options, chosen), flops, least, name)
-
-
-class _Way(NamedTuple):
-    """A way to run one iteration: a segment, what it runs again, how many bytes it keeps for its
-    backward pass, at least and with the carry, and how many come back for that from the host."""
-
-    segment: Segment
-    flops: int
-    least: int
-    kept: int
-    back: int
-    name: str
-
-
-@dataclass(frozen=True)
-class _Option:
-    """A way to run a scan: ways to run its body, in turn, and how many iterations go in a group.
-
-    `flops`: what it runs again, in all. `least`, `kept`, `working`: bytes that it keeps for its
-    backward pass, at least and with its carries, and about how many that needs beside them.
-    """
-
-    modelled: Callable[[Graph], MemoryModel]
-    body: MemoryModel
-    ways: tuple[Segment, ...]
-    size: int
-    flops: int
-    least: int
-    kept: int
-    working: int
-    name: str
-
-    def put(self, graph: Graph, node: Node) -> None:
-        """Has the scan of a graph run so."""
-        assert self.body.graph is not None
-        constants, carried = _jax.scan_split(node.params)
-        first, *others = self.ways
-        if others:
-            bodies = []
-            for k, way in enumerate(self.ways):
-                part = part_of(node, self.body.graph, k, len(self.ways))
-                bodies.append(with_regions(self.modelled(flatten(part)), [way]))
-            graph.replace(node, in_turn(node, bodies))
-            return
-        on_host = range(constants, constants + carried) if first.offload else ()
-        graph.set_region(node, "jaxpr", with_regions(self.body, [first], on_host))
-        if self.size > 1:
-            graph.replace(node, in_groups(node, self.size))
+    found = {node: _ways(node, whole, times * len(scans)) for node in scans}
+    for k in range(max(map(len, found.values()), default=0)):
+        chosen = {node: ways[min(k, len(ways) - 1)] for node, ways in found.items()}
+        whole.steps.append(
+            model(
+                whole.graph,
+                whole.fusion,
+                active=whole.active,
+                residuals=whole.residuals,
+                transfer=whole.transfer,
+                scans=chosen,
+            )
+        )
+    return whole
 
 
 def _is_plain(node: Node) -> bool:
@@ -148,68 +70,128 @@ def _is_plain(node: Node) -> bool:
     return isinstance(length, int) and length > 1 and not node.effects
 
 
-def _options(node: Node, around: MemoryModel) -> Iterator[_Option]:
-    """Its body as it is and with less kept in the scans inside it, each recomputed but for a save
+def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
+    """Those that no other spares both bytes and FLOPs to, if so many such scans are run: the
+    backward pass of one works while the others still keep what they do."""
+    found = list(_options(scan, around))
+    flops = np.array([option.flops for option in found], float)
+    size = np.array([count * option.kept + option.working for option in found], float)
+    best = [found[k] for k in frontier(flops, size, TUNING.scan_options)]
+    active = active_inputs(scan, around.active)
+    ways = []
+    for option in best:
+        program = option.made()
+        read = residuals_of(functools.partial(evaluate, program), program.in_avals, active)
+        ways.append(ScanWay(program, read, option.working, option.flops, option.name))
+    return ways
+
+
+class _Option(NamedTuple):
+    """A way to run a scan: what makes the program, the FLOPs that it runs again in all, and about
+    how many bytes it keeps for its backward pass and needs for that beside them."""
+
+    made: Callable[[], Graph]
+    flops: int
+    kept: int
+    working: int
+    name: str
+
+
+class _Iteration(NamedTuple):
+    """A way to run one iteration: a segment, what it runs again, how many bytes it keeps for its
+    backward pass with the carry, how many come back for that from the host and the most that are
+    alive in it."""
+
+    segment: Segment
+    flops: int
+    kept: int
+    back: int
+    peak: int
+    name: str
+
+
+def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
+    """With less kept in the scans inside its body, with each iteration recomputed but for a save
     set, some iterations one way and some another, and in groups."""
-    length = node.params["length"]
-    constants, carried = _jax.scan_split(node.params)
+    length = scan.params["length"]
+    constants, carried = _jax.scan_split(scan.params)
 
-    def modelled(graph: Graph, fusion: Fusion | None = None) -> MemoryModel:
-        active = active_in_body(node, graph, around.active)
-        known = around.residuals
-        return model(graph, fusion, active=active, residuals=known, transfer=around.transfer)
+    def modelled(graph: Graph) -> MemoryModel:
+        active = active_in_body(scan, graph, around.active)
+        return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
 
-    whole = modelled(flatten(node.regions["jaxpr"]))
-    assert whole.graph is not None
-    carry = sum(nbytes(v.aval) for v in whole.graph.inputs[constants : constants + carried])
-    handed, types = handed_bytes(node), whole.graph.in_avals
-    is_on_one = all(_jax.local_shape(t) == t.shape and not _jax.varying_axes(t) for t in types)
-    for variant in variants(whole, modelled, length):
-        body, inside = variant.model, f"; inside these, {variant.name}" if variant.name else ""
-        option, peak = functools.partial(_Option, modelled, body), keep_all(body).peak + handed
-        ways = list(_ways(body, carry, constants))
-        for turn in _turns(ways, length if is_on_one else 1):
-            if turn == ways[:1] and not variant.name:
-                continue  # the scan as it is
-            times, others = length // len(turn), len(turn) - 1
-            flops, least, kept = (
-                sum(each) for each in zip(*(way[1:4] for way in turn), strict=True)
-            )
-            working = peak + turn[0].back + others * handed + kept - turn[0].kept
-            flops, name = times * flops + length * variant.flops, f"{_told(turn)}{inside}"
-            segments = tuple(way.segment for way in turn)
-            yield option(segments, 1, flops, times * least, times * kept, working, name)
-        if (size := group_size(length)) > 1:
-            again = Segment(0, len(body), recompute=True)
-            flops = variant.flops + body.total_flops + Piece(body, 0, len(body)).run(again).flops
-            working, kept = peak + size * (carry + handed), length // size * carry
-            name = f"scan bodies recomputed, in groups of {size}{inside}"
-            yield option((again,), size, length * flops, 0, kept, working, name)
-
-
-def _ways(body: MemoryModel, carry: int, constants: int) -> Iterator[_Way]:
-    """From all that is kept to nothing, and on the host; `carry`: bytes of what is kept anyway,
-    `constants`: how many of what comes in is the same in each iteration, as JAX keeps once what is
-    made of it."""
+    types = [v.aval for v in scan.inputs]
+    alone = trace_graph(lambda *operands: evaluate_node(scan, operands))(*types)
+    (here,) = alone.nodes
+    body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
-    varying: dict[Value, int] = {}
-    given = [int(i >= constants) for i in range(len(body.graph.inputs))]
-    spread(body.graph, given, data_flow, varying)
-    differs = [any(varying.get(v) for v in node.outputs) for node in body.nodes]
-    piece = Piece(body, 0, len(body))
+
+    def put(ways: Sequence[Segment], size: int = 1) -> Graph:
+        """The scan with its body run in these ways, in turn, or in groups of a size."""
+        program = alone.copy()
+        node = program.node_here(here)
+        first, *others = ways
+        if others:
+            bodies = []
+            for k, way in enumerate(ways):
+                inside = with_regions(body, [Segment(0, len(body), step=way.step)])
+                part = modelled(flatten(part_of(scan, inside, k, len(ways))))
+                bodies.append(with_regions(part, [replace(way, step=0)]))
+            program.replace(node, in_turn(scan, bodies))
+        else:
+            on_host = range(constants, constants + carried) if first.offload else ()
+            program.set_region(node, "jaxpr", with_regions(body, [first], on_host))
+            if size > 1:
+                program.replace(node, in_groups(node, size))
+        return flatten(program)
+
+    carry = sum(nbytes(v.aval) for v in body.graph.inputs[constants : constants + carried])
+    handed, around_it = handed_bytes(scan), cotangents_around(scan, body.graph, around.active)
+    types = body.graph.in_avals
+    is_on_one = all(_jax.local_shape(t) == t.shape and not _jax.varying_axes(t) for t in types)
+    for step, inside in enumerate(body.steps):
+        names = dict.fromkeys(way.name for way in inside.scans.values())
+        deeper = f"; inside these, {'; '.join(names)}" if names else ""
+        ways = list(_iterations(body, step, carry))
+        for turn in _turns(ways, length if is_on_one else 1):
+            if turn == ways[:1] and not step:
+                continue  # the scan as it is
+            times, kept = length // len(turn), sum(way.kept for way in turn)
+            working = max(way.peak for way in turn) + turn[0].back + kept - turn[0].kept
+            yield _Option(
+                functools.partial(put, [way.segment for way in turn]),
+                times * sum(way.flops for way in turn),
+                times * kept,
+                max(0, working - around_it) + len(turn) * handed,
+                f"{_told(turn)}{deeper}",
+            )
+        if (size := group_size(length)) > 1:
+            again = Segment(0, len(body), recompute=True, step=step)
+            local = Piece(inside, 0, len(body)).run(again)
+            yield _Option(
+                functools.partial(put, [again], size),
+                length * (body.total_flops + local.flops),
+                length // size * carry,
+                max(0, local.backward_peak - around_it) + handed + size * (carry + handed),
+                f"scan bodies recomputed, in groups of {size}{deeper}",
+            )
+
+
+def _iterations(body: MemoryModel, step: int, carry: int) -> Iterator[_Iteration]:
+    """From all that is kept to nothing, and on the host; `carry`: bytes of what is kept anyway."""
+    piece = Piece(body.steps[step], 0, len(body))
     for segment in (Segment(0, len(body)), *recomputing(piece)):
         local = piece.run(segment)
         name = f"recomputed but for {len(segment.saved)} values" if segment.recompute else "kept"
-        least = sum(piece.sizes[v] for v in local.stored if differs[v])
-        way = _Way(segment, local.flops, least, local.staying + carry, 0, name)
+        flops, kept, back = local.flops, local.staying + carry, 0
         if segment.offload:
-            back = carry + sum(piece.sizes[v] for v in segment.saved)
-            flops = local.flops + int(body.transfer * carry)
-            way = _Way(segment, flops, 0, 0, back, f"{name} on the host")
-        yield way
+            flops, kept, name = flops + int(body.transfer * carry), 0, f"{name} on the host"
+            back = carry
+        segment = replace(segment, step=step)
+        yield _Iteration(segment, flops, kept, back, local.backward_peak, name)
 
 
-def _turns(ways: Sequence[_Way], length: int) -> Iterator[list[_Way]]:
+def _turns(ways: Sequence[_Iteration], length: int) -> Iterator[list[_Iteration]]:
     """Each way for all iterations, and of each two that are next to each other some of the one and
     some of the other: what is kept comes in steps of a whole body otherwise."""
     yield from ([way] for way in ways)
@@ -220,17 +202,8 @@ def _turns(ways: Sequence[_Way], length: int) -> Iterator[list[_Way]]:
                 yield [more] * part + [less] * (count - part)
 
 
-def _told(turn: Sequence[_Way]) -> str:
+def _told(turn: Sequence[_Iteration]) -> str:
     counts = Counter(way.name for way in turn)
     if len(counts) == 1:
         return f"scan bodies {turn[0].name}"
     return f"of {len(turn)} scan bodies " + ", ".join(f"{n} {name}" for name, n in counts.items())
-
-
-def _best(options: Iterable[_Option], count: int) -> list[_Option]:
-    """Those that no other spares both bytes and FLOPs to, if such scans are run so many times: the
-    backward pass of one works while the others still keep what they do."""
-    found = list(options)
-    flops = np.array([option.flops for option in found], float)
-    size = np.array([count * option.kept + option.working for option in found], float)
-    return [found[k] for k in frontier(flops, size, TUNING.scan_options)]

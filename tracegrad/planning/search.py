@@ -1,22 +1,22 @@
-"""The search for a plan: over all ways to run a program's scans, for any number of budgets."""
+"""Plans of a program for any number of budgets, and the error where there is none."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.modelling import model
+from tracegrad.planning.planner import Planner
 from tracegrad.planning.regions import with_regions
-from tracegrad.planning.scans import Variant, variants
-from tracegrad.planning.simulation import Segment, Simulation, keep_all
+from tracegrad.planning.scans import in_steps
+from tracegrad.planning.simulation import Segment, Simulation, keep_all, plan_to_keep, simulate
 
 
 class BudgetTooSmall(ValueError):
@@ -39,30 +39,24 @@ class BudgetTooSmall(ValueError):
         hint: str = "",
         of: str = "",
     ):
-        held = f" as XLA held it ({measured_on})" if measured_on else ""
-        model = " in the planner's model" if measured_on else ""
-        # Of tiny programs XLA holds less than the model does, of which the bound says nothing.
-        least = f", and none below {bound:,} bytes is possible{model}" if bound <= lowest else ""
-        super().__init__(
-            f"a memory budget of {budget:,} bytes is too small"
-            + (f" for the gradient of {of}" if of else "")
-            + f": the lowest peak that was found is {lowest:,} bytes{held}{least}"
-            + (f". Most is held there of {_listed(held_most)}" if held_most else "")
-            + hint
-            + (f". {_MORE_PLANS}" if measured_on else "")
-        )
+        gradient = f" for the gradient of {of}" if of else ""
+        text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak that "
+        text += f"was found is {lowest:,} bytes"
+        text += f" as XLA held it ({measured_on})" if measured_on else ""
+        if bound <= lowest:  # of tiny programs XLA holds less than the model does
+            model = " in the planner's model" if measured_on else ""
+            text += f", and none below {bound:,} bytes is possible{model}"
+        if held_most:
+            lines = (f"{line} ({in_units(size)})" for line, size in held_most)
+            text += f". Most is held there of {', '.join(lines)}"
+        if measured_on:
+            hint += (
+                ". With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
+                "tracegrad.planning.recompute_to_fit, more plans are tried"
+            )
+        super().__init__(text + hint)
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
         self.held_most = tuple(held_most)
-
-
-_MORE_PLANS = (
-    "With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
-    "tracegrad.planning.recompute_to_fit, more plans are tried"
-)
-
-
-def _listed(held: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{line} ({in_units(size)})" for line, size in held)
 
 
 def _line(node: Node) -> str:
@@ -77,35 +71,38 @@ class Fit:
     `target`: bytes that it was planned for in the model.
     """
 
-    variant: Variant
+    model: MemoryModel = field(repr=False, compare=False)
     segments: tuple[Segment, ...]
     simulation: Simulation
     target: int
     held: int | None = None
 
-    @property
-    def flops(self) -> int:
-        return self.simulation.flops + self.variant.flops
-
     def rewritten(self) -> Graph:
-        return with_regions(self.variant.model, self.segments)
+        return with_regions(self.model, self.segments)
 
-    def is_same(self, other: Fit) -> bool:
-        """Whether it is the same plan."""
-        return self.segments == other.segments and self.variant is other.variant
+    def scans(self) -> str:
+        """How its scans are run; "" as they were."""
+        ways = [
+            way.name
+            for segment in self.segments
+            for node, way in self.model.steps[segment.step].scans.items()
+            if node in self.model.nodes[segment.start : segment.stop]
+        ]
+        return "; ".join(dict.fromkeys(ways))
 
     def held_most(self, count: int = 3) -> list[tuple[str, int]]:
         """The lines of which most is held, and the bytes, as the backward pass of the segment with
         the peak begins, in the model: what earlier segments and this one keep, and what is run
         again."""
-        model, found = self.variant.model, self.simulation
+        found = self.simulation
         sizes: Counter[str] = Counter()
         for segment, local, peak in zip(self.segments, found.locals, found.peaks, strict=True):
+            model = self.model.steps[segment.step]
             is_there = peak == found.peak or not segment.recompute
             for i in range(segment.start, segment.stop):
                 sizes[_line(model.nodes[i])] += model.extra[i] if is_there else 0
             for i in local.stored.union(local.recomputed if peak == found.peak else ()):
-                sizes[_line(model.nodes[i])] += model.sizes[i]
+                sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
             if peak == found.peak:
                 break
         return [(line, size) for line, size in sizes.most_common(count) if size]
@@ -113,10 +110,9 @@ class Fit:
     def closed(self) -> str:
         """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
         branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
-        model = self.variant.model
         kept = [
             (extra, node)
-            for extra, node in zip(model.extra, model.nodes, strict=True)
+            for extra, node in zip(self.model.extra, self.model.nodes, strict=True)
             if node.regions and node.primitive is not _jax.SCAN
         ]
         most, node = max(kept, key=operator.itemgetter(0), default=(0, None))
@@ -129,7 +125,7 @@ class Fit:
 
 
 class Search:
-    """Plans for one program, for any number of budgets, over all ways to run its scans.
+    """Plans for one program, for any number of budgets.
 
     Errors tell the bytes of so many `examples` as are computed at once, in a `jax.vmap` around; all
     else is of one.
@@ -138,54 +134,37 @@ class Search:
     def __init__(self, whole: MemoryModel, examples: int = 1):
         assert whole.graph is not None
         self.whole, self.graph, self.examples = whole, whole.graph, examples
-        modelled = functools.partial(model, residuals=whole.residuals, transfer=whole.transfer)
-        self._to_come = variants(whole, modelled)
-        self._known: list[Variant] = []
 
     @functools.cached_property
     def kept(self) -> Simulation:
         """With nothing recomputed."""
         return keep_all(self.whole)
 
-    def variants(self) -> Iterator[Variant]:
-        """From the one whose scans run the least again; each is made when it is asked for."""
-        yield from self._known
-        for variant in self._to_come:
-            self._known.append(variant)
-            yield variant
+    @functools.cached_property
+    def _planner(self) -> Planner:
+        return Planner(in_steps(self.whole))
 
     def best(self, target: int) -> Fit:
         """The plan within so many bytes of the model that computes the least again.
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
-        likely = (variant for variant in self.variants() if variant.least <= target)
-        others = (variant for variant in self.variants() if variant.least > target)
-        best = self._cheapest(target, likely) or self._cheapest(target, others)
-        if best is None:
+        if self.kept.peak <= target:  # then there is nothing to plan, and no library is needed
+            return Fit(self.whole, tuple(plan_to_keep(self.whole)), self.kept, target)
+        found = self._planner.find(target)
+        if found is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
-        return best
+        return Fit(self.whole, tuple(found[0]), found[1], target)
 
-    def _cheapest(self, target: int, variants: Iterable[Variant]) -> Fit | None:
-        best: Fit | None = None
-        for variant in variants:
-            if best is not None and variant.flops >= best.flops:
-                continue
-            found = variant.planner.find(target)
-            if found is None:
-                continue
-            fit = Fit(variant, tuple(found[0]), found[1], target)
-            if best is None or fit.flops < best.flops:
-                best = fit
-            if best.flops == 0:
-                break
-        return best
+    def fit(self, segments: tuple[Segment, ...], target: int, held: int | None) -> Fit:
+        """A plan that was found before."""
+        whole = in_steps(self.whole) if any(s.step for s in segments) else self.whole
+        return Fit(whole, segments, simulate(whole, segments), target, held)
 
     def too_small(self, budget: int, lowest: Fit, measured_on: str = "") -> BudgetTooSmall:
         """The error for a budget, of the plan that keeps least of those that were found."""
         held = self.examples * self.lowest_peak if lowest.held is None else lowest.held
-        most, hint = lowest.held_most(), lowest.closed()
-        name = self.graph.name
+        most, hint, name = lowest.held_most(), lowest.closed(), self.graph.name
         return BudgetTooSmall(budget, held, self.bound, measured_on, most, hint, name)
 
     @property
@@ -196,7 +175,7 @@ class Search:
     @functools.cached_property
     def lowest_peak(self) -> int:
         """The lowest budget that there is a plan for, in the model."""
-        return min(variant.planner.lowest_peak() for variant in self.variants())
+        return self._planner.lowest_peak()
 
     def flops_bound(self, budget: int, flops: int) -> int:
         """What no plan within a budget is below; `flops` is what one of them needs."""

@@ -10,7 +10,6 @@ more.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -24,37 +23,30 @@ class Segment:
     """The operations from `start` up to `stop`.
 
     `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
-    of that is kept. `inner`: places within it, if its backward pass goes piece by piece. Then it
-    first computes again only what goes from one piece to others, and each piece, when its turn
-    comes, the rest. `offload`: whether what it saves, and what comes into it alone, is kept in the
-    host's memory until then.
+    of that is kept. `offload`: whether what it saves, and what comes into it alone, is kept in the
+    host's memory until then. `step`: that of the model's `steps` as which its scans are run.
     """
 
     start: int
     stop: int
     recompute: bool = False
     saved: frozenset[int] = frozenset()
-    inner: tuple[int, ...] = ()
     offload: bool = False
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise((self.start, *self.inner, self.stop)))
+    step: int = 0
 
     def shifted(self, by: int) -> Segment:
         """The same, so many operations later."""
         saved = frozenset([v + by for v in self.saved])
-        inner = tuple([place + by for place in self.inner])
-        return replace(self, start=self.start + by, stop=self.stop + by, saved=saved, inner=inner)
+        return replace(self, start=self.start + by, stop=self.stop + by, saved=saved)
 
 
 @dataclass(frozen=True)
 class Local:
-    """What a segment does by itself.
+    """What a segment does by itself; positions count from its start.
 
     Attributes:
       flops: extra FLOPs, and those for which there is time while it offloads.
-      recomputed: the operations that are run again, in that order; some twice, if in pieces.
+      recomputed: the operations that are run again, in order.
       stored: what is kept from its forward to its backward pass, on the device.
       staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
@@ -69,14 +61,6 @@ class Local:
     unread: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-
-    def shifted(self, start: int) -> Local:
-        """The same for a segment that begins at `start` instead of 0."""
-        return replace(
-            self,
-            recomputed=tuple([i + start for i in self.recomputed]),
-            stored=frozenset([v + start for v in self.stored]),
-        )
 
     @cached_property
     def forward_peak(self) -> int:
@@ -98,6 +82,7 @@ class Piece:
         within = range(start, stop)
         self.sizes = model.sizes[start:stop]
         self.flops = model.flops[start:stop]
+        self.again = sum(model.again[start:stop])
         self.extra = model.extra[start:stop]
         self.beside = model.beside[start:stop]
         self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
@@ -111,14 +96,6 @@ class Piece:
         self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
         given = [v for v in alone if v not in read_back]
         self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
-        # If it is kept: what its steps read, and the bytes that go with its forward pass.
-        behind = [model.behind[i] for i in within]
-        self.needs_kept = [
-            sorted({*found, *[v - start for v in more if v >= start]}) if more else found
-            for found, more in zip(self.needs, behind, strict=True)
-        ]
-        come_back = {v for more in behind for v in more}
-        self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
         # In the forward pass: where each value is read last, and the bytes that this frees.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
@@ -134,30 +111,15 @@ class Piece:
         return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
-        """Simulates it; positions in the segment and in the result count from its start."""
+        """Simulates it; positions in the segment count from its start."""
         count = len(self.sizes)
         if not way.recompute:
-            stored = frozenset([v for found in self.needs_kept for v in found])
-            steps = [(i, False, self.needs_kept[i]) for i in reversed(range(count))]
-            local = self._local(stored, steps, is_kept=True)
-            return replace(local, unread=self.unread_kept)
+            steps = [(i, False, self.needs[i]) for i in reversed(range(count))]
+            return self._local(frozenset(self.needed), steps, is_kept=True)
         saved = {v for v in way.saved if not self.extra[v]}  # those run again in any case
-        runs = [self._recomputed(saved, *piece) for piece in way.pieces]
-        first = self._between(saved, way.pieces, runs) if way.inner else set()
-        again = first.union(*runs)
-
-        def of(start: int, operands: Sequence[int]) -> Sequence[int]:
-            """What is run first has numbers of its own, behind those of the operations: a piece may
-            run the same once more."""
-            if not way.inner:
-                return operands
-            return [v if v >= start or v in saved else v + count for v in operands]
-
-        events = [(i + count, True, of(count, self.args[i])) for i in sorted(first)]
-        for (start, stop), inside in reversed(list(zip(way.pieces, runs, strict=True))):
-            events += [(i, True, of(start, self.args[i])) for i in sorted(inside)]
-            steps_back = reversed(range(start, stop))
-            events += [(step, False, of(start, self.needs[step])) for step in steps_back]
+        again = self._recomputed(saved)
+        events = [(i, True, self.args[i]) for i in sorted(again)]
+        events += [(i, False, self.needs[i]) for i in reversed(range(count))]
         read = set(self.needed).union(*(self.args[i] for i in again))
         local = self._local(frozenset(read - again), events)
         return self._offloaded(local) if way.offload else local
@@ -180,51 +142,36 @@ class Piece:
     def _local(
         self, stored: frozenset[int], events: Sequence[_Event], is_kept: bool = False
     ) -> Local:
-        order = [i % len(self.sizes) for i, is_run, _ in events if is_run]
-        again = set(order)
+        again = [i for i, is_run, _ in events if is_run]
         staying, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         if is_kept:
             staying, made = staying + made + sum(self.extra), 0
         return Local(
-            flops=sum([self.flops[i] for i in order]),
+            flops=self.again + sum([self.flops[i] for i in again]),
             stored=stored,
             staying=staying,
-            unread=sum([size for size, readers in self.given if again.isdisjoint(readers)]),
+            unread=sum([size for size, readers in self.given if set(again).isdisjoint(readers)]),
             forward=self._forward(stored, not is_kept),
             backward=self._backward(events, staying + made),
-            recomputed=tuple(order),
+            recomputed=tuple(again),
         )
 
-    def _recomputed(self, saved: AbstractSet[int], start: int, stop: int) -> set[int]:
-        """The operations of a piece that must run again so that everything is there that its
-        backward pass reads, but what is saved or comes from before."""
-        pending = [v for i in range(start, stop) for v in self.needs[i]]
-        pending = [v for v in pending if v >= start and v not in saved]
-        pending += [i for i in range(start, stop) if self.extra[i]]
-        return self._with_operands(pending, saved, start)
-
-    def _with_operands(self, pending: list[int], saved: AbstractSet[int], start: int) -> set[int]:
+    def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
+        """The operations that must run again so that everything is there that the backward pass
+        reads, but what is saved."""
         again: set[int] = set()
+        pending = [v for v in self.needed if v not in saved]
+        pending += [i for i, extra in enumerate(self.extra) if extra]
         while pending:
             i = pending.pop()
             if i not in again:
                 again.add(i)
-                pending += [v for v in self.args[i] if v >= start and v not in saved]
+                pending += [v for v in self.args[i] if v not in saved]
         return again
-
-    def _between(
-        self, saved: AbstractSet[int], borders: list[tuple[int, int]], runs: list[set[int]]
-    ) -> set[int]:
-        """The operations that must run again so that every piece has what it reads of others."""
-        wanted: set[int] = set()
-        for (start, stop), again in zip(borders, runs, strict=True):
-            reads = [self.needs[i] for i in range(start, stop)] + [self.args[i] for i in again]
-            wanted.update(v for found in reads for v in found if v < start and v not in saved)
-        return self._with_operands(list(wanted), saved, 0)
 
     def _backward(self, events: Sequence[_Event], live: int) -> tuple[int, ...]:
         """Bytes alive at each step; `live`: before the first."""
-        sizes, extra = self.sizes * 2, [*self.extra, *[0] * len(self.extra)]
+        sizes, extra = self.sizes, self.extra
         reads = [0] * len(sizes)
         for _, _, operands in events:
             for v in operands:
@@ -300,13 +247,12 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
     found, peaks = [], []
     for segment in plan:
         start, stop = segment.start, segment.stop
-        piece = Piece(model, start, stop)
+        piece = Piece(model.steps[segment.step], start, stop)
         local = piece.run(segment.shifted(-start))
         left = [
             (next(u for u in model.uses[start + v] if u >= stop), piece.sizes[v])
             for v in piece.left(local.stored)
         ]
-        local = local.shifted(start)
         staying += sum(size for first, size in waiting if first < stop)
         waiting = [(first, size) for first, size in waiting if first >= stop]
         staying -= local.unread

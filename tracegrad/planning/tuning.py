@@ -11,20 +11,15 @@ class Tuning:
 
     Attributes:
       cuts: places where a program may be cut. Half of them cost up to 3 points of extra FLOPs.
-      sideways: bytes across that a cut may have more for a byte nearer to the middle. With none up
-        to 4 points are lost, with a quarter of it 2.5, before fusion.
       longest: cuts that one segment may span. Half of them cost 1 point on average, 31 at most;
         twice as many spare 1 in one program and take twice the time.
       save_sets: for each segment, and for the body of a scan, on the hull of bytes and FLOPs. With
         3 up to 4 points are lost, with 14 nothing is won.
-      most_in_pieces: operations of a segment whose backward pass may go piece by piece. For longer
-        ones that spares nothing, and twice as many take twice the time of planning.
-      cheap: the share of FLOPs that such a segment may run again. With none up to 2 points are
-        lost; 0.1 loses 1.4 in one program, and 0.4 wins nothing.
       labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
         many spare 0.2.
       scan_options: ways to run the scans of a program. With half of them a body may be run once
         more.
+      stride: of these, one of so many is tried for scans in a segment with other operations.
       in_turn: of how many iterations of a scan some may keep more than the others, if its length is
         a multiple.
       plans: those that are compiled if nobody says how many, beside the program with nothing
@@ -42,13 +37,11 @@ class Tuning:
     """
 
     cuts: int = 64
-    sideways: float = 0.2
     longest: int = 20
     save_sets: int = 7
-    most_in_pieces: int = 100
-    cheap: float = 0.2
     labels: int = 150
     scan_options: int = 32
+    stride: int = 4
     in_turn: tuple[int, ...] = (2, 3, 4)
     plans: int = 2
     careful: float = 0.93

@@ -1,4 +1,4 @@
-"""A memory budget as users write it → bytes."""
+"""What users write → numbers: a memory budget, how many plans to compile, what offloading costs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import math
 import operator
 import re
 
+import jax
 import numpy as np
 
+from tracegrad import _jax
+from tracegrad.planning.tuning import TUNING
+
 MemoryBudget = int | float | str
+Measure = bool | int
+Offload = bool | float
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -75,3 +81,47 @@ def _read(text: str, whole: int) -> float:
             raise ValueError(f"{_EXPECTED}; got {text!r}, more than there is")
         return max(number / 100 * whole, 1.0 if number > 0 else 0.0)
     return number * float(_UNITS[match[2]])
+
+
+def plans_to_compile(measure: Measure) -> int:
+    """How many plans may be compiled: as many as `measure` says, two for True, none for False.
+
+    Raises TypeError, ValueError for what is no number of plans.
+    """
+    if isinstance(measure, bool):
+        return TUNING.plans if measure else 0
+    expected = "measure= is True, False or how many plans to compile at most"
+    try:
+        plans = operator.index(measure)
+    except TypeError:
+        raise TypeError(f"{expected}, not {measure!r}") from None
+    if plans < 1:
+        raise ValueError(f"{expected}, at least 1, not {measure!r}; False compiles nothing")
+    return plans
+
+
+def transfer_flops(offload: Offload, measure: bool) -> float:
+    """FLOPs for which there is time while a byte goes to the host's memory and back.
+
+    Args:
+      offload: False: infinitely many, as nothing goes there; True: they are measured, once for a
+        device; or the number.
+      measure: whether plans are for the devices that are here.
+
+    Raises TypeError, ValueError for a number that is none, and where the devices have no memory but
+    the host's.
+    """
+    if offload is False:
+        return math.inf
+    if not isinstance(offload, bool | int | float):
+        raise TypeError(f"offload= is True, False or FLOPs for a byte, not {offload!r}")
+    if not 0 < offload < math.inf:
+        raise ValueError(f"offload= wants FLOPs for a byte above zero, not {offload!r}")
+    device = jax.local_devices()[0]
+    if (measure or offload is True) and not _jax.has_host_memory(device):
+        raise ValueError(
+            f"offload= keeps values in the host's memory, but {device.device_kind!r} has no other: "
+            "nothing would be saved. To plan for another device, pass measure=False and how many "
+            "FLOPs that does while a byte goes to the host and back"
+        )
+    return _jax.transfer_flops(device) if offload is True else float(offload)

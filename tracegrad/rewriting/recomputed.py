@@ -1,0 +1,141 @@
+"""A region that keeps nothing but what is chosen, as XLA holds it.
+
+What is to be kept gets a name (see `checkpoint_names`), and the policy of the region saves these
+names and nothing else. What comes into it is kept anyway; to be kept on the host it gets a name
+inside.
+
+So that nothing else is kept, what XLA computes inside of what reads it goes over no border: the
+region has copies of it. And there is a barrier in front of the region and behind it, over which XLA
+does not compute again in one place what was written in another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tracegrad.ir import Graph, Node, Value
+from tracegrad.ir.grouping import entering
+from tracegrad.rewriting.checkpoint_names import name_results, name_values
+
+_BARRIER = "together"  # see `_barrier`
+
+
+def recompute_but_for(
+    graph: Graph,
+    nodes: Sequence[Node],
+    saved: Mapping[Node, bool],
+    names: Iterator[str],
+    *,
+    instead: Mapping[Node, Graph],
+    copied: Collection[Node] = (),
+    on_host: Collection[Value] | None = None,
+) -> None:
+    """Puts a stretch of a graph's nodes into a `Recompute`.
+
+    Args:
+      saved: those of the nodes whose results are kept, and whether their derivatives read them.
+      names: for what is kept.
+      instead: what is run in the place of some of the nodes.
+      copied: nodes of the graph of which the region has copies instead of taking their results.
+      on_host: if what is kept goes to the host, what else of the graph's inputs may.
+    """
+    first, behind = graph.nodes.index(nodes[0]), len(graph.nodes) - graph.nodes.index(nodes[-1]) - 1
+    kept = [n for node in saved for n in name_results(graph, node, names, saved[node])]
+    for node, program in instead.items():
+        graph.replace(node, program)
+    inside = graph.nodes[first : len(graph.nodes) - behind]
+    if on_host is not None:
+        alone = _read_alone(graph, inside, on_host)
+        kept += (given := list(itertools.islice(names, len(alone))))
+        name_values(graph, alone, given, before=inside[0])
+        inside = graph.nodes[first : len(graph.nodes) - behind]
+        copied = ()  # what comes in has its name here
+    region = _recomputed(graph, inside, _keeping(kept, on_host is not None), copied)
+    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
+    # regions ahead, and holds it until their turn comes.
+    came = entering([region])
+    if any(v.producer is not None for v in came):
+        _wait(graph, came, {"before": region}, where=lambda user: user is region, outputs=False)
+    # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
+    # behind have a barrier of their own.
+    if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
+        _wait(graph, left, {"after": region})
+
+
+def _wait(graph: Graph, values: Sequence[Value], place: dict[str, Node], **users: Any) -> None:
+    """Lets users of some values, as of `Graph.replace_uses`, wait until all of these are there."""
+    waited = graph.insert(_barrier(), values, **place)
+    for value, together in zip(values, waited, strict=True):
+        graph.replace_uses(value, together, **users)
+
+
+def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
+    """What comes into some nodes and nothing else reads, but arguments, which are alive anyway;
+    except these `inputs`."""
+    inside = {*nodes}
+    return [
+        value
+        for value in entering(nodes)
+        if (value.producer is not None or value in inputs)
+        and value not in graph.outputs
+        and inside.issuperset(value.users)
+    ]
+
+
+def _barrier() -> Callable[..., list[Any]]:
+    """What gives nothing of what it is given before all of it is there."""
+    barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
+
+    @jax.custom_jvp
+    def together(*values: Any) -> list[Any]:
+        return list(barrier(values))
+
+    def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        # Cotangents do not wait for each other: those of an argument's slices would be padded.
+        return together(*values), list(tangents)
+
+    together.defjvp(derivative, symbolic_zeros=True)
+    return together
+
+
+def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
+    """The policy of a region that keeps nothing but what has these names."""
+    policies: Any = jax.checkpoint_policies
+    if not names:
+        return None
+    keep: Callable[..., Any] = policies.save_only_these_names(*names)
+    if on_host:
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return keep
+
+
+def _recomputed(
+    graph: Graph,
+    nodes: Sequence[Node],
+    policy: Callable[..., Any] | None,
+    copied: Collection[Node],
+) -> Node:
+    """Puts nodes of a graph into a `Recompute`, but those of which only copies are read."""
+    read, pending = set[Node](), entering(nodes)
+    while pending:
+        producer = pending.pop().producer
+        if producer is not None and producer in copied and producer not in read:
+            read.add(producer)
+            pending += [v for v in producer.inputs if isinstance(v, Value)]
+    unread = set[Node]()
+    for node in reversed(nodes):
+        is_read = any(v in graph.outputs or not unread.issuperset(v.users) for v in node.outputs)
+        if node in copied and not is_read:
+            unread.add(node)
+    members = [node for node in nodes if node not in unread]
+    copies = [node for node in graph.nodes if node in read]
+    return graph.group(members, recompute=True, policy=policy, name="recomputed", copies=copies)
