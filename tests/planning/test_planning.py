@@ -291,7 +291,7 @@ def test_minimum_cuts_are_the_cheapest_save_sets(seed: int):
     sets = [frozenset(s) for k in range(9) for s in itertools.combinations(range(8), k)]
     for price in (0.1, 0.5, 1.5, 6.0):
         least = min(flops + price * size for size, flops in map(cost, sets))
-        cut = Network(m, needed).cut(price)
+        cut = Network(m.sizes, m.flops, m.args, needed).cut(price)
         size, flops = cost(cut.saved)
         assert (size, flops) == (cut.bytes, cut.flops)
         assert flops + price * size == pytest.approx(least)

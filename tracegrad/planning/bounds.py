@@ -33,7 +33,7 @@ def flops_bound(whole: MemoryModel, budget: int) -> int:
             outside = [i for i in range(at + 1) if not _is_scan(whole, i)]
             needed = {v for i in outside for v in whole.needs[i]}
             free = {*whole.needs[at]} if _is_scan(whole, at) else {at, *whole.needs[at]}
-            network = Network(whole, needed, free=free)
+            network = Network(whole.sizes, whole.flops, whole.args, needed, free=free)
             best = max(best, _least_flops(network, room, whole.transfer))
     return int(best)
 

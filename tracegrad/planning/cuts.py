@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.simulation import Piece
-
 # Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
 _SCALE = 1 << 44
 _INFINITE = 2 * _SCALE
@@ -49,20 +46,25 @@ class Cut:
 
 
 class Network:
-    """The choice for a program, or a piece of it."""
+    """The choice for a program, or a piece of it.
+
+    Args:
+      sizes, flops, args: of each operation the bytes, the FLOPs (infinite for what cannot be run
+        again) and the operations that it reads.
+      needed: what the backward pass reads.
+      must_run: what is run again in any case.
+      free: what costs nothing to save, since it is alive anyway.
+    """
 
     def __init__(
         self,
-        operations: MemoryModel | Piece,
+        sizes: Sequence[int],
+        flops: Sequence[float],
+        args: Sequence[Sequence[int]],
         needed: Iterable[int],
         must_run: Iterable[int] = (),
         free: Collection[int] = (),
-        given: Sequence[tuple[int, Sequence[int]]] = (),
     ):
-        """`needed`: what the backward pass reads; `must_run`: what is run again in any case;
-        `free`: what costs nothing to save, since it is alive anyway; `given`: bytes that came from
-        elsewhere, to be kept if one of these operations is run again."""
-        self.operations, self.free = operations, frozenset(free)
         needed, must_run = sorted(set(needed)), sorted(set(must_run))
         number: dict[int, int] = {}
         pending = [*needed, *must_run]
@@ -72,33 +74,22 @@ class Network:
             if v in number:
                 continue
             number[v] = len(number)
-            for u in operations.args[v]:
+            for u in args[v]:
                 inner_arcs.append((v, u))
                 pending.append(u)
         self.values = list(number)
-        self.flops = sum(operations.flops[v] for v in self.values)
         there = {v: 2 + 2 * k for v, k in number.items()}
         run = {v: 3 + 2 * k for v, k in number.items()}
         source, sink = 0, 1
-        read = [(size, [v for v in readers if v in number]) for size, readers in given]
-        read = [(size, readers) for size, readers in read if readers]
-        places = range(2 + 2 * len(number), 2 + 2 * len(number) + len(read))
         arcs = [(there[v], run[v]) for v in self.values]
         arcs += [(run[v], sink) for v in self.values]
-        arcs += [(place, sink) for place in places]
         arcs += [(run[v], there[u]) for v, u in inner_arcs]
         arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
-        for place, (_, readers) in zip(places, read, strict=True):
-            arcs += [(run[v], place) for v in readers]
         self._tails = np.array([a for a, _ in arcs], np.int32)
         self._heads = np.array([b for _, b in arcs], np.int32)
-        self._sizes = np.array(
-            [0 if v in self.free else operations.sizes[v] for v in self.values], float
-        )
-        self._flops = np.array([operations.flops[v] for v in self.values], float)
-        self._places, self._given = places, np.array([size for size, _ in read], float)
-        count = len(arcs) - 2 * len(self.values) - len(read)
-        self._endless = np.full(count, _INFINITE, np.int64)
+        self._sizes = np.array([0 if v in free else sizes[v] for v in self.values], float)
+        self._flops = np.array([flops[v] for v in self.values], float)
+        self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
 
     def cut(self, price: float) -> Cut:
         """The cheapest choice; `price` is FLOPs for a byte, infinite to save nothing at all."""
@@ -106,31 +97,24 @@ class Network:
             return Cut(frozenset(), 0, 0, 0.0)
         flow = _max_flow().SimpleMaxFlow()
         # Saving a value never pays if it costs more than running everything.
-        scale = _SCALE / max(1.0, 2.0 * self.flops)
+        scale = _SCALE / max(1.0, 2.0 * self._flops[self._flops < math.inf].sum())
         if math.isinf(price):
-            saving, keeping = np.where(self._sizes > 0, _SCALE, 0), np.zeros(len(self._given))
+            saving = np.where(self._sizes > 0, _SCALE, 0)
         else:
             saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
-            keeping = np.minimum(np.floor(self._given * price * scale), _SCALE)
-        capacities = np.concatenate(
-            [saving, np.floor(self._flops * scale), keeping, self._endless]
-        ).astype(np.int64)
+        running = np.minimum(np.floor(self._flops * scale), _INFINITE)
+        capacities = np.concatenate([saving, running, self._endless]).astype(np.int64)
         flow.add_arcs_with_capacity(self._tails, self._heads, capacities)
         status = flow.solve(0, 1)
         assert status == flow.OPTIMAL, status
         # Of several cuts of one price, that which runs least: the values on the sink's side do not.
-        beyond = set(flow.get_sink_side_min_cut())
-        saved, size, flops = [], 0, 0
-        for k, v in enumerate(self.values):
-            is_there, is_run = 2 + 2 * k not in beyond, 3 + 2 * k not in beyond
-            if is_run:
-                flops += self.operations.flops[v]
-            elif is_there:
-                saved.append(v)
-                size += 0 if v in self.free else self.operations.sizes[v]
-        for place, given in zip(self._places, self._given, strict=True):
-            size += 0 if place in beyond else int(given)
-        return Cut(frozenset(saved), size, flops, flow.optimal_flow() / scale)
+        beyond = np.zeros(2 + 2 * len(self.values), bool)
+        beyond[flow.get_sink_side_min_cut()] = True
+        is_run = ~beyond[3::2]
+        is_saved = beyond[3::2] & ~beyond[2::2]
+        saved = frozenset(itertools.compress(self.values, is_saved))
+        size, flops = int(self._sizes[is_saved].sum()), int(self._flops[is_run].sum())
+        return Cut(saved, size, flops, flow.optimal_flow() / scale)
 
     def hull(self, most: int) -> list[Cut]:
         """Save sets from the cheapest to compute to the smallest, on the convex hull of both.

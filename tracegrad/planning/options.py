@@ -16,7 +16,7 @@ MemoryBudget = int | float | str
 Measure = bool | int
 Offload = bool | float
 
-_UNITS = {"": 1, "b": 1} | {
+_UNITS = {"": 1, "b": 1, "%": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -44,43 +44,29 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
     >>> budget_bytes(0.25, 1000), budget_bytes(4096, 0)
     (250, 4096)
     """
-    if isinstance(budget, bool):
-        raise TypeError(f"{_EXPECTED}; got {budget!r}")
-    given: object = budget
-    if isinstance(given, np.floating):
-        budget = float(given)
     if isinstance(budget, str):
-        size = _read(budget, whole)
-        if 0 < size < 1:
-            meant = f"less than a byte; {size:.0%} is a share"
-            raise ValueError(f"{_EXPECTED}; got {budget!r}, {meant}")
-    elif isinstance(budget, float):
-        if budget > 1:
-            raise ValueError(
-                f"{_EXPECTED}; got the float {budget!r}. For bytes pass int({budget!r})"
-            )
-        size = budget * whole
+        read = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*(%|[a-z]*)\s*", budget.lower())
+        if read is None or read[2] not in _UNITS:
+            raise ValueError(f"{_EXPECTED}; cannot read {budget!r}")
+        number, unit = float(read[1]) / (100 if read[2] == "%" else 1), read[2]
+    elif isinstance(budget, float | np.floating):
+        number, unit = float(budget), "%"
+    elif isinstance(budget, bool) or not hasattr(budget, "__index__"):
+        raise TypeError(f"{_EXPECTED}; got {budget!r}")
     else:
-        try:
-            size = operator.index(budget)
-        except TypeError:
-            raise TypeError(f"{_EXPECTED}; got {type(budget).__name__}") from None
-    positive = budget > 0 if isinstance(budget, float) else size > 0
-    if not positive or not math.isfinite(size):
-        raise ValueError(f"{_EXPECTED}; got {budget!r}, which is not above zero")
-    return int(size)
-
-
-def _read(text: str, whole: int) -> float:
-    match = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*(%|[a-z]*)\s*", text.lower())
-    if match is None or (match[2] != "%" and match[2] not in _UNITS):
-        raise ValueError(f"{_EXPECTED}; cannot read {text!r}")
-    number = float(match[1])
-    if match[2] == "%":
-        if number > 100:
-            raise ValueError(f"{_EXPECTED}; got {text!r}, more than there is")
-        return max(number / 100 * whole, 1.0 if number > 0 else 0.0)
-    return number * float(_UNITS[match[2]])
+        number, unit = float(operator.index(budget)), "b"
+    size = number * (whole if unit == "%" else _UNITS[unit])
+    wrong = ""
+    if not number > 0 or not math.isfinite(number):
+        wrong = "which is not above zero"
+    elif unit == "%" and number > 1:
+        wrong = "more than there is"
+        wrong += f". For bytes pass int({budget!r})" if not isinstance(budget, str) else ""
+    elif unit != "%" and size < 1:
+        wrong = f"less than a byte; {size:.0%} is a share"
+    if wrong:
+        raise ValueError(f"{_EXPECTED}; got {budget!r}, {wrong}")
+    return max(1, int(size))
 
 
 def plans_to_compile(measure: Measure) -> int:

@@ -182,20 +182,29 @@ class Planner:
 
 def _costs(local: Local) -> list[int]:
     """A row of `_Ways.table`."""
-    backward, staying = local.backward_peak - local.unread, local.staying - local.unread
-    return [local.flops, local.forward_peak, backward, staying]
+    backward, staying = max(local.backward) - local.unread, local.staying - local.unread
+    return [local.flops, max(local.forward), backward, staying]
 
 
 def recomputing(piece: Piece) -> Iterator[Segment]:
     """The ways to recompute a piece: with save sets, and with the best of them on the host."""
-    whole = Segment(0, len(piece.sizes), recompute=True)
+    count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
-    network = Network(piece, piece.needed, must_run, given=piece.given)
-    for cut in network.hull(TUNING.save_sets):
-        yield replace(whole, saved=cut.saved)
+    # What came into it and is read again only where something else is run again is kept for that.
+    args = [*map(list, piece.args), *([] for _ in piece.given)]
+    for k, (_, readers) in enumerate(piece.given):
+        for i in readers:
+            args[i].append(count + k)
+    sizes = [*piece.sizes, *(size for size, _ in piece.given)]
+    flops = [*piece.flops, *[math.inf] * len(piece.given)]
+    network = Network(sizes, flops, args, piece.needed, must_run)
+    cuts = [(cut, False) for cut in network.hull(TUNING.save_sets)]
     if piece.transfer < math.inf:
         # Where a byte costs more on the device than its way to the host, all that is saved goes.
-        yield replace(whole, saved=network.cut(piece.transfer).saved, offload=True)
+        cuts.append((network.cut(piece.transfer), True))
+    for cut, offload in cuts:
+        saved = frozenset([v for v in cut.saved if v < count])
+        yield Segment(0, count, True, saved, offload)
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:

@@ -30,7 +30,7 @@ from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
 from tracegrad.planning.planner import frontier, recomputing
 from tracegrad.planning.regions import with_regions
-from tracegrad.planning.simulation import Piece, Segment
+from tracegrad.planning.simulation import Local, Piece, Segment
 from tracegrad.planning.tuning import TUNING
 from tracegrad.rewriting.flatten import flatten
 from tracegrad.rewriting.scan_groups import group_size, in_groups, in_turn, part_of
@@ -97,17 +97,7 @@ class _Option(NamedTuple):
     name: str
 
 
-class _Iteration(NamedTuple):
-    """A way to run one iteration: a segment, what it runs again, how many bytes it keeps for its
-    backward pass with the carry, how many come back for that from the host and the most that are
-    alive in it."""
-
-    segment: Segment
-    flops: int
-    kept: int
-    back: int
-    peak: int
-    name: str
+_Run = tuple[Segment, Local]  # of one iteration
 
 
 def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
@@ -122,7 +112,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
 
     types = [v.aval for v in scan.inputs]
     alone = trace_graph(lambda *operands: evaluate_node(scan, operands))(*types)
-    (here,) = alone.nodes
+    here = next(node for node in alone.nodes if node.primitive is _jax.SCAN)
     body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
 
@@ -152,58 +142,53 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
     for step, inside in enumerate(body.steps):
         names = dict.fromkeys(way.name for way in inside.scans.values())
         deeper = f"; inside these, {'; '.join(names)}" if names else ""
-        ways = list(_iterations(body, step, carry))
-        for turn in _turns(ways, length if is_on_one else 1):
-            if turn == ways[:1] and not step:
+        piece = Piece(inside, 0, len(body))
+        runs = [(way, piece.run(way)) for way in (Segment(0, len(body)), *recomputing(piece))]
+        for turn in _turns(runs, length if is_on_one else 1):
+            first, _ = turn[0]
+            if not (step or first.recompute):
                 continue  # the scan as it is
-            times, kept = length // len(turn), sum(way.kept for way in turn)
-            working = max(way.peak for way in turn) + turn[0].back + kept - turn[0].kept
+            times, sent = length // len(turn), carry if first.offload else 0
+            kept = [0 if way.offload else local.staying + carry for way, local in turn]
+            flops = sum(local.flops for _, local in turn)
+            flops += int(body.transfer * sent) if sent else 0
+            working = max(max(local.backward) for _, local in turn) + sent + sum(kept[1:])
             yield _Option(
-                functools.partial(put, [way.segment for way in turn]),
-                times * sum(way.flops for way in turn),
-                times * kept,
+                functools.partial(put, [replace(way, step=step) for way, _ in turn]),
+                times * flops,
+                times * sum(kept),
                 max(0, working - around_it) + len(turn) * handed,
-                f"{_told(turn)}{deeper}",
+                f"{_told([way for way, _ in turn])}{deeper}",
             )
         if (size := group_size(length)) > 1:
             again = Segment(0, len(body), recompute=True, step=step)
-            local = Piece(inside, 0, len(body)).run(again)
+            local = piece.run(again)
             yield _Option(
                 functools.partial(put, [again], size),
                 length * (body.total_flops + local.flops),
                 length // size * carry,
-                max(0, local.backward_peak - around_it) + handed + size * (carry + handed),
+                max(0, max(local.backward) - around_it) + handed + size * (carry + handed),
                 f"scan bodies recomputed, in groups of {size}{deeper}",
             )
 
 
-def _iterations(body: MemoryModel, step: int, carry: int) -> Iterator[_Iteration]:
-    """From all that is kept to nothing, and on the host; `carry`: bytes of what is kept anyway."""
-    piece = Piece(body.steps[step], 0, len(body))
-    for segment in (Segment(0, len(body)), *recomputing(piece)):
-        local = piece.run(segment)
-        name = f"recomputed but for {len(segment.saved)} values" if segment.recompute else "kept"
-        flops, kept, back = local.flops, local.staying + carry, 0
-        if segment.offload:
-            flops, kept, name = flops + int(body.transfer * carry), 0, f"{name} on the host"
-            back = carry
-        segment = replace(segment, step=step)
-        yield _Iteration(segment, flops, kept, back, local.backward_peak, name)
-
-
-def _turns(ways: Sequence[_Iteration], length: int) -> Iterator[list[_Iteration]]:
+def _turns(runs: Sequence[_Run], length: int) -> Iterator[list[_Run]]:
     """Each way for all iterations, and of each two that are next to each other some of the one and
     some of the other: what is kept comes in steps of a whole body otherwise."""
-    yield from ([way] for way in ways)
-    here = [way for way in ways if way.segment.recompute and not way.segment.offload]
+    yield from ([run] for run in runs)
+    here = [run for run in runs if run[0].recompute and not run[0].offload]
     for (more, less), count in itertools.product(itertools.pairwise(here), TUNING.in_turn):
         for part in range(1, count) if length % count == 0 else ():
             if math.gcd(part, count) == 1:
                 yield [more] * part + [less] * (count - part)
 
 
-def _told(turn: Sequence[_Iteration]) -> str:
-    counts = Counter(way.name for way in turn)
+def _told(turn: Sequence[Segment]) -> str:
+    counts = Counter(
+        (f"recomputed but for {len(way.saved)} values" if way.recompute else "kept")
+        + (" on the host" if way.offload else "")
+        for way in turn
+    )
     if len(counts) == 1:
-        return f"scan bodies {turn[0].name}"
+        return f"scan bodies {next(iter(counts))}"
     return f"of {len(turn)} scan bodies " + ", ".join(f"{n} {name}" for name, n in counts.items())

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from tracegrad.planning.model import MemoryModel
 
@@ -61,14 +60,6 @@ class Local:
     unread: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-
-    @cached_property
-    def forward_peak(self) -> int:
-        return max(self.forward)
-
-    @cached_property
-    def backward_peak(self) -> int:
-        return max(self.backward)
 
 
 # Of a backward pass: an operation, whether it is run again or its step is taken, and what is read.
@@ -258,7 +249,7 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
         staying -= local.unread
         forward += [kept + size for size in local.forward]
         backward.append([staying + size for size in local.backward])
-        peaks.append(max(kept + local.forward_peak, staying + local.backward_peak))
+        peaks.append(max(kept + max(local.forward), staying + max(local.backward)))
         staying += local.staying
         waiting += left
         kept += local.staying + sum(size for _, size in left) - local.unread
