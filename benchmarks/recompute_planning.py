@@ -582,8 +582,9 @@ def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:
             if found is None:
                 ours, peak = "-", f"({planner.lowest_peak() / whole:.3f})"
             else:
-                ours = f"{100 * found[1].flops / m.total_flops:.1f}"
-                peak = f"{found[1].peak / whole:.3f}"
+                simulation = simulate(m, found)
+                ours = f"{100 * simulation.flops / m.total_flops:.1f}"
+                peak = f"{simulation.peak / whole:.3f}"
             yield [
                 f"{name} {share:.2f}",
                 peak,

@@ -28,7 +28,7 @@ from tracegrad.planning import (
 )
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.modelling import model
-from tracegrad.planning.search import Fit, Search
+from tracegrad.planning.search import Search
 from tracegrad.rewriting.flatten import flatten
 
 
@@ -209,7 +209,7 @@ def test_the_last_plan_is_for_fewer_bytes_than_others():
     asked: list[float] = []
 
     class Asked(Search):
-        def best(self, target: int) -> Fit:
+        def best(self, target: int) -> RecomputePlan:
             asked.append(target / budget)
             return super().best(target)
 
@@ -224,7 +224,7 @@ def test_the_last_plan_is_for_fewer_bytes_than_others():
     assert second[0] < 0.95 * second[1] < second[1] < asked[0]
 
 
-def fitted_where(*held: float) -> Fit:
+def fitted_where(*held: float) -> RecomputePlan:
     """The plan for 70 % where XLA holds so much of each that is compiled, in budgets."""
     search = small_search()
     budget = search.kept.peak * 7 // 10
@@ -255,7 +255,7 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
     """Half of the peak beside half of what the model has, say; at last, more than for all."""
 
     class Asked(Search):
-        def best(self, target: int) -> Fit:
+        def best(self, target: int) -> RecomputePlan:
             self.last = super().best(target)
             return self.last
 
@@ -263,7 +263,7 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
     peak = search.kept.peak
 
     def held_by(_: Graph) -> int:
-        share = search.last.simulation.peak / peak
+        share = search.last.peak / peak
         return int(peak * (fixed + (1 - fixed) * share if fixed < 1 else min(1.1, 0.4 + share)))
 
     fit = fitted(search, int(peak * budget), held_by, peak, 2, "here")
@@ -274,9 +274,9 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
 @pytest.mark.any_jax
 def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_without():
     fit, lowest = fitted_where(1.25, 1.0), small_search().lowest_peak
-    assert lowest < fit.simulation.peak < 1.1 * lowest
+    assert lowest < fit.peak < 1.1 * lowest
     cheapest = small_search().best(lowest)
-    assert fit.simulation.flops < cheapest.simulation.flops
+    assert fit.flops < cheapest.flops
     assert fitted_where(1.5, 1.0).segments == cheapest.segments
 
 
@@ -293,18 +293,18 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
     graph = flatten(tracegrad.graph(loss)(f32(16, 32, 32), f32(256, 32)))
 
     class Asked(Search):
-        def best(self, target: int) -> Fit:
+        def best(self, target: int) -> RecomputePlan:
             self.last = super().best(target)
             return self.last
 
     search, compiled = Asked(model(graph)), []
 
     def held_by(_: Graph) -> int:
-        compiled.append(search.last.simulation.peak)
+        compiled.append(search.last.peak)
         return compiled[-1]
 
     first = search.best(search.lowest_peak)
-    budget = int(1.05 * first.simulation.peak)  # for which there is nothing else
+    budget = int(1.05 * first.peak)  # for which there is nothing else
     assert search.best(budget).segments == first.segments
     fit = fitted(search, budget, held_by, search.kept.peak, 2, "here")
     assert fit.segments == first.segments
@@ -324,13 +324,13 @@ def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]
 def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(third: float):
     first, second = fitted_where(1.0), fitted_where(1.2, 0.8)
     found = fitted_where(1.2, 0.8, third)
-    assert second.simulation.peak < first.simulation.peak
-    assert second.simulation.flops > first.simulation.flops
+    assert second.peak < first.peak
+    assert second.flops > first.flops
     if third > 1:
         assert found.segments == second.segments
     else:
-        assert second.simulation.peak < found.simulation.peak < first.simulation.peak
-        assert first.simulation.flops <= found.simulation.flops <= second.simulation.flops
+        assert second.peak < found.peak < first.peak
+        assert first.flops <= found.flops <= second.flops
 
 
 @pytest.mark.any_jax

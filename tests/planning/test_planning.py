@@ -233,11 +233,11 @@ def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
     for budget in range(lowest, whole + 1):
         best = min(flops for peak, flops in tried if peak <= budget)
         assert flops_bound(m, budget) <= best
-        found = Planner(m).find(budget)
-        if found is None:
+        plan = Planner(m).find(budget)
+        if plan is None:
             assert budget < Planner(m).lowest_peak()
             continue
-        plan, simulation = found
+        simulation = simulate(m, plan)
         assert replay(m, plan) == (simulation.peak, simulation.flops)
         assert simulation.peak <= budget
         assert simulation.flops <= best + 0.2 * m.total_flops
@@ -253,9 +253,9 @@ def test_plans_that_offload_are_near_the_best_of_all(seed: int, transfer: float)
     for budget in range(Planner(m).lowest_peak(), keep_all(m).peak + 1):
         best = min(flops for peak, flops in tried if peak <= budget)
         assert flops_bound(m, budget) <= best
-        found = Planner(m).find(budget)
-        assert found is not None
-        plan, simulation = found
+        plan = Planner(m).find(budget)
+        assert plan is not None
+        simulation = simulate(m, plan)
         assert replay(m, plan) == (simulation.peak, simulation.flops)
         assert best <= simulation.flops <= best + 0.2 * m.total_flops
 
@@ -267,12 +267,12 @@ def test_large_programs_keep_the_budget_between_bound_and_everything(count: int)
     whole = keep_all(m).peak
     for share in (0.9, 0.7, 0.5):
         budget = int(share * whole)
-        found = planner.find(budget)
-        assert found is not None
-        plan, simulation = found
+        plan = planner.find(budget)
+        assert plan is not None
+        simulation = simulate(m, plan)
         assert simulation.peak <= budget
         assert flops_bound(m, budget) <= simulation.flops <= m.total_flops
-        assert again.find(budget) == (plan, simulation)  # the same every time
+        assert again.find(budget) == plan  # the same every time
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -292,11 +292,11 @@ def test_some_iterations_may_keep_what_others_compute_again():
     search = Search(model_of(noisy_layers, *args))
     expected, without = gradient_and_bytes(noisy_layers, args)
     plans = [search.best(search.kept.peak * percent // 100) for percent in range(40, 100)]
-    in_turn = {fit.scans(): fit for fit in plans if fit.scans().startswith("of 2 scan bodies")}
+    in_turn = {plan.scans: plan for plan in plans if plan.scans.startswith("of 2 scan bodies")}
     assert len(in_turn) >= 3
-    for fit in (list(in_turn.values())[1], list(in_turn.values())[-2]):
-        found, held = gradient_and_bytes(to_callable(fit.rewritten()), args)
-        assert held / without == pytest.approx(fit.simulation.peak / search.kept.peak, rel=0.1)
+    for plan in (list(in_turn.values())[1], list(in_turn.values())[-2]):
+        found, held = gradient_and_bytes(to_callable(plan.rewritten()), args)
+        assert held / without == pytest.approx(plan.peak / search.kept.peak, rel=0.1)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
 

@@ -7,11 +7,13 @@ for. Two are enough: what they have to find is little more than one ratio.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tracegrad.ir import Graph
-from tracegrad.planning.search import BudgetTooSmall, Fit, Search
+from tracegrad.planning.plan import RecomputePlan
+from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.tuning import TUNING
 
 
@@ -22,7 +24,7 @@ def fitted(
     held_without: int,
     plans: int,
     measured_on: str,
-) -> Fit:
+) -> RecomputePlan:
     """The cheapest plan found that XLA holds within a budget.
 
     Args:
@@ -34,30 +36,33 @@ def fitted(
 
     Raises BudgetTooSmall if XLA held more for each plan that was compiled.
     """
+    done = functools.partial(
+        replace, budget=budget, held_without=held_without, measured_on=measured_on
+    )
     if held_without <= budget:
-        return replace(search.best(search.kept.peak), held=held_without)
-    tried: list[Fit] = []
+        return done(replace(search.best(search.kept.peak), held=held_without))
+    tried: list[RecomputePlan] = []
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while len(tried) < plans:
         fit = _planned(search, target)
-        most = min([search.kept.peak, *(f.simulation.peak for f in tried if _held(f) > budget)])
-        while fit.segments in [f.segments for f in tried] and fit.simulation.peak <= target < most:
+        most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
+        while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
             fit = _planned(search, min(target, most - 1))
         if fit.segments in [f.segments for f in tried]:
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
-        if fit.simulation.flops == 0 and _held(tried[-1]) <= budget:
+        if fit.flops == 0 and _held(tried[-1]) <= budget:
             break
         is_last = len(tried) == plans - 1
         target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         raise search.too_small(budget, min(tried, key=_held), measured_on)
-    return min(within, key=lambda fit: (fit.simulation.flops, _held(fit)))
+    return done(min(within, key=lambda fit: (fit.flops, _held(fit))))
 
 
-def _planned(search: Search, target: int) -> Fit:
+def _planned(search: Search, target: int) -> RecomputePlan:
     """The model's plan for a target, or that of its lowest peak."""
     try:
         return search.best(target)
@@ -66,7 +71,7 @@ def _planned(search: Search, target: int) -> Fit:
 
 
 def _next(
-    search: Search, tried: Sequence[Fit], budget: int, held_without: int, is_last: bool
+    search: Search, tried: Sequence[RecomputePlan], budget: int, held_without: int, is_last: bool
 ) -> int:
     """What to plan for next: halfway between the largest plan that was within the budget and the
     next larger one that was not. Before there are both, most of the way to as many bytes more as
@@ -78,16 +83,16 @@ def _next(
     of the next."""
     peak = search.kept.peak
     last = tried[-1]
-    here, held = last.simulation.peak, max(1, _held(last))
-    fits = max((fit.simulation.peak for fit in tried if _held(fit) <= budget), default=0)
-    misses = [fit.simulation.peak for fit in tried if _held(fit) > budget]
+    here, held = last.peak, max(1, _held(last))
+    fits = max((fit.peak for fit in tried if _held(fit) <= budget), default=0)
+    misses = [fit.peak for fit in tried if _held(fit) > budget]
     above = min((size for size in misses if size > fits), default=0)
     if fits and above:
         return (fits + above) // 2
     target = here * budget / held
     if held <= budget:
         return int(here + TUNING.ahead * (min(target, peak) - here))
-    sizes = [(peak, held_without), *((fit.simulation.peak, _held(fit)) for fit in tried)]
+    sizes = [(peak, held_without), *((fit.peak, _held(fit)) for fit in tried)]
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
     careful = TUNING.careful ** (2 if is_last else 1) * target
@@ -97,6 +102,6 @@ def _next(
     return int(careful)
 
 
-def _held(fit: Fit) -> int:
+def _held(fit: RecomputePlan) -> int:
     assert fit.held is not None
     return fit.held

@@ -13,7 +13,7 @@ from tracegrad.ir.wording import in_units
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
-from tracegrad.planning.plan import RecomputePlan, plan_of
+from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.plan_file import AGAIN, fingerprint, read
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment
@@ -59,25 +59,27 @@ def load_plan(
             )
         fusion = None if saved["fusion"] is None else tuple(Fate(*f) for f in saved["fusion"])
         search = Search(model(flat, fusion, transfer=saved["transfer"]))
-        fit = search.fit(segments, saved["target"], saved["held"])
-        if fit.simulation.peak != saved["peak"]:
+        plan = search.plan(segments, saved["target"])
+        if plan.peak != saved["peak"]:
             raise ValueError(f"{path} was planned by another version of tracegrad. {AGAIN}")
-        budget, without, measured_on = (saved[k] for k in ("budget", "held_without", "measured_on"))
+        same = ("budget", "held", "held_without", "measured_on")
+        plan = replace(plan, **{name: saved[name] for name in same})
         shardings = shardings_of(graph, args, kwargs)
         gradient = Gradient(flat, shardings)
         # How a program lies on several devices is not in the file.
-        is_measured = measured_on == gradient.measured_on and _jax.device_count(shardings) == 1
-        if fit.held is not None and not is_measured:
-            without, measured_on = None, gradient.measured_on
-            try:
-                fit = replace(fit, held=gradient.held(fit.rewritten()))
-            except _jax.NotMeasuredError as error:
-                fit, measured_on = replace(fit, held=None), str(error)
-            if fit.held is not None and fit.held > budget:
-                raise ValueError(
-                    f"{path} was planned for {in_units(budget)}, of which XLA holds "
-                    f"{in_units(fit.held)} here ({measured_on}). Plan again"
-                )
-        return plan_of(search, fit, budget, without, measured_on)
+        is_here = plan.measured_on == gradient.measured_on and _jax.device_count(shardings) == 1
+        if plan.held is None or is_here:
+            return plan
+        plan = replace(plan, held_without=None, measured_on=gradient.measured_on)
+        try:
+            plan = replace(plan, held=gradient.held(plan.rewritten()))
+        except _jax.NotMeasuredError as error:
+            return replace(plan, held=None, measured_on=str(error))
+        if plan.held is not None and plan.held > plan.budget:
+            raise ValueError(
+                f"{path} was planned for {in_units(plan.budget)}, of which XLA holds "
+                f"{in_units(plan.held)} here ({plan.measured_on}). Plan again"
+            )
+        return plan
 
     return load

@@ -8,20 +8,22 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
-from tracegrad.planning.bounds import lowest_peak_bound
+from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan_file import fingerprint, write
-from tracegrad.planning.regions import nodes_of
-from tracegrad.planning.search import Fit, Search
-from tracegrad.planning.simulation import Segment, keep_all
+from tracegrad.planning.regions import nodes_of, with_regions
+from tracegrad.planning.simulation import Segment, Simulation, keep_all
 from tracegrad.tracing import to_callable
+
+if TYPE_CHECKING:
+    from tracegrad.planning.search import Search
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,46 @@ class RecomputePlan:
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
     """
 
-    graph: Graph = field(compare=False)
-    budget: int
-    held: int | None
-    held_without: int | None
-    measured_on: str
-    peak: int
-    peak_without: int
-    residual: int
-    residual_without: int
-    flops: int
-    forward_flops: int
-    target: int
-    scans: str
-    segments: tuple[Segment, ...]
     _search: Search = field(repr=False, compare=False)
-    _fit: Fit = field(repr=False, compare=False)
+    _simulation: Simulation = field(repr=False, compare=False)
+    segments: tuple[Segment, ...]
+    target: int
+    budget: int
+    held: int | None = None
+    held_without: int | None = None
+    measured_on: str = ""
+    graph: Graph = field(init=False, compare=False)
+    peak: int = field(init=False)
+    peak_without: int = field(init=False)
+    residual: int = field(init=False)
+    residual_without: int = field(init=False)
+    flops: int = field(init=False)
+    forward_flops: int = field(init=False)
+    scans: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole, kept, found = self._whole, self._search.kept, self._simulation
+        ways = [
+            way.name
+            for segment in self.segments
+            for node, way in whole.steps[segment.step].scans.items()
+            if node in whole.nodes[segment.start : segment.stop]
+        ]
+        vars(self).update(
+            graph=self._search.graph,
+            peak=found.peak,
+            peak_without=kept.peak,
+            residual=found.residual,
+            residual_without=kept.residual,
+            flops=found.flops,
+            forward_flops=whole.total_flops,
+            scans="; ".join(dict.fromkeys(ways)),
+        )
 
     @functools.cached_property
     def flops_bound(self) -> int:
         """No plan within the target needs fewer extra FLOPs, in the model."""
-        return self._search.flops_bound(self.target, self.flops)
+        return min(self.flops, flops_bound(self._whole, self.target)) if self.flops else 0
 
     @functools.cached_property
     def peak_bound(self) -> int:
@@ -90,7 +111,7 @@ class RecomputePlan:
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
-        return self._fit.rewritten()
+        return with_regions(self._whole, self.segments)
 
     def apply(self) -> Callable[..., Any]:
         """The planned function: of the same arguments and results as the original.
@@ -123,7 +144,7 @@ class RecomputePlan:
         write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
-        simulation = self._fit.simulation
+        simulation = self._simulation
         share = self.flops / max(1, self.forward_flops)
         bound = self.flops_bound / max(1, self.forward_flops)
         lines = [f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}"]
@@ -172,7 +193,7 @@ class RecomputePlan:
     def timeline(self) -> tuple[list[int], list[int]]:
         """Bytes alive at each operation, of the forward and then of the backward pass: with
         everything kept, and with the plan."""
-        before, after = keep_all(self._whole), self._fit.simulation
+        before, after = keep_all(self._whole), self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
     def curve(self, points: int = 10) -> list[tuple[int, int, int]]:
@@ -183,9 +204,8 @@ class RecomputePlan:
         found = [(self.peak_without, 0, 0)]
         for k in range(1, points + 1):
             budget = self.peak_without + (lowest - self.peak_without) * k // points
-            fit = search.best(budget)
-            bound = search.flops_bound(budget, fit.simulation.flops)
-            found.append((fit.simulation.peak, fit.simulation.flops, bound))
+            plan = search.best(budget)
+            found.append((plan.peak, plan.flops, plan.flops_bound))
         return found
 
     def plot(self) -> Any:
@@ -220,29 +240,6 @@ class RecomputePlan:
         memory.legend()
         trade.legend()
         return figure
-
-
-def plan_of(
-    search: Search, fit: Fit, budget: int, without: int | None, measured_on: str
-) -> RecomputePlan:
-    return RecomputePlan(
-        graph=search.graph,
-        budget=budget,
-        held=fit.held,
-        held_without=without,
-        measured_on=measured_on,
-        peak=fit.simulation.peak,
-        peak_without=search.kept.peak,
-        residual=fit.simulation.residual,
-        residual_without=search.kept.residual,
-        flops=fit.simulation.flops,
-        forward_flops=search.whole.total_flops,
-        target=fit.target,
-        scans=fit.scans(),
-        segments=fit.segments,
-        _search=search,
-        _fit=fit,
-    )
 
 
 def _what(segment: Segment) -> str:

@@ -30,7 +30,7 @@ from tracegrad.planning.options import (
     plans_to_compile,
     transfer_flops,
 )
-from tracegrad.planning.plan import RecomputePlan, plan_of
+from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.rewriting.flatten import flatten
@@ -207,7 +207,7 @@ class FitToBudget:
             search = Search(model(program, transfer=self.transfer), examples)
             budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples
             try:
-                return plan_of(search, search.best(budget), budget, None, why_not)
+                return replace(search.best(budget), measured_on=why_not)
             except BudgetTooSmall as error:
                 error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
                 raise
@@ -235,8 +235,7 @@ class FitToBudget:
         for transfer in ways:
             search = Search(replace(whole, transfer=transfer), examples)
             try:
-                fit = fitted(search, budget, held_by, without, self.plans, measured_on)
-                return plan_of(search, fit, budget, without, measured_on)
+                return fitted(search, budget, held_by, without, self.plans, measured_on)
             except BudgetTooSmall as error:
                 # Outside of loops XLA brings to a GPU at once what has just gone to the host.
                 misses.append(error)

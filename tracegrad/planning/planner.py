@@ -27,9 +27,7 @@ from tracegrad.planning.simulation import (
     Local,
     Piece,
     Segment,
-    Simulation,
     keep_all,
-    simulate,
 )
 from tracegrad.planning.tuning import TUNING
 
@@ -63,7 +61,7 @@ class Planner:
         self._alike: dict[Hashable, _Ways] = {}
         self._tokens = _tokens(model)
 
-    def find(self, budget: int) -> tuple[list[Segment], Simulation] | None:
+    def find(self, budget: int) -> list[Segment] | None:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
         the one that keeps least; None if none is found."""
         at = self._labels(budget)
@@ -78,7 +76,7 @@ class Planner:
             way = self._parts[before, i][0].segments[chosen]
             segments.insert(0, way.shifted(self._cuts[before]))
             i = before
-        return segments, simulate(self.model, segments)
+        return segments
 
     def lowest_peak(self) -> int:
         """The lowest budget, in bytes, for which `find` has a plan.

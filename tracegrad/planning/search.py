@@ -6,15 +6,14 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, Occurrence
+from tracegrad.ir import Node, Occurrence
 from tracegrad.ir.wording import in_units
-from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
+from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.planner import Planner
-from tracegrad.planning.regions import with_regions
 from tracegrad.planning.scans import in_steps
 from tracegrad.planning.simulation import Segment, Simulation, keep_all, plan_to_keep, simulate
 
@@ -59,71 +58,6 @@ class BudgetTooSmall(ValueError):
         self.held_most = tuple(held_most)
 
 
-def _line(node: Node) -> str:
-    origin = Occurrence((), node).origin
-    return node.op if origin is None else str(origin)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A plan, and what XLA holds for it: None if it was not measured.
-
-    `target`: bytes that it was planned for in the model.
-    """
-
-    model: MemoryModel = field(repr=False, compare=False)
-    segments: tuple[Segment, ...]
-    simulation: Simulation
-    target: int
-    held: int | None = None
-
-    def rewritten(self) -> Graph:
-        return with_regions(self.model, self.segments)
-
-    def scans(self) -> str:
-        """How its scans are run; "" as they were."""
-        ways = [
-            way.name
-            for segment in self.segments
-            for node, way in self.model.steps[segment.step].scans.items()
-            if node in self.model.nodes[segment.start : segment.stop]
-        ]
-        return "; ".join(dict.fromkeys(ways))
-
-    def held_most(self, count: int = 3) -> list[tuple[str, int]]:
-        """The lines of which most is held, and the bytes, as the backward pass of the segment with
-        the peak begins, in the model: what earlier segments and this one keep, and what is run
-        again."""
-        found = self.simulation
-        sizes: Counter[str] = Counter()
-        for segment, local, peak in zip(self.segments, found.locals, found.peaks, strict=True):
-            model = self.model.steps[segment.step]
-            is_there = peak == found.peak or not segment.recompute
-            for i in range(segment.start, segment.stop):
-                sizes[_line(model.nodes[i])] += model.extra[i] if is_there else 0
-            for i in local.stored.union(local.recomputed if peak == found.peak else ()):
-                sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
-            if peak == found.peak:
-                break
-        return [(line, size) for line, size in sizes.most_common(count) if size]
-
-    def closed(self) -> str:
-        """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
-        branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
-        kept = [
-            (extra, node)
-            for extra, node in zip(self.model.extra, self.model.nodes, strict=True)
-            if node.regions and node.primitive is not _jax.SCAN
-        ]
-        most, node = max(kept, key=operator.itemgetter(0), default=(0, None))
-        if node is None or 3 * most < self.simulation.peak:
-            return ""
-        return (
-            f". What {node.op} at {_line(node)} keeps is kept, or run again, as a whole: "
-            "jax.checkpoint or rules.recompute of what is in it may free more"
-        )
-
-
 class Search:
     """Plans for one program, for any number of budgets.
 
@@ -144,39 +78,79 @@ class Search:
     def _planner(self) -> Planner:
         return Planner(in_steps(self.whole))
 
-    def best(self, target: int) -> Fit:
+    def best(self, target: int) -> RecomputePlan:
         """The plan within so many bytes of the model that computes the least again.
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
         if self.kept.peak <= target:  # then there is nothing to plan, and no library is needed
-            return Fit(self.whole, tuple(plan_to_keep(self.whole)), self.kept, target)
+            return self.plan(plan_to_keep(self.whole), target)
         found = self._planner.find(target)
         if found is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
-        return Fit(self.whole, tuple(found[0]), found[1], target)
+        return self.plan(found, target)
 
-    def fit(self, segments: tuple[Segment, ...], target: int, held: int | None) -> Fit:
-        """A plan that was found before."""
-        whole = in_steps(self.whole) if any(s.step for s in segments) else self.whole
-        return Fit(whole, segments, simulate(whole, segments), target, held)
+    def plan(self, segments: Sequence[Segment], target: int) -> RecomputePlan:
+        """The plan of these segments."""
+        if any(segment.step for segment in segments):
+            in_steps(self.whole)
+        found = simulate(self.whole, segments)
+        return RecomputePlan(self, found, tuple(segments), target, budget=target)
 
-    def too_small(self, budget: int, lowest: Fit, measured_on: str = "") -> BudgetTooSmall:
+    def too_small(
+        self, budget: int, lowest: RecomputePlan, measured_on: str = ""
+    ) -> BudgetTooSmall:
         """The error for a budget, of the plan that keeps least of those that were found."""
-        held = self.examples * self.lowest_peak if lowest.held is None else lowest.held
-        most, hint, name = lowest.held_most(), lowest.closed(), self.graph.name
-        return BudgetTooSmall(budget, held, self.bound, measured_on, most, hint, name)
-
-    @property
-    def bound(self) -> int:
-        """The peak in the model that no plan can be below, of all examples."""
-        return self.examples * lowest_peak_bound(self.whole)
+        return BudgetTooSmall(
+            budget,
+            self.examples * self.lowest_peak if lowest.held is None else lowest.held,
+            self.examples * lowest_peak_bound(self.whole),
+            measured_on,
+            _held_most(self.whole, lowest.segments),
+            _closed(self.whole, lowest.peak),
+            self.graph.name,
+        )
 
     @functools.cached_property
     def lowest_peak(self) -> int:
         """The lowest budget that there is a plan for, in the model."""
         return self._planner.lowest_peak()
 
-    def flops_bound(self, budget: int, flops: int) -> int:
-        """What no plan within a budget is below; `flops` is what one of them needs."""
-        return min(flops, flops_bound(self.whole, budget)) if flops else 0
+
+def _line(node: Node) -> str:
+    origin = Occurrence((), node).origin
+    return node.op if origin is None else str(origin)
+
+
+def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[str, int]]:
+    """The lines of which most is held, and the bytes, as the backward pass of the segment with the
+    peak begins, in the model: what earlier segments and this one keep, and what is run again."""
+    found, sizes = simulate(whole, segments), Counter[str]()
+    for segment, local, peak in zip(segments, found.locals, found.peaks, strict=True):
+        model, is_peak = whole.steps[segment.step], peak == found.peak
+        for i in range(segment.start, segment.stop):
+            sizes[_line(model.nodes[i])] += (
+                0 if segment.recompute and not is_peak else model.extra[i]
+            )
+        for i in local.stored.union(local.recomputed if is_peak else ()):
+            sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
+        if is_peak:
+            break
+    return [(line, size) for line, size in sizes.most_common(3) if size]
+
+
+def _closed(whole: MemoryModel, peak: int) -> str:
+    """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
+    branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
+    kept = [
+        (extra, node)
+        for extra, node in zip(whole.extra, whole.nodes, strict=True)
+        if node.regions and node.primitive is not _jax.SCAN
+    ]
+    most, node = max(kept, key=operator.itemgetter(0), default=(0, None))
+    if node is None or 3 * most < peak:
+        return ""
+    return (
+        f". What {node.op} at {_line(node)} keeps is kept, or run again, as a whole: "
+        "jax.checkpoint or rules.recompute of what is in it may free more"
+    )
