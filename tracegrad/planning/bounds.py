@@ -10,6 +10,8 @@ What a scan keeps is left out: it could be run in other ways, of which each keep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tracegrad import _jax
 from tracegrad.differentiation.activity import active_in_body
 from tracegrad.planning.cuts import Network
@@ -20,16 +22,14 @@ from tracegrad.rewriting.flatten import flatten
 
 def lowest_peak_bound(whole: MemoryModel) -> int:
     """Bytes that any plan needs: what one step of the backward pass reads and writes."""
-    steps = range(len(whole))
-    return max((step_bytes(whole, i) + _body_bytes(whole, i) for i in steps), default=0)
+    return max(_step_bytes(whole), default=0)
 
 
 def flops_bound(whole: MemoryModel, budget: int) -> int:
     """Extra FLOPs that any plan within a budget (bytes) needs."""
-    best = 0.0
-    for at in _moments(whole):
-        room = budget - step_bytes(whole, at)
-        if room >= 0:
+    best, step_bytes = 0.0, _step_bytes(whole)
+    for at in _moments(whole, step_bytes):
+        if (room := budget - step_bytes[at]) >= 0:
             outside = [i for i in range(at + 1) if not _is_scan(whole, i)]
             needed = {v for i in outside for v in whole.needs[i]}
             free = {*whole.needs[at]} if _is_scan(whole, at) else {at, *whole.needs[at]}
@@ -58,7 +58,7 @@ def _least_flops(network: Network, room: int, dearest: float) -> float:
     return best
 
 
-def _moments(whole: MemoryModel) -> list[int]:
+def _moments(whole: MemoryModel, step_bytes: Sequence[int]) -> list[int]:
     """Steps that read and write much while nearly all that is kept is still there: one of each of
     ever longer stretches, from the last operation, whose backward step comes first; and the one
     that comes before the backward pass of the scan that keeps most."""
@@ -66,12 +66,10 @@ def _moments(whole: MemoryModel) -> list[int]:
     stop, length = len(whole), 8
     while stop > 0:
         start = max(0, stop - length)
-        steps.append(max(range(start, stop), key=lambda i: step_bytes(whole, i)))
+        steps.append(max(range(start, stop), key=step_bytes.__getitem__))
         stop, length = start, 4 * length
-    scans = [i for i in range(len(whole)) if _is_scan(whole, i)]
-    if scans:
-        most = max(scans, key=lambda i: whole.extra[i])
-        steps.append(min(most + 1, len(whole) - 1))
+    if scans := [i for i in range(len(whole)) if _is_scan(whole, i)]:
+        steps.append(min(max(scans, key=whole.extra.__getitem__) + 1, len(whole) - 1))
     return steps
 
 
@@ -79,21 +77,18 @@ def _is_scan(whole: MemoryModel, operation: int) -> bool:
     return bool(whole.nodes) and whole.nodes[operation].primitive is _jax.SCAN
 
 
-def step_bytes(whole: MemoryModel, step: int) -> int:
-    """What a step of the backward pass reads and writes; of a scan, whose insides a plan may
-    change, what it does so outside."""
-    needs = whole.needs[step]
-    if _is_scan(whole, step):
-        return sum(whole.sizes[v] for v in needs if v != step)
-    reads = sum(whole.sizes[v] for v in needs)
-    return reads + whole.cotangents[step] + whole.extra[step] + whole.beside[step]
-
-
-def _body_bytes(whole: MemoryModel, step: int) -> int:
-    """What one iteration of a scan needs at least for its backward pass."""
-    if not _is_scan(whole, step) or not whole.extra[step]:
-        return 0
-    scan = whole.nodes[step]
-    body = flatten(scan.regions["jaxpr"])
-    active = active_in_body(scan, body, whole.active)
-    return lowest_peak_bound(model(body, active=active, residuals=whole.residuals))
+def _step_bytes(whole: MemoryModel) -> list[int]:
+    """What each step of the backward pass reads and writes; of a scan, whose insides a plan may
+    change, what it does so outside, and what one iteration needs at least."""
+    found = []
+    for i, needs in enumerate(whole.needs):
+        if not _is_scan(whole, i):
+            size = whole.cotangents[i] + whole.extra[i] + whole.beside[i]
+            found.append(size + sum(whole.sizes[v] for v in needs))
+            continue
+        found.append(sum(whole.sizes[v] for v in needs if v != i))
+        if whole.extra[i]:
+            body = flatten(whole.nodes[i].regions["jaxpr"])
+            active = active_in_body(whole.nodes[i], body, whole.active)
+            found[i] += lowest_peak_bound(model(body, active=active, residuals=whole.residuals))
+    return found

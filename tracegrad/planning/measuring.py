@@ -53,12 +53,7 @@ class Gradient:
       shardings: of its inputs, where known: then bytes are those of one device.
     """
 
-    def __init__(
-        self,
-        program: Graph,
-        shardings: Sequence[Any] | None = None,
-        examples: int = 1,
-    ):
+    def __init__(self, program: Graph, shardings: Sequence[Any] | None = None, examples: int = 1):
         placed = zip(program.inputs, shardings or [None] * len(program.inputs), strict=True)
         operands, active = [*program.inputs, *traced_constants(program)], active_values(program)
         self._active = [i for i, value in enumerate(operands) if value in active]
@@ -99,12 +94,13 @@ class Gradient:
             gradient = gradient_of(program, traced, self._active, run)
             if self._examples > 1:
                 gradient = jax.vmap(gradient)
-                shapes, given = jax.tree.map(self._of_each_example, (shapes, given))
+                shapes, given = jax.tree.map(
+                    lambda shape: _jax.struct((self._examples, *shape.shape), shape.dtype),
+                    (shapes, given),
+                )
             lowered = jax.jit(gradient, compiler_options=options or None).lower(shapes, given)
-            key = (
-                hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-                f"{self.measured_on} {options}",
-            )
+            text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            key = text, f"{self.measured_on} {options}"
             known: tuple[int, Fusion | None] | None = _FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
@@ -114,6 +110,3 @@ class Gradient:
                     fusion = seen(program, module, self._examples, self._devices)
                 known = _FOUND.put(key, (held, fusion))
         return known
-
-    def _of_each_example(self, shape: Any) -> Any:
-        return _jax.struct((self._examples, *shape.shape), shape.dtype)

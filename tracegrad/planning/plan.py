@@ -127,26 +127,17 @@ class RecomputePlan:
 
         Raises OSError where that cannot be; a file that was there stays then, as it was.
         """
-        plan = {
-            "name": self.graph.name,
-            "program": fingerprint(self.graph),
-            "differentiated": self.graph.differentiated,
-            "budget": self.budget,
-            "held": self.held,
-            "held_without": self.held_without,
-            "measured_on": self.measured_on,
-            "target": self.target,
-            "peak": self.peak,
-            "transfer": self._whole.transfer,
-            "fusion": self._whole.fusion,
-            "segments": self.segments,
-        }
+        names = "budget", "held", "held_without", "measured_on", "target", "peak", "segments"
+        plan = {name: getattr(self, name) for name in names}
+        plan |= {"name": self.graph.name, "program": fingerprint(self.graph)}
+        plan |= {"differentiated": self.graph.differentiated}
+        plan |= {"transfer": self._whole.transfer, "fusion": self._whole.fusion}
         write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
-        simulation = self._simulation
-        share = self.flops / max(1, self.forward_flops)
-        bound = self.flops_bound / max(1, self.forward_flops)
+        peak, without = in_units(self.peak), in_units(self.peak_without)
+        kept, kept_without = in_units(self.residual), in_units(self.residual_without)
+        share, bound = (_percent(f, self.forward_flops) for f in (self.flops, self.flops_bound))
         lines = [f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}"]
         if self.held is None:
             lines.append(f"  measured     not: {self.measured_on}")
@@ -154,13 +145,12 @@ class RecomputePlan:
             of = f" of {in_units(self.held_without)}" if self.held_without else ""
             lines.append(f"  XLA holds    {in_units(self.held)}{of} ({self.measured_on})")
         lines += [
-            f"  peak         {in_units(self.peak)} of {in_units(self.peak_without)} "
-            f"({_percent(self.peak, self.peak_without)}) in the model; none below "
-            f"{in_units(self.peak_bound)} is possible",
-            f"  residuals    {in_units(self.residual)} of {in_units(self.residual_without)} "
+            f"  peak         {peak} of {without} ({_percent(self.peak, self.peak_without)}) in the "
+            f"model; none below {in_units(self.peak_bound)} is possible",
+            f"  residuals    {kept} of {kept_without} "
             f"({_percent(self.residual, self.residual_without)})",
-            f"  extra FLOPs  {self.flops:.4g}, {share:.1%} of the forward pass; "
-            f"for a peak of {in_units(self.target)} at least {bound:.1%}",
+            f"  extra FLOPs  {self.flops:.4g}, {share} of the forward pass; for a peak of "
+            f"{in_units(self.target)} at least {bound}",
         ]
         if self.offloaded:
             lines.append(
@@ -170,21 +160,13 @@ class RecomputePlan:
         if self.scans:
             lines.append(f"  scans        {self.scans}")
         rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
-        for k, (segment, local, peak) in enumerate(
-            zip(self.segments, simulation.locals, simulation.peaks, strict=True)
-        ):
+        found = self._simulation
+        for segment, local, most in zip(self.segments, found.locals, found.peaks, strict=True):
             nodes = nodes_of(self._whole, segment.start, segment.stop)
-            rows.append(
-                (
-                    str(k),
-                    str(len(nodes)),
-                    _what(segment),
-                    str(len(local.stored)),
-                    in_units(peak),
-                    _percent(local.flops, self.forward_flops),
-                    nodes[0].name if nodes else "",
-                )
-            )
+            what = ("recompute" if segment.recompute else "keep") + ", offload" * segment.offload
+            counts = str(len(rows) - 1), str(len(nodes)), what, str(len(local.stored))
+            costs = in_units(most), _percent(local.flops, self.forward_flops)
+            rows.append((*counts, *costs, nodes[0].name if nodes else ""))
         lines += [f"  {line}" for line in table(rows)]
         return "\n".join(lines)
 
@@ -240,12 +222,6 @@ class RecomputePlan:
         memory.legend()
         trade.legend()
         return figure
-
-
-def _what(segment: Segment) -> str:
-    if not segment.recompute:
-        return "keep"
-    return "recompute, offload" if segment.offload else "recompute"
 
 
 def _percent(part: float, whole: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -35,7 +34,6 @@ class BudgetTooSmall(ValueError):
         bound: int,
         measured_on: str = "",
         held_most: Sequence[tuple[str, int]] = (),
-        hint: str = "",
         of: str = "",
     ):
         gradient = f" for the gradient of {of}" if of else ""
@@ -49,11 +47,11 @@ class BudgetTooSmall(ValueError):
             lines = (f"{line} ({in_units(size)})" for line, size in held_most)
             text += f". Most is held there of {', '.join(lines)}"
         if measured_on:
-            hint += (
+            text += (
                 ". With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
                 "tracegrad.planning.recompute_to_fit, more plans are tried"
             )
-        super().__init__(text + hint)
+        super().__init__(text)
         self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
         self.held_most = tuple(held_most)
 
@@ -107,7 +105,6 @@ class Search:
             self.examples * lowest_peak_bound(self.whole),
             measured_on,
             _held_most(self.whole, lowest.segments),
-            _closed(self.whole, lowest.peak),
             self.graph.name,
         )
 
@@ -118,8 +115,10 @@ class Search:
 
 
 def _line(node: Node) -> str:
-    origin = Occurrence((), node).origin
-    return node.op if origin is None else str(origin)
+    """Whose line it is, and what no plan opens: a branch, a custom gradient, a `jax.shard_map`."""
+    line = str(Occurrence((), node).origin or node.op)
+    is_closed = node.regions and node.primitive is not _jax.SCAN
+    return f"{line} ({node.op} as a whole)" if is_closed else line
 
 
 def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[str, int]]:
@@ -137,20 +136,3 @@ def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[st
         if is_peak:
             break
     return [(line, size) for line, size in sizes.most_common(3) if size]
-
-
-def _closed(whole: MemoryModel, peak: int) -> str:
-    """A sentence about what keeps a third of the peak or more in regions that no plan opens: a
-    branch, a custom gradient, a `jax.shard_map`; "" if nothing does."""
-    kept = [
-        (extra, node)
-        for extra, node in zip(whole.extra, whole.nodes, strict=True)
-        if node.regions and node.primitive is not _jax.SCAN
-    ]
-    most, node = max(kept, key=operator.itemgetter(0), default=(0, None))
-    if node is None or 3 * most < peak:
-        return ""
-    return (
-        f". What {node.op} at {_line(node)} keeps is kept, or run again, as a whole: "
-        "jax.checkpoint or rules.recompute of what is in it may free more"
-    )

@@ -62,10 +62,6 @@ class Local:
     backward: tuple[int, ...]
 
 
-# Of a backward pass: an operation, whether it is run again or its step is taken, and what is read.
-_Event = tuple[int, bool, Sequence[int]]
-
-
 class Piece:
     """The operations of a segment, numbered from its start; what came into it is left out."""
 
@@ -82,8 +78,10 @@ class Piece:
         self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
         self.needed = sorted({v for found in self.needs for v in found})
         self.transfer = model.transfer
-        alone = _read_alone(model, start, stop)
         read_back = {v for i in within for v in model.needs[i]}
+        came = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
+        uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in came if model.sizes[v]]
+        alone = [v for v, first, last in uses if start <= first and last < stop]
         self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
         given = [v for v in alone if v not in read_back]
         self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
@@ -103,48 +101,37 @@ class Piece:
 
     def run(self, way: Segment) -> Local:
         """Simulates it; positions in the segment count from its start."""
-        count = len(self.sizes)
-        if not way.recompute:
-            steps = [(i, False, self.needs[i]) for i in reversed(range(count))]
-            return self._local(frozenset(self.needed), steps, is_kept=True)
-        saved = {v for v in way.saved if not self.extra[v]}  # those run again in any case
-        again = self._recomputed(saved)
-        events = [(i, True, self.args[i]) for i in sorted(again)]
-        events += [(i, False, self.needs[i]) for i in reversed(range(count))]
-        read = set(self.needed).union(*(self.args[i] for i in again))
-        local = self._local(frozenset(read - again), events)
+        # Those that keep something beside buffers are run again in any case.
+        saved = {v for v in way.saved if not self.extra[v]}
+        again = sorted(self._recomputed(saved)) if way.recompute else []
+        events = [(i, True, self.args[i]) for i in again]
+        events += [(i, False, self.needs[i]) for i in reversed(range(len(self.sizes)))]
+        stored = frozenset([v for _, _, found in events for v in found]).difference(again)
+        size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
+        staying = size if way.recompute else size + made + sum(self.extra)
+        local = Local(
+            flops=self.again + sum([self.flops[i] for i in again]),
+            recomputed=tuple(again),
+            stored=stored,
+            staying=staying,
+            unread=sum([size for size, readers in self.given if set(again).isdisjoint(readers)]),
+            forward=self._forward(stored, way.recompute),
+            backward=self._backward(events, size + made if way.recompute else staying),
+        )
         return self._offloaded(local) if way.offload else local
 
     def _offloaded(self, local: Local) -> Local:
         """The same, with what stays in the host's memory: it is there again when the cotangents
         arrive."""
         came = self.read_back + sum([size for size, _ in self.given]) - local.unread
-        sent = local.staying + came
         return replace(
             local,
-            flops=local.flops + int(self.transfer * sent),
+            flops=local.flops + int(self.transfer * (local.staying + came)),
             stored=frozenset(),
             staying=0,
             unread=local.unread + came,
             forward=self._forward(frozenset(), recompute=True),
             backward=tuple([size + came for size in local.backward]),
-        )
-
-    def _local(
-        self, stored: frozenset[int], events: Sequence[_Event], is_kept: bool = False
-    ) -> Local:
-        again = [i for i, is_run, _ in events if is_run]
-        staying, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
-        if is_kept:
-            staying, made = staying + made + sum(self.extra), 0
-        return Local(
-            flops=self.again + sum([self.flops[i] for i in again]),
-            stored=stored,
-            staying=staying,
-            unread=sum([size for size, readers in self.given if set(again).isdisjoint(readers)]),
-            forward=self._forward(stored, not is_kept),
-            backward=self._backward(events, staying + made),
-            recomputed=tuple(again),
         )
 
     def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
@@ -160,8 +147,11 @@ class Piece:
                 pending += [v for v in self.args[i] if v not in saved]
         return again
 
-    def _backward(self, events: Sequence[_Event], live: int) -> tuple[int, ...]:
-        """Bytes alive at each step; `live`: before the first."""
+    def _backward(
+        self, events: Sequence[tuple[int, bool, Sequence[int]]], live: int
+    ) -> tuple[int, ...]:
+        """Bytes alive at each step; `live`: before the first. An event is an operation, whether it
+        is run again or its step is taken, and what is read for that."""
         sizes, extra = self.sizes, self.extra
         reads = [0] * len(sizes)
         for _, _, operands in events:
@@ -198,16 +188,6 @@ class Piece:
             peaks.append(live)
             live -= freed[i]
         return tuple(peaks)
-
-
-def _read_alone(model: MemoryModel, start: int, stop: int) -> list[int]:
-    """The buffers that came into a segment and that nothing else reads."""
-    came = {v for i in range(start, stop) for v in (*model.args[i], *model.needs[i]) if v < start}
-    return [
-        v
-        for v in sorted(came)
-        if model.sizes[v] and start <= model.uses[v][0] and model.uses[v][-1] < stop
-    ]
 
 
 # ------------------------------------------------------------------------------------ whole plans
