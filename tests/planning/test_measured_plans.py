@@ -645,5 +645,7 @@ def test_an_error_says_what_no_plan_opens():
         return jax.lax.cond(is_on, fun, lambda weights, x: jnp.mean(x), weights, x)
 
     shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
-    with pytest.raises(BudgetTooSmall, match=r"gradient of either: .* held there of .* \(cond as a whole\)"):
+    with pytest.raises(
+        BudgetTooSmall, match=r"gradient of either: .* held there of .* \(cond as a whole\)"
+    ):
         plan_recompute(either, "50%", measure=False)(*shapes)

@@ -276,26 +276,30 @@ def test_large_programs_keep_the_budget_between_bound_and_everything(count: int)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_minimum_cuts_are_the_cheapest_save_sets(seed: int):
+@pytest.mark.parametrize("must_be", [(), (0, 3)])
+def test_minimum_cuts_are_the_cheapest_save_sets(seed: int, must_be: tuple[int, ...]):
+    """`must_be`: saved, if they are read at all, since they cannot be run again."""
     m = random_model(seed, 8)
-    needed = sorted({v for found in m.needs for v in found})
+    needed = sorted({v for found in m.needs for v in found}.difference(must_be))
+    flops = [math.inf if v in must_be else cost for v, cost in enumerate(m.flops)]
+    network = Network(m.sizes, flops, m.args, needed)
 
-    def cost(saved: frozenset[int]) -> tuple[int, int]:
+    def cost(saved: frozenset[int]) -> tuple[int, float]:
         run, pending = set(), [v for v in needed if v not in saved]
         while pending:
             i = pending.pop()
             run.add(i)
             pending += [v for v in m.args[i] if v not in saved and v not in run]
-        return sum(m.sizes[v] for v in saved), sum(m.flops[v] for v in run)
+        return sum(m.sizes[v] for v in saved), sum(flops[v] for v in run)
 
     sets = [frozenset(s) for k in range(9) for s in itertools.combinations(range(8), k)]
     for price in (0.1, 0.5, 1.5, 6.0):
-        least = min(flops + price * size for size, flops in map(cost, sets))
-        cut = Network(m.sizes, m.flops, m.args, needed).cut(price)
-        size, flops = cost(cut.saved)
-        assert (size, flops) == (cut.bytes, cut.flops)
-        assert flops + price * size == pytest.approx(least)
+        least = min(run + price * size for size, run in map(cost, sets))
+        cut = network.cut(price)
+        assert cost(cut.saved) == (cut.bytes, cut.flops)
+        assert cut.flops + price * cut.bytes == pytest.approx(least)
         assert cut.value <= least * (1 + 1e-12)
+    assert network.cut(math.inf).saved <= {*must_be}
 
 
 # ------------------------------------------------------------------------------------------ model

@@ -74,5 +74,5 @@ def _live(graph: Graph, wanted: Sequence[bool], reached: Collection[Value]) -> s
     live = {v for v in ends if isinstance(v, Value) and v in reached}
     for node in reversed(graph.nodes):
         if any(v in live for v in node.outputs):
-            live.update(v for v in node.inputs if isinstance(v, Value) and v in reached)
+            live.update(v for v in node.operands if v in reached)
     return live

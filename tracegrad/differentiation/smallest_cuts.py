@@ -203,7 +203,7 @@ class _Search:
 
     def _into(self, node: Node, ins: Masks, ways: dict[Value, _Ways]) -> list[tuple[int, _Ways]]:
         """The ways from the operands of a node, given those from its results."""
-        references = [v for v in node.inputs if isinstance(v, Value) and v.is_reference]
+        references = [v for v in node.operands if v.is_reference]
         if references:  # what is written there may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
             return [(i, found) for i in range(len(node.inputs)) for found in onward]

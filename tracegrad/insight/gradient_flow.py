@@ -167,7 +167,7 @@ class _Flows:
     def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
         """The operands to which a gradient goes on from the results at which one arrives."""
         carrying = of_each(map(bool, ins))
-        references = [v for v in node.inputs if isinstance(v, Value) and v.is_reference]
+        references = [v for v in node.operands if v.is_reference]
         if references:  # what is written there is read elsewhere
             return joined(carrying) if any(got) or arrived.intersection(references) else 0
         if not any(ins):

@@ -69,7 +69,7 @@ class _Ranges:
         self.size_given = sum(nbytes(v.aval) for v in self.given)
         roots: dict[Value, tuple[Value, ...]] = {v: (v,) for v in given}
         for i, node in enumerate(program.nodes):
-            operands = [v for v in node.inputs if isinstance(v, Value)]
+            operands = node.operands
             read = tuple(dict.fromkeys(root for v in operands for root in roots[v]))
             for root in read if node not in self.inlined else ():
                 self.last[root] = i
@@ -167,7 +167,7 @@ def _inlined(program: Graph) -> set[Node]:
         into_one = len(own) == 1 and not is_result and is_by_element(node)
         if is_view or (into_one and all(map(_takes_elements, own))):
             found.add(node)
-        operands = [value for value in node.inputs if isinstance(value, Value)]
+        operands = node.operands
         results.update(operands if is_view and is_result else ())
         for value in operands:
             readers.setdefault(value, set()).update(own if is_view else {node})

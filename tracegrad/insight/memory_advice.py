@@ -123,7 +123,7 @@ def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tu
         held = [each for each in residuals if each.source and each.source.node in members]
         times = max((each.times for each in held), default=0)
         # What comes in is kept, and so is what goes out to where others read it.
-        read = {v for node in nodes for v in node.inputs if isinstance(v, Value)}
+        read = {v for node in nodes for v in node.operands}
         come = [v for v in read - alive if v.producer is not None and v.producer not in members]
         gone = [each for each in held if _is_read_elsewhere(each, members)]
         kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
@@ -171,7 +171,7 @@ def _donations(peak: Peak) -> Iterator[Advice]:
     comes_of: dict[Value, tuple[Value, ...]] = {v: (v,) for v in program.inputs}
     for node in program.nodes:
         if is_by_element(node):
-            operands = [v for v in node.inputs if isinstance(v, Value)]
+            operands = node.operands
             for value in node.outputs:
                 like = [v for v in operands if _type(v) == _type(value)]
                 comes_of[value] = (*dict.fromkeys(v for w in like for v in comes_of.get(w, ())),)

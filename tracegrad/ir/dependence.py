@@ -198,7 +198,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(v.is_reference and v in live for v in node.inputs):  # it may be written to
-            live |= {v for v in node.inputs if isinstance(v, Value)}
+            live |= set(node.operands)
         elif any(wanted):
             masks = rule(node, of_each([True] * len(node.inputs)))
             for mask, is_wanted in zip(masks, wanted, strict=True):

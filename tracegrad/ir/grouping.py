@@ -57,7 +57,7 @@ def set_apart(
     late: set[Node] = set()  # the chosen, and what depends on one of them
     effect_is_late = False
     for node in nodes:
-        producers = {v.producer for v in node.inputs if isinstance(v, Value)}
+        producers = {v.producer for v in node.operands}
         chained = bool(node.effects) and effect_is_late
         if node in chosen:
             outside = next((p for p in producers if p in late and p not in chosen), None)

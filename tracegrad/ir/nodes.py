@@ -149,6 +149,11 @@ class Node:
         return self.op
 
     @property
+    def operands(self) -> list[Value]:
+        """Its inputs but for literals."""
+        return [value for value in self.inputs if isinstance(value, Value)]
+
+    @property
     def has_references(self) -> bool:
         """Whether an operand or a result is no array, but a place that arrays are written to."""
         return any(v.is_reference for v in (*self.inputs, *self.outputs))

@@ -92,14 +92,15 @@ class Network:
         self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
 
     def cut(self, price: float) -> Cut:
-        """The cheapest choice; `price` is FLOPs for a byte, infinite to save nothing at all."""
+        """The cheapest choice; `price`: FLOPs for a byte, infinite to save only what must be."""
         if not self.values:
             return Cut(frozenset(), 0, 0, 0.0)
         flow = _max_flow().SimpleMaxFlow()
         # Saving a value never pays if it costs more than running everything.
-        scale = _SCALE / max(1.0, 2.0 * self._flops[self._flops < math.inf].sum())
+        can_run = self._flops < math.inf
+        scale = _SCALE / max(1.0, 2.0 * self._flops[can_run].sum())
         if math.isinf(price):
-            saving = np.where(self._sizes > 0, _SCALE, 0)
+            saving = np.where((self._sizes > 0) & can_run, _SCALE, 0)
         else:
             saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
         running = np.minimum(np.floor(self._flops * scale), _INFINITE)
@@ -122,28 +123,20 @@ class Network:
         At most `most` of them: the widest gaps are looked into first.
         """
         first, last = self.cut(0.0), self.cut(math.inf)
-        cuts = [first]
-        if (last.bytes, last.flops) != (first.bytes, first.flops):
+        cuts, gaps = [first], [(first, last)]
+        if last.bytes < first.bytes:
             cuts.append(last)
-        closed: set[tuple[Cut, Cut]] = set()
-        while len(cuts) < most:
-            gaps = [
-                (a, b)
-                for a, b in itertools.pairwise(cuts)
-                if (a, b) not in closed and a.bytes > b.bytes and a.flops < b.flops
-            ]
-            if not gaps:
-                break
-            a, b = max(gaps, key=lambda gap: _area(*gap))
-            price = (b.flops - a.flops) / (a.bytes - b.bytes)
-            found = self.cut(price)
-            here = found.flops + price * found.bytes
-            both = a.flops + price * a.bytes
-            if here >= both * (1 - 1e-9) or found.bytes in (a.bytes, b.bytes):
-                closed.add((a, b))
-            else:
-                cuts.insert(cuts.index(b), found)
-        return cuts
+        while gaps and len(cuts) < most:
+            a, b = gap = max(gaps, key=lambda gap: _area(*gap))
+            gaps.remove(gap)
+            if _area(a, b) > 0:
+                price = (b.flops - a.flops) / (a.bytes - b.bytes)
+                found = self.cut(price)
+                least = (1 - 1e-9) * (a.flops + price * a.bytes)
+                if found.flops + price * found.bytes < least and b.bytes < found.bytes < a.bytes:
+                    cuts.append(found)
+                    gaps += [(a, found), (found, b)]
+        return sorted(cuts, key=lambda cut: -cut.bytes)
 
 
 def _area(a: Cut, b: Cut) -> float:

@@ -99,7 +99,7 @@ def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) ->
     given = {*graph.inputs, *graph.constants}
     found: set[int] = set()
     for i, node in enumerate(graph.nodes):
-        is_given = _is_view(node) and all(v in given for v in node.inputs if isinstance(v, Value))
+        is_given = _is_view(node) and all(v in given for v in node.operands)
         given.update(node.outputs if is_given else ())
         is_open = isinstance(node, CustomGradient) or not (node.regions or node.effects)
         is_inside = i not in written and (i in inside or _is_view(node))

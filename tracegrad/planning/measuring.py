@@ -28,10 +28,7 @@ from tracegrad.variables.statics import are_traced
 _FOUND: Cache[Any, Any] = Cache(512)
 
 # On a CPU what LLVM does with the code of a kernel is half of compiling, and uses no memory.
-_UNOPTIMISED: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+_UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -84,7 +81,7 @@ class Gradient:
         `run`: what runs a graph on its inputs.
         """
         backend = self._device.platform
-        options = dict(_UNOPTIMISED) if backend == "cpu" else {}
+        options: dict[str, Any] = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:
             options.update(_jax.keep_recompute_options(backend) or {})
         with _jax.saying_why_not():

@@ -83,18 +83,14 @@ class MemoryModel:
         self.fixed = self.fixed or [False] * count
         self.again = self.again or [0] * count
         self.steps = [self]
-        self.uses: list[tuple[int, ...]] = self._uses()
+        # For each buffer the operations that read it, in either pass, in order.
+        self.uses: list[list[int]] = [[] for _ in self.sizes]
+        for i, (args, needs) in enumerate(zip(self.args, self.needs, strict=True)):
+            for v in {*args, *needs}:
+                self.uses[v].append(i)
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def _uses(self) -> list[tuple[int, ...]]:
-        """For each buffer the operations that read it, in either pass, in order."""
-        uses: list[list[int]] = [[] for _ in self.sizes]
-        for i in range(len(self)):
-            for v in sorted({*self.args[i], *self.needs[i]}):
-                uses[v].append(i)
-        return [tuple(u) for u in uses]
 
     @property
     def total_flops(self) -> int:

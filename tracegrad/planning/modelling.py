@@ -10,7 +10,7 @@ nothing, and so do gradients of arguments, which are results.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from tracegrad import _jax
 from tracegrad._jax.spans import alive
@@ -73,40 +73,34 @@ class _Modelling:
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
         self.fate = dict(zip(graph.nodes, fusion, strict=True))
+        self.ops: list[Node] = []
+        self.flops: list[int] = []
+        nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
+        # For every value the buffers that reading it reads, and the FLOPs of what is inlined.
+        self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
+        self.inside: dict[Value, int] = dict.fromkeys(given, 0)
         self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
         for node in graph.nodes:
+            values = set(node.operands)
+            roots = nothing.union(*(self.roots[v] for v in values))
+            cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
+            if not self.fate[node].inlined:
+                roots = frozenset((len(self.ops),))
+                self.ops.append(node)
+                self.flops.append(cost)
+                cost = 0
+            for value in node.outputs:
+                self.roots[value], self.inside[value] = roots, cost
             positions = active_inputs(node, active)
             if positions and any(v in active for v in node.outputs):
                 way = scans.get(node)
                 self.read[node] = way.read if way else residuals.of(node, positions)
-        self.find_roots()
-
-    def find_roots(self) -> None:
-        """For every value the buffers that reading it reads, and the FLOPs of what is inlined."""
-        nothing: frozenset[int] = frozenset()
-        given = (*self.graph.inputs, *self.graph.constants)
-        self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
-        self.inside: dict[Value, int] = dict.fromkeys(given, 0)
-        self.ops: list[Node] = [n for n in self.graph.nodes if not self.fate[n].inlined]
-        number = {node: i for i, node in enumerate(self.ops)}
-        for node in self.graph.nodes:
-            roots, cost = nothing, 0
-            if node in number:
-                roots = frozenset((number[node],))
-            else:
-                values = set(operands(node))
-                roots = nothing.union(*(self.roots[v] for v in values))
-                cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
-            for value in node.outputs:
-                self.roots[value], self.inside[value] = roots, cost
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
         cotangents = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
-        extra = [0] * len(ops)
-        beside = [0] * len(ops)
-        peaks = [0] * len(ops)
+        extra, beside, peaks = [0] * len(ops), [0] * len(ops), [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before
         for node, size in zip(self.graph.nodes, cotangents, strict=True) if ops else ():
@@ -126,13 +120,9 @@ class _Modelling:
                 beside[at] += fate.beside if is_by_element(node) else 0
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
-            flops=[
-                node_flops(node, self.flops_known)
-                + sum(self.inside[v] for v in set(operands(node)))
-                for node in ops
-            ],
-            args=[_sorted(r for v in operands(node) for r in self.roots[v]) for node in ops],
-            needs=[_sorted(found) for found in needs],
+            flops=self.flops,
+            args=[tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops],
+            needs=[tuple(sorted(found)) for found in needs],
             cotangents=peaks,
             extra=extra,
             beside=beside,
@@ -156,7 +146,7 @@ class _Modelling:
                 given.update(node.outputs)
         first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
         readers = ((i, node) for i, node in enumerate(self.graph.nodes) if node in self.read)
-        last = {v: i for i, node in readers for v in operands(node)}
+        last = {v: i for i, node in readers for v in node.operands}
         outputs = (v for v in self.graph.outputs if isinstance(v, Value))
         last |= dict.fromkeys(outputs, len(self.graph.nodes))
         spans = (
@@ -193,14 +183,6 @@ class _Modelling:
             except ValueError:  # it has no gradient by itself
                 self.peaks_known[region] = 0
         return self.peaks_known[region]
-
-
-def _sorted(positions: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(positions)))
-
-
-def operands(node: Node) -> list[Value]:
-    return [v for v in node.inputs if isinstance(v, Value)]
 
 
 def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:

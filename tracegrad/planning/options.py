@@ -77,13 +77,11 @@ def plans_to_compile(measure: Measure) -> int:
     if isinstance(measure, bool):
         return TUNING.plans if measure else 0
     expected = "measure= is True, False or how many plans to compile at most"
-    try:
-        plans = operator.index(measure)
-    except TypeError:
-        raise TypeError(f"{expected}, not {measure!r}") from None
-    if plans < 1:
+    if not hasattr(measure, "__index__"):
+        raise TypeError(f"{expected}, not {measure!r}")
+    if measure < 1:
         raise ValueError(f"{expected}, at least 1, not {measure!r}; False compiles nothing")
-    return plans
+    return operator.index(measure)
 
 
 def transfer_flops(offload: Offload, measure: bool) -> float:

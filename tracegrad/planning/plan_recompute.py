@@ -85,11 +85,10 @@ def plan_recompute(
 
     Raises:
       TypeError, ValueError: for a budget or a number of plans that is none (at once), for `wrt` as
-        `tracegrad.grad`,
-        for a program without a gradient, and `BudgetTooSmall`, with the least that was held and a
-        bound that no plan can be below in the model, where there is no plan within the budget. For
-        `offload` where the device has no memory but the host's, as a CPU, unless it is a number and
-        nothing is measured.
+        `tracegrad.grad`, for a program without a gradient, and `BudgetTooSmall`, with the least
+        that was held and a bound that no plan can be below in the model, where there is no plan
+        within the budget. For `offload` where the device has no memory but the host's, as a CPU,
+        unless it is a number and nothing is measured.
       ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
 
     >>> import jax, jax.numpy as jnp

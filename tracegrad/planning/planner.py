@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
@@ -23,12 +24,7 @@ import numpy as np
 from tracegrad._jax.spans import alive
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.simulation import (
-    Local,
-    Piece,
-    Segment,
-    keep_all,
-)
+from tracegrad.planning.simulation import Local, Piece, Segment, keep_all
 from tracegrad.planning.tuning import TUNING
 
 
@@ -65,12 +61,10 @@ class Planner:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
         the one that keeps least; None if none is found."""
         at = self._labels(budget)
-        final = at[-1]
-        if not len(final):
+        if not len(at[-1]):
             return None
-        row: int = np.lexsort((final[:, _KEPT], final[:, _FLOPS]))[0].item()
-        segments: list[Segment] = []
-        i = len(self._cuts) - 1
+        row: int = np.lexsort((at[-1][:, _KEPT], at[-1][:, _FLOPS]))[0].item()
+        segments, i = list[Segment](), len(self._cuts) - 1
         while i > 0:
             before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
@@ -142,11 +136,19 @@ class Planner:
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
             return tuple(range(stop + 1))
-        # In each of so many stretches of as many bytes, where the fewest go across.
-        crossing, before = crossing_bytes(self.model), np.cumsum([0, *self.model.sizes])
-        ends = np.searchsorted(before, np.linspace(0, before[-1], TUNING.cuts + 1)).tolist()
-        stretches = [range(max(a, 1), min(b, stop)) for a, b in itertools.pairwise(ends)]
-        chosen = {min(places, key=crossing.__getitem__) for places in stretches if places}
+        # The longest piece, by bytes, is cut where the fewest go across, near the middle if many
+        # places are alike: in a program of layers, first between these, then inside them.
+        crossing, before = crossing_bytes(self.model), [0, *itertools.accumulate(self.model.sizes)]
+        chosen, pieces = {0, stop}, [(-before[stop], 0, stop)]
+        while pieces and len(chosen) < TUNING.cuts + 2:
+            _, first, last = heapq.heappop(pieces)
+            middle = (before[first] + before[last]) / 2
+            off = {i: TUNING.sideways * abs(before[i] - middle) for i in range(first + 1, last)}
+            if off:
+                place = min(off, key=lambda i: crossing[i] + off[i])
+                chosen.add(place)
+                for ends in ((first, place), (place, last)):
+                    heapq.heappush(pieces, (before[ends[0]] - before[ends[1]], *ends))
         scans = {i for i in range(stop) if self._steps(i, i + 1)}
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 

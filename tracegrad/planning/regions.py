@@ -12,7 +12,6 @@ from tracegrad.ir.costs import nbytes
 from tracegrad.ir.grouping import leaving
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.modelling import operands
 from tracegrad.planning.simulation import Segment
 from tracegrad.planning.tuning import TUNING
 from tracegrad.rewriting.recomputed import recompute_but_for
@@ -36,10 +35,11 @@ def with_regions(
         instead = {graph.node_here(n): ways[n].program for n in written if n in ways}
         if segment.recompute:
             nodes = [graph.node_here(n) for n in nodes_of(model, segment.start, segment.stop)]
-            saved = {
-                graph.node_here(node): _reads_results(model, node)
-                for node in (model.nodes[i] for i in sorted(segment.saved))
-            }
+            saved = {}
+            for node in (model.nodes[i] for i in sorted(segment.saved)):
+                positions = active_inputs(node, model.active)
+                reads = positions and model.residuals.of(node, positions).results
+                saved[graph.node_here(node)] = bool(reads)
             on_host = inputs if segment.offload else None
             recompute_but_for(
                 graph, nodes, saved, names, instead=instead, copied=copied, on_host=on_host
@@ -62,7 +62,7 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
     fusion = model.fusion or without_compiling(model.graph)
     there: dict[Value, frozenset[Value]] = {}
     for node, fate in zip(model.graph.nodes, fusion, strict=True):
-        taken = operands(node)
+        taken = node.operands
         made = [v for v in taken if v.producer is not None]
         read = frozenset[Value]().union(*(there.get(v, {v}) for v in made))
         size = min((nbytes(v.aval) for v in node.outputs), default=0)
@@ -73,21 +73,11 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
             yield node
 
 
-def _reads_results(model: MemoryModel, node: Node) -> bool:
-    positions = active_inputs(node, model.active)
-    return bool(positions and model.residuals.of(node, positions).results)
-
-
 def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
-    """The nodes from one operation up to another, those among them that write no buffer."""
-    assert model.graph is not None
-    return model.graph.nodes[_place(model, start) : _place(model, stop)]
-
-
-def _place(model: MemoryModel, operation: int) -> int:
-    """Where the nodes begin that stand behind the operation before: there XLA has written it."""
+    """The nodes from one operation up to another, each with those behind it that write no buffer,
+    as XLA has written it there."""
     assert model.graph is not None
     nodes = model.graph.nodes
-    if operation in (0, len(model)):
-        return len(nodes) if operation else 0
-    return nodes.index(model.nodes[operation - 1]) + 1
+    first = nodes.index(model.nodes[start - 1]) + 1 if start else 0
+    last = nodes.index(model.nodes[stop - 1]) + 1 if stop < len(model) else len(nodes)
+    return nodes[first:last]

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,27 +47,16 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
     scans = [
         node
         for node, extra in zip(whole.nodes, whole.extra, strict=True)
-        if node.primitive is _jax.SCAN and extra and _is_plain(node)
+        if node.primitive is _jax.SCAN and extra and not node.effects
+        if isinstance(length := node.params["length"], int) and length > 1
     ]
     found = {node: _ways(node, whole, times * len(scans)) for node in scans}
+    known: Any = {"active": whole.active, "residuals": whole.residuals, "transfer": whole.transfer}
+    in_step = functools.partial(model, whole.graph, whole.fusion, **known)
     for k in range(max(map(len, found.values()), default=0)):
         chosen = {node: ways[min(k, len(ways) - 1)] for node, ways in found.items()}
-        whole.steps.append(
-            model(
-                whole.graph,
-                whole.fusion,
-                active=whole.active,
-                residuals=whole.residuals,
-                transfer=whole.transfer,
-                scans=chosen,
-            )
-        )
+        whole.steps.append(in_step(scans=chosen))
     return whole
-
-
-def _is_plain(node: Node) -> bool:
-    length = node.params["length"]
-    return isinstance(length, int) and length > 1 and not node.effects
 
 
 def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
@@ -97,9 +86,6 @@ class _Option(NamedTuple):
     name: str
 
 
-_Run = tuple[Segment, Local]  # of one iteration
-
-
 def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
     """With less kept in the scans inside its body, with each iteration recomputed but for a save
     set, some iterations one way and some another, and in groups."""
@@ -126,6 +112,9 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             for k, way in enumerate(ways):
                 inside = with_regions(body, [Segment(0, len(body), step=way.step)])
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
+                assert len(part) == len(
+                    body
+                )  # slices are views, and so is what stands around scans
                 bodies.append(with_regions(part, [replace(way, step=0)]))
             program.replace(node, in_turn(scan, bodies))
         else:
@@ -172,7 +161,9 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             )
 
 
-def _turns(runs: Sequence[_Run], length: int) -> Iterator[list[_Run]]:
+def _turns(
+    runs: Sequence[tuple[Segment, Local]], length: int
+) -> Iterator[list[tuple[Segment, Local]]]:
     """Each way for all iterations, and of each two that are next to each other some of the one and
     some of the other: what is kept comes in steps of a whole body otherwise."""
     yield from ([run] for run in runs)

@@ -51,7 +51,7 @@ def _is_by_element(node: Node) -> bool:
     if not isinstance(node, Apply) or node.op not in operations.BY_ELEMENT:
         return False
     (result,) = node.outputs
-    values = [value for value in node.inputs if isinstance(value, Value)]
+    values = node.operands
     return result.has_gradient and any(value.has_gradient for value in values)
 
 
@@ -66,7 +66,7 @@ def _is_nonlinear(node: Node) -> bool:
     key = node.primitive, str(dict(node.params)), dtypes, literals
     known = _nonlinear.get(key)
     if known is None:
-        given = [value for value in node.inputs if isinstance(value, Value)]
+        given = node.operands
         active = [i for i, value in enumerate(given) if value.has_gradient]
         try:  # of one element it says the same as of many
             scalars = [_jax.struct((), value.dtype) for value in given]
@@ -142,7 +142,7 @@ def keep_zeros(
         return _jax.keeping_rule(function, values)
 
     function = with_tangents(primal or run, node.name, derivative)
-    values = [value for value in node.inputs if isinstance(value, Value)]
+    values = node.operands
     graph.replace(node, again if in_rule else function, values)
 
 

@@ -130,7 +130,7 @@ def _recomputed(
         producer = pending.pop().producer
         if producer is not None and producer in copied and producer not in read:
             read.add(producer)
-            pending += [v for v in producer.inputs if isinstance(v, Value)]
+            pending += producer.operands
     unread = set[Node]()
     for node in reversed(nodes):
         is_read = any(v in graph.outputs or not unread.issuperset(v.users) for v in node.outputs)
