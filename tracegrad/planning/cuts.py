@@ -29,9 +29,8 @@ def _max_flow() -> Any:
     try:
         return importlib.import_module("ortools.graph.python.max_flow")
     except ModuleNotFoundError:
-        raise ImportError(
-            "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
-        ) from None
+        needed = "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
+        raise ImportError(needed) from None
 
 
 @dataclass(frozen=True)

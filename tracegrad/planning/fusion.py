@@ -110,12 +110,10 @@ def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) ->
 
 def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
     """The nodes of which these are, in the forward and in the backward pass."""
-    forward: set[int] = set()
-    backward: set[int] = set()
-    for scope in scopes:
-        if found := _IN_SCOPE.search(scope):
-            (backward if "transpose(" in found[1] else forward).add(int(found[2]))
-    return forward, backward
+    sides: tuple[set[int], set[int]] = set(), set()
+    for found in filter(None, map(_IN_SCOPE.search, scopes)):
+        sides["transpose(" in found[1]].add(int(found[2]))
+    return sides
 
 
 def _is_view(node: Node) -> bool:

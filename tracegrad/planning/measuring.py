@@ -34,8 +34,7 @@ _UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """How the arguments of a program lie on devices, by its inputs; None for those on one."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = itertools.compress(leaves, are_traced(leaves, structure))
-    found = list(map(_jax.sharding_of, arrays))
+    found = [*map(_jax.sharding_of, itertools.compress(leaves, are_traced(leaves, structure)))]
     others = len(program.inputs) - len(found)  # Variables
     return [*found, *[None] * others] if others >= 0 else [None] * len(program.inputs)
 

@@ -16,7 +16,6 @@ from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan_file import fingerprint, write
 from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.simulation import Segment, Simulation, keep_all
@@ -67,7 +66,7 @@ class RecomputePlan:
     scans: str = field(init=False)
 
     def __post_init__(self) -> None:
-        whole, kept, found = self._whole, self._search.kept, self._simulation
+        whole, kept, found = self._search.whole, self._search.kept, self._simulation
         ways = [
             way.name
             for segment in self.segments
@@ -88,16 +87,12 @@ class RecomputePlan:
     @functools.cached_property
     def flops_bound(self) -> int:
         """No plan within the target needs fewer extra FLOPs, in the model."""
-        return min(self.flops, flops_bound(self._whole, self.target)) if self.flops else 0
+        return min(self.flops, flops_bound(self._search.whole, self.target)) if self.flops else 0
 
     @functools.cached_property
     def peak_bound(self) -> int:
         """No plan has a lower peak, in the model."""
-        return lowest_peak_bound(self._whole)
-
-    @property
-    def _whole(self) -> MemoryModel:
-        return self._search.whole
+        return lowest_peak_bound(self._search.whole)
 
     @property
     def is_needed(self) -> bool:
@@ -107,11 +102,11 @@ class RecomputePlan:
     @functools.cached_property
     def offloaded(self) -> int:
         """Bytes that are kept in the host's memory from the forward to the backward pass."""
-        return host_bytes(self.rewritten()) if self._whole.transfer < math.inf else 0
+        return host_bytes(self.rewritten()) if self._search.whole.transfer < math.inf else 0
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
-        return with_regions(self._whole, self.segments)
+        return with_regions(self._search.whole, self.segments)
 
     def apply(self) -> Callable[..., Any]:
         """The planned function: of the same arguments and results as the original.
@@ -131,7 +126,7 @@ class RecomputePlan:
         plan = {name: getattr(self, name) for name in names}
         plan |= {"name": self.graph.name, "program": fingerprint(self.graph)}
         plan |= {"differentiated": self.graph.differentiated}
-        plan |= {"transfer": self._whole.transfer, "fusion": self._whole.fusion}
+        plan |= {"transfer": self._search.whole.transfer, "fusion": self._search.whole.fusion}
         write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
@@ -155,14 +150,14 @@ class RecomputePlan:
         if self.offloaded:
             lines.append(
                 f"  on the host  {in_units(self.offloaded)}, counted as "
-                f"{self._whole.transfer:.4g} FLOPs for a byte"
+                f"{self._search.whole.transfer:.4g} FLOPs for a byte"
             )
         if self.scans:
             lines.append(f"  scans        {self.scans}")
         rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
         found = self._simulation
         for segment, local, most in zip(self.segments, found.locals, found.peaks, strict=True):
-            nodes = nodes_of(self._whole, segment.start, segment.stop)
+            nodes = nodes_of(self._search.whole, segment.start, segment.stop)
             what = ("recompute" if segment.recompute else "keep") + ", offload" * segment.offload
             counts = str(len(rows) - 1), str(len(nodes)), what, str(len(local.stored))
             costs = in_units(most), _percent(local.flops, self.forward_flops)
@@ -175,7 +170,7 @@ class RecomputePlan:
     def timeline(self) -> tuple[list[int], list[int]]:
         """Bytes alive at each operation, of the forward and then of the backward pass: with
         everything kept, and with the plan."""
-        before, after = keep_all(self._whole), self._simulation
+        before, after = keep_all(self._search.whole), self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
     def curve(self, points: int = 10) -> list[tuple[int, int, int]]:

@@ -109,26 +109,21 @@ class Planner:
 
     @functools.cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
-        """The ways to run the part between two cuts, and what each leaves (see `_left`), for all
-        parts that may be a segment."""
-        cuts = self._cuts
+        """The ways to run the part between two cuts, for all parts that may be a segment; and for
+        each way the bytes that it leaves for the backward pass of a part that ends at each of the
+        cuts (read by nobody before it, a value is not there any more), and last what it leaves in
+        the forward pass."""
         found = {}
-        for i, j in itertools.combinations(range(len(cuts)), 2):
+        for i, j in itertools.combinations(range(len(self._cuts)), 2):
             if j - i <= TUNING.longest:
-                ways = self._ways(cuts[i], cuts[j])
-                found[i, j] = ways, self._left(ways, cuts[i], cuts[j])
+                start, stop = self._cuts[i], self._cuts[j]
+                ways = self._ways(start, stop)
+                left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
+                for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
+                    first = next(u for u in self.model.uses[start + v] if u >= stop)
+                    left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
+                found[i, j] = ways, left
         return found
-
-    def _left(self, ways: _Ways, start: int, stop: int) -> np.ndarray:
-        """For each way of a part the bytes that it leaves for the backward pass of a part that ends
-        at each of the cuts (read by nobody before it, a value is not there any more), and last what
-        it leaves in the forward pass."""
-        delta = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
-        for k, leaves in enumerate(ways.leaves):
-            for v in leaves:
-                first = next(u for u in self.model.uses[start + v] if u >= stop)
-                delta[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-        return delta
 
     @functools.cached_property
     def _cuts(self) -> tuple[int, ...]:

@@ -38,11 +38,10 @@ class BudgetTooSmall(ValueError):
     ):
         gradient = f" for the gradient of {of}" if of else ""
         text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak that "
-        text += f"was found is {lowest:,} bytes"
-        text += f" as XLA held it ({measured_on})" if measured_on else ""
+        held, model = f" as XLA held it ({measured_on})", " in the planner's model"
+        text += f"was found is {lowest:,} bytes{held if measured_on else ''}"
         if bound <= lowest:  # of tiny programs XLA holds less than the model does
-            model = " in the planner's model" if measured_on else ""
-            text += f", and none below {bound:,} bytes is possible{model}"
+            text += f", and none below {bound:,} bytes is possible{model if measured_on else ''}"
         if held_most:
             lines = (f"{line} ({in_units(size)})" for line, size in held_most)
             text += f". Most is held there of {', '.join(lines)}"
