@@ -112,9 +112,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             for k, way in enumerate(ways):
                 inside = with_regions(body, [Segment(0, len(body), step=way.step)])
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
-                assert len(part) == len(
-                    body
-                )  # slices are views, and so is what stands around scans
+                assert len(part) == len(body), "what is around is views"
                 bodies.append(with_regions(part, [replace(way, step=0)]))
             program.replace(node, in_turn(scan, bodies))
         else:
