@@ -19,8 +19,8 @@ class Tuning:
         3 up to 4 points are lost, with 14 nothing is won.
       labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
         many spare 0.2.
-      scan_options: ways to run the scans of a program. With half of them a body may be run once
-        more.
+      scan_options: ways to run a scan. With half of them up to 13 points are lost, with twice as
+        many nothing is won.
       stride: of these, one of so many is tried for scans in a segment with other operations.
       in_turn: of how many iterations of a scan some may keep more than the others, if its length is
         a multiple.
@@ -43,8 +43,8 @@ class Tuning:
     longest: int = 20
     save_sets: int = 7
     labels: int = 150
-    scan_options: int = 32
-    stride: int = 4
+    scan_options: int = 16
+    stride: int = 2
     in_turn: tuple[int, ...] = (2, 3, 4)
     plans: int = 2
     careful: float = 0.93
