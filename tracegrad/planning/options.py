@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,13 +52,15 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
         number, unit = float(read[1]) / (100 if read[2] == "%" else 1), read[2]
     elif isinstance(budget, float | np.floating):
         number, unit = float(budget), "%"
-    elif isinstance(budget, bool) or not hasattr(budget, "__index__"):
-        raise TypeError(f"{_EXPECTED}; got {budget!r}")
     else:
-        number, unit = float(operator.index(budget)), "b"
+        try:
+            given: Any = None if isinstance(budget, bool) else budget
+            number, unit = operator.index(given), "b"
+        except TypeError:
+            raise TypeError(f"{_EXPECTED}; got {budget!r}") from None
     size = number * (whole if unit == "%" else _UNITS[unit])
     wrong = ""
-    if not number > 0 or not math.isfinite(number):
+    if not number > 0 or not math.isfinite(size):
         wrong = "which is not above zero"
     elif unit == "%" and number > 1:
         wrong = "more than there is"

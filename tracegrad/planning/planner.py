@@ -172,7 +172,7 @@ class Planner:
         """Those of the model's steps in which a part may be run but for the first."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
-        return range(1, count if has_scans else 1, 1 if stop - start == 1 else TUNING.stride)
+        return range(1, count if has_scans else 1)
 
 
 def _costs(local: Local) -> list[int]:

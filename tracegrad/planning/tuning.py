@@ -21,7 +21,6 @@ class Tuning:
         many spare 0.2.
       scan_options: ways to run a scan. With half of them up to 13 points are lost, with twice as
         many nothing is won.
-      stride: of these, one of so many is tried for scans in a segment with other operations.
       in_turn: of how many iterations of a scan some may keep more than the others, if its length is
         a multiple.
       plans: those that are compiled if nobody says how many, beside the program with nothing
@@ -44,7 +43,6 @@ class Tuning:
     save_sets: int = 7
     labels: int = 150
     scan_options: int = 16
-    stride: int = 2
     in_turn: tuple[int, ...] = (2, 3, 4)
     plans: int = 2
     careful: float = 0.93
