@@ -66,6 +66,9 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
         cotangents=cotangents.tolist(),
         extra=extra.tolist(),
         beside=beside.tolist(),
+        behind=[
+            tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
+        ],
         transfer=transfer,
         fusion=(),
     )
@@ -92,6 +95,11 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     count = len(m)
     segment_of = {i: k for k, s in enumerate(plan) for i in range(s.start, s.stop)}
 
+    def needs(i: int) -> set[int]:
+        """What a step reads: more in its own segment, if that is kept."""
+        s = plan[segment_of[i]]
+        return {*m.needs[i], *(v for v in m.behind[i] if not s.recompute and v >= s.start)}
+
     def readers(v: int) -> list[int]:
         return [i for i in range(count) if v in m.args[i] or v in m.needs[i]]
 
@@ -101,7 +109,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         """By its own segment for its own backward pass."""
         k = segment_of[v]
         own = range(plan[k].start, plan[k].stop)
-        read = any(v in m.needs[i] for i in own) or any(v in m.args[i] for i in again[k])
+        read = any(v in needs(i) for i in own) or any(v in m.args[i] for i in again[k])
         return read and v not in again[k]
 
     def stored(v: int) -> bool:
@@ -122,7 +130,9 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     def read_back(v: int, k: int) -> bool:
         """Whether the backward pass of another segment reads a value."""
         inside = range(plan[k].start, plan[k].stop)
-        return any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
+        comes_back = not plan[k].recompute and any(v in m.behind[i] for i in inside)
+        is_read = any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
+        return comes_back or is_read
 
     def sent(k: int) -> tuple[list[int], list[int]]:
         """What a segment has on the host: of its own, and of what came into it alone."""
@@ -167,7 +177,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         # All that happens: what is made, what is read, the step that it is for.
         events: list[tuple[int | None, set[int], int]] = []
         events += [(i, {*m.args[i]}, s.stop - 1) for i in sorted(again[k])]
-        events += [(None, {*m.needs[i]}, i) for i in reversed(range(s.start, s.stop))]
+        events += [(None, needs(i), i) for i in reversed(range(s.start, s.stop))]
         made_before = {v for v in range(s.start, s.stop) if kept(v)}
         for now, (made, _, step) in enumerate(events):
             made_before |= {made} - {None}

@@ -245,6 +245,7 @@ SCALED = {"kernel": f32(64, 64), "scale": f32(64), "bias": f32(64)}
         (normalised_layers, ([f32(64, 64)] * 6, f32(1024, 64))),
         (scaled_layers, ([SCALED] * 6, f32(1024, 64))),
         (attention, ([f32(64, 64)] * 6, f32(16, 256, 64))),
+        (residual_blocks, RESIDUAL_BLOCKS),
     ],
 )
 def test_what_is_kept_is_what_xla_keeps(fun: Any, shapes: Any):

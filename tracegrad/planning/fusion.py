@@ -29,11 +29,13 @@ class Fate(NamedTuple):
 
     Attributes:
       inlined: they are computed inside of all that reads them, and written nowhere.
+      repeated: they are written, and something in the backward pass computes them all the same.
       beside: bytes of what else of the node is written in the forward pass and read in the backward
         pass, such as a derivative.
     """
 
     inlined: bool = False
+    repeated: bool = False
     beside: int = 0
 
 
@@ -74,12 +76,16 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
     holds: list[set[int]] = []  # of each that is written, the nodes whose results it holds
     is_back: list[bool] = []  # and whether it is of the backward pass
     made = [_nodes(each.scopes) for each in writes]
+    on_the_way = [_nodes(each.inside)[0] for each in writes]
     for each, (forward, backward) in zip(writes, made, strict=True):
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
         is_whole = {i for i in forward if each.size * devices // examples >= least[i]}
         holds.append(set() if is_back[-1] else is_whole)
-    back = itertools.compress(writes, is_back)
-    kept = {k for each in back for k in each.reads if not is_back[k]}
+    back = list(itertools.compress(range(len(writes)), is_back))
+    kept = {k for i in back for k in writes[i].reads if not is_back[k]}
+    again = set[int]()
+    for i in back:
+        again |= on_the_way[i].difference(made[i][1], *(holds[k] for k in writes[i].reads))
     read_back = set[int]().union(*(holds[k] for k in kept))
     sizes: dict[int, list[int]] = {}  # of what is kept of each node
     for k in kept:
@@ -87,9 +93,9 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
             sizes.setdefault(max(of), []).append(writes[k].size // examples)
     beside = {i: sum(each) - (max(each) if i in read_back else 0) for i, each in sizes.items()}
     written = set[int]().union(*holds)
-    inside = set[int]().union(*(_nodes(each.inside)[0] for each in writes))
-    inlined = _inlined(graph, written, inside)
-    return tuple(Fate(i in inlined, beside.get(i, 0)) for i in range(len(graph.nodes)))
+    inlined = _inlined(graph, written, set[int]().union(*on_the_way))
+    again -= inlined
+    return tuple(Fate(i in inlined, i in again, beside.get(i, 0)) for i in range(len(graph.nodes)))
 
 
 def _inlined(graph: Graph, written: Collection[int], inside: Collection[int]) -> set[int]:

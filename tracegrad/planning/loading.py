@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from tracegrad import _jax
+from tracegrad.differentiation.fingerprint import fingerprint
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.plan import RecomputePlan
-from tracegrad.planning.plan_file import AGAIN, fingerprint, read
+from tracegrad.planning.plan_file import AGAIN, read
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment
 from tracegrad.rewriting.flatten import flatten

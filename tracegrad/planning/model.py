@@ -40,6 +40,8 @@ class MemoryModel:
       flops: FLOPs of computing it from the buffers that it reads.
       args: the buffers that it reads.
       needs: the buffers that its step of the backward pass reads (its own may be one).
+      behind: those that it reads as well where its segment is kept, if they are of the segment or
+        came into it: XLA computes there again, inside what reads it, what is written as well.
       cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
       extra: bytes that its own backward pass reads beside buffers; they are made again whenever
         the operation is recomputed, and kept only where nothing around it is.
@@ -64,6 +66,7 @@ class MemoryModel:
     args: list[tuple[int, ...]]
     needs: list[tuple[int, ...]]
     cotangents: list[int]
+    behind: list[tuple[int, ...]] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)
     beside: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
@@ -78,6 +81,7 @@ class MemoryModel:
 
     def __post_init__(self) -> None:
         count = len(self.sizes)
+        self.behind = self.behind or [()] * count
         self.extra = self.extra or [0] * count
         self.beside = self.beside or [0] * count
         self.fixed = self.fixed or [False] * count

@@ -76,21 +76,24 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
-        # For every value the buffers that reading it reads, and the FLOPs of what is inlined.
+        # Of every value the buffers that are read for it, those where all is computed that can be, and
+        # the FLOPs of what is inlined.
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
+        self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(given, 0)
         self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
         for node in graph.nodes:
             values = set(node.operands)
             roots = nothing.union(*(self.roots[v] for v in values))
+            behind = nothing.union(*(self.behind[v] for v in values))
             cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
             if not self.fate[node].inlined:
                 roots = frozenset((len(self.ops),))
                 self.ops.append(node)
                 self.flops.append(cost)
-                cost = 0
+                cost, behind = 0, behind if self.fate[node].repeated else roots
             for value in node.outputs:
-                self.roots[value], self.inside[value] = roots, cost
+                self.roots[value], self.behind[value], self.inside[value] = roots, behind, cost
             positions = active_inputs(node, active)
             if positions and any(v in active for v in node.outputs):
                 way = scans.get(node)
@@ -100,6 +103,7 @@ class _Modelling:
         ops = self.ops
         cotangents = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
+        behind: list[set[int]] = [set() for _ in ops]
         extra, beside, peaks = [0] * len(ops), [0] * len(ops), [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer at a node or before
@@ -117,12 +121,15 @@ class _Modelling:
                 values += [node.outputs[i] for i in read.results]
                 needs[at].update(*(self.roots.get(v, ()) for v in values))
                 extra[at] += read.extra
-                beside[at] += fate.beside if is_by_element(node) else 0
+                if is_by_element(node):
+                    behind[at].update(*(self.behind.get(v, ()) for v in values))
+                    beside[at] += fate.beside
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
             flops=self.flops,
             args=[tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops],
             needs=[tuple(sorted(found)) for found in needs],
+            behind=[tuple(sorted(b - a)) for a, b in zip(needs, behind, strict=True)],
             cotangents=peaks,
             extra=extra,
             beside=beside,

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tracegrad.differentiation.fingerprint import fingerprint
 from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.plan_file import fingerprint, write
+from tracegrad.planning.plan_file import write
 from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.simulation import Segment, Simulation, keep_all
 from tracegrad.tracing import to_callable

@@ -3,19 +3,13 @@ to make it again of its function, sealed."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from tracegrad.differentiation.graph_gradient import gradient_of, with_operands
-from tracegrad.ir import Graph
 from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
@@ -56,24 +50,3 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fingerprint(graph: Graph) -> str:
-    """What tells a program from others, in any process: what JAX writes of it and of its gradient.
-
-    In that stand operations, parameters, regions, types and, as the gradient takes them, custom
-    rules, in their order, at any depth. The values of constants do not count, since no plan depends
-    on them, nor does what functions do on the host.
-    """
-    constants = list(graph.constants)
-    operands = [*graph.inputs, *constants]
-    active = [i for i, value in enumerate(operands) if value.has_gradient]
-    types = [value.aval for value in operands]
-    cotangents = [value.aval for value in graph.outputs if value.has_gradient]
-    written = [str(jax.make_jaxpr(with_operands(graph, constants))(types))]
-    with contextlib.suppress(Exception):  # who differentiates it is told why
-        gradient = gradient_of(graph, constants, active)
-        written.append(str(jax.make_jaxpr(gradient)(types, cotangents)))
-    text = re.sub(r" at 0x[0-9a-f]+", "", "".join(written))  # as every process writes it
-    text = re.sub(r"set\(\{([^{}]*)\}", lambda found: str(sorted(found[1].split(", "))), text)
-    return _digest(text)

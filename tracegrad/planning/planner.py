@@ -223,6 +223,7 @@ def _tokens(model: MemoryModel) -> list[int]:
             model.fixed[i],
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
+            tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
             tuple((m.extra[i], m.again[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]),
         )

@@ -85,6 +85,12 @@ class Piece:
         self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
         given = [v for v in alone if v not in read_back]
         self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
+        # If it is kept: what its steps read, and the bytes that go with its forward pass.
+        behind = [model.behind[i] for i in within]
+        pairs = zip(self.needs, behind, strict=True)
+        self.needs_kept = [[*found, *[v - start for v in b if v >= start]] for found, b in pairs]
+        come_back = {v for more in behind for v in more}
+        self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
         # In the forward pass: where each value is read last, and the bytes that this frees.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
@@ -105,16 +111,18 @@ class Piece:
         saved = {v for v in way.saved if not self.extra[v]}
         again = sorted(self._recomputed(saved)) if way.recompute else []
         events = [(i, True, self.args[i]) for i in again]
-        events += [(i, False, self.needs[i]) for i in reversed(range(len(self.sizes)))]
+        needs = self.needs if way.recompute else self.needs_kept
+        events += [(i, False, needs[i]) for i in reversed(range(len(self.sizes)))]
         stored = frozenset([v for _, _, found in events for v in found]).difference(again)
         size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + made + sum(self.extra)
+        unread = sum([size for size, readers in self.given if set(again).isdisjoint(readers)])
         local = Local(
             flops=self.again + sum([self.flops[i] for i in again]),
             recomputed=tuple(again),
             stored=stored,
             staying=staying,
-            unread=sum([size for size, readers in self.given if set(again).isdisjoint(readers)]),
+            unread=unread if way.recompute else self.unread_kept,
             forward=self._forward(stored, way.recompute),
             backward=self._backward(events, size + made if way.recompute else staying),
         )

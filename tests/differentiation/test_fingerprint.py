@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
-from tracegrad.planning.plan_file import fingerprint
+from tracegrad.differentiation.fingerprint import fingerprint
 
 X = jnp.ones((4, 4))
 saving = jax.checkpoint_policies.save_only_these_names
@@ -137,7 +137,7 @@ def test_a_rule_that_uses_itself_has_a_fingerprint():
 PROGRAM = """
 import jax, jax.numpy as jnp
 import tracegrad as tg
-from tracegrad.planning.plan_file import fingerprint
+from tracegrad.differentiation.fingerprint import fingerprint
 
 names = tuple(f"name {i}" for i in range(20))
 
