@@ -76,8 +76,8 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
-        # Of every value the buffers that are read for it, those where all is computed that can be, and
-        # the FLOPs of what is inlined.
+        # Of every value the buffers that are read for it, those where all is computed that can be,
+        # and the FLOPs of what is inlined.
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(given, 0)
