@@ -61,8 +61,8 @@ def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
-    """A function of plain values, which remembers its latest results (`functools.lru_cache`), of 1
-    and 1.0 two.
+    """A function of plain values, which remembers its latest results (`functools.lru_cache`): for 1
+    and 1.0 apart.
 
     Not for one of functions, programs or arrays, which it would keep alive: see `WeakCache`.
     """

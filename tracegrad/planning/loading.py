@@ -63,7 +63,7 @@ def load_plan(
         plan = search.plan(segments, saved["target"])
         if plan.peak != saved["peak"]:
             raise ValueError(f"{path} was planned by another version of tracegrad. {AGAIN}")
-        same = ("budget", "held", "held_without", "measured_on")
+        same = "budget", "held", "held_without", "measured_on"
         plan = replace(plan, **{name: saved[name] for name in same})
         shardings = shardings_of(graph, args, kwargs)
         gradient = Gradient(flat, shardings)

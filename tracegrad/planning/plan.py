@@ -19,7 +19,7 @@ from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.plan_file import write
 from tracegrad.planning.regions import nodes_of, with_regions
-from tracegrad.planning.simulation import Segment, Simulation, keep_all
+from tracegrad.planning.simulation import Segment, Simulation
 from tracegrad.tracing import to_callable
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class RecomputePlan:
       flops: extra FLOPs, and those that could be done while it offloads (see `offloaded`).
       forward_flops: those of the forward pass.
       target: bytes that the plan was made for in the model.
-      scans: what was done to the bodies of scans; "" for nothing.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
     """
 
@@ -64,26 +63,25 @@ class RecomputePlan:
     residual_without: int = field(init=False)
     flops: int = field(init=False)
     forward_flops: int = field(init=False)
-    scans: str = field(init=False)
 
     def __post_init__(self) -> None:
-        whole, kept, found = self._search.whole, self._search.kept, self._simulation
-        ways = [
-            way.name
-            for segment in self.segments
-            for node, way in whole.steps[segment.step].scans.items()
-            if node in whole.nodes[segment.start : segment.stop]
-        ]
         vars(self).update(
             graph=self._search.graph,
-            peak=found.peak,
-            peak_without=kept.peak,
-            residual=found.residual,
-            residual_without=kept.residual,
-            flops=found.flops,
-            forward_flops=whole.total_flops,
-            scans="; ".join(dict.fromkeys(ways)),
+            peak=self._simulation.peak,
+            peak_without=self._search.kept.peak,
+            residual=self._simulation.residual,
+            residual_without=self._search.kept.residual,
+            flops=self._simulation.flops,
+            forward_flops=self._search.whole.total_flops,
         )
+
+    @functools.cached_property
+    def scans(self) -> str:
+        """What was done to the bodies of scans; "" for nothing."""
+        whole = self._search.whole
+        ways = ((s, whole.steps[s.step].scans) for s in self.segments)
+        names = [w[n].name for s, w in ways for n in whole.nodes[s.start : s.stop] if n in w]
+        return "; ".join(dict.fromkeys(names))
 
     @functools.cached_property
     def flops_bound(self) -> int:
@@ -171,7 +169,7 @@ class RecomputePlan:
     def timeline(self) -> tuple[list[int], list[int]]:
         """Bytes alive at each operation, of the forward and then of the backward pass: with
         everything kept, and with the plan."""
-        before, after = keep_all(self._search.whole), self._simulation
+        before, after = self._search.kept, self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
     def curve(self, points: int = 10) -> list[tuple[int, int, int]]:

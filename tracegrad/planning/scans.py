@@ -96,8 +96,8 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         active = active_in_body(scan, graph, around.active)
         return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
 
-    types = [v.aval for v in scan.inputs]
-    alone = trace_graph(lambda *operands: evaluate_node(scan, operands))(*types)
+    given = [v.aval for v in scan.inputs]
+    alone = trace_graph(lambda *operands: evaluate_node(scan, operands))(*given)
     here = next(node for node in alone.nodes if node.primitive is _jax.SCAN)
     body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
@@ -108,9 +108,9 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         node = program.node_here(here)
         first, *others = ways
         if others:
+            inside = with_regions(body, [Segment(0, len(body), step=first.step)])
             bodies = []
             for k, way in enumerate(ways):
-                inside = with_regions(body, [Segment(0, len(body), step=way.step)])
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
                 assert len(part) == len(body), "what is around is views"
                 bodies.append(with_regions(part, [replace(way, step=0)]))

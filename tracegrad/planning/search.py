@@ -81,7 +81,7 @@ class Search:
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
         if self.kept.peak <= target:  # then there is nothing to plan, and no library is needed
-            return self.plan(plan_to_keep(self.whole), target)
+            return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
         if found is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
@@ -92,7 +92,7 @@ class Search:
         if any(segment.step for segment in segments):
             in_steps(self.whole)
         found = simulate(self.whole, segments)
-        return RecomputePlan(self, found, tuple(segments), target, budget=target)
+        return RecomputePlan(self, found, tuple(segments), target, target)
 
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""
@@ -127,9 +127,8 @@ def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[st
     for segment, local, peak in zip(segments, found.locals, found.peaks, strict=True):
         model, is_peak = whole.steps[segment.step], peak == found.peak
         for i in range(segment.start, segment.stop):
-            sizes[_line(model.nodes[i])] += (
-                0 if segment.recompute and not is_peak else model.extra[i]
-            )
+            if is_peak or not segment.recompute:
+                sizes[_line(model.nodes[i])] += model.extra[i]
         for i in local.stored.union(local.recomputed if is_peak else ()):
             sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
         if is_peak:

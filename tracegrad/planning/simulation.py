@@ -109,20 +109,23 @@ class Piece:
         """Simulates it; positions in the segment count from its start."""
         # Those that keep something beside buffers are run again in any case.
         saved = {v for v in way.saved if not self.extra[v]}
-        again = sorted(self._recomputed(saved)) if way.recompute else []
+        ran = self._recomputed(saved) if way.recompute else set()
+        again = tuple(sorted(ran))
         events = [(i, True, self.args[i]) for i in again]
         needs = self.needs if way.recompute else self.needs_kept
         events += [(i, False, needs[i]) for i in reversed(range(len(self.sizes)))]
-        stored = frozenset([v for _, _, found in events for v in found]).difference(again)
+        stored = frozenset([v for _, _, found in events for v in found]).difference(ran)
         size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + made + sum(self.extra)
-        unread = sum([size for size, readers in self.given if set(again).isdisjoint(readers)])
+        unread = self.unread_kept
+        if way.recompute:
+            unread = sum([size for size, readers in self.given if ran.isdisjoint(readers)])
         local = Local(
             flops=self.again + sum([self.flops[i] for i in again]),
-            recomputed=tuple(again),
+            recomputed=again,
             stored=stored,
             staying=staying,
-            unread=unread if way.recompute else self.unread_kept,
+            unread=unread,
             forward=self._forward(stored, way.recompute),
             backward=self._backward(events, size + made if way.recompute else staying),
         )
