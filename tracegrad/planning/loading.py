@@ -43,9 +43,7 @@ def load_plan(
         it is measured again.
     """
     saved = read(path)
-    segments = tuple(
-        Segment(**segment | {"saved": frozenset(segment["saved"])}) for segment in saved["segments"]
-    )
+    segments = tuple(Segment(**s | {"saved": frozenset(s["saved"])}) for s in saved["segments"])
 
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:

@@ -29,16 +29,10 @@ _EXPECTED = (
 
 
 def budget_bytes(budget: MemoryBudget, whole: int) -> int:
-    """The bytes that a budget stands for.
+    """The bytes that a budget stands for; `whole`: what a share is a share of.
 
-    Args:
-      budget: bytes as an int, or as a string with a unit (B, kB, KiB, MB, MiB, GB, GiB, TB, TiB);
-        or a share: a float above 0 and up to 1, or a string with ``%``.
-      whole: what a share is a share of, bytes.
-
-    Raises:
-      TypeError: it is of another type.
-      ValueError: it is not above 0, or cannot be read.
+    Raises TypeError for one of another type, ValueError for one that is not above 0, or cannot be
+    read.
 
     >>> budget_bytes("2GiB", 0), budget_bytes("1.5 MB", 0), budget_bytes("40%", 1000)
     (2147483648, 1500000, 400)
@@ -88,15 +82,11 @@ def plans_to_compile(measure: Measure) -> int:
 
 
 def transfer_flops(offload: Offload, measure: bool) -> float:
-    """FLOPs for which there is time while a byte goes to the host's memory and back.
+    """FLOPs for which there is time while a byte goes to the host's memory and back: measured, once
+    for a device, for True; infinitely many for False, as nothing goes there.
 
-    Args:
-      offload: False: infinitely many, as nothing goes there; True: they are measured, once for a
-        device; or the number.
-      measure: whether plans are for the devices that are here.
-
-    Raises TypeError, ValueError for a number that is none, and where the devices have no memory but
-    the host's.
+    `measure`: whether plans are for the devices that are here. Raises TypeError, ValueError for a
+    number that is none, and where the devices have no memory but the host's.
     """
     if offload is False:
         return math.inf

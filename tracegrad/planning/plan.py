@@ -65,15 +65,10 @@ class RecomputePlan:
     forward_flops: int = field(init=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(
-            graph=self._search.graph,
-            peak=self._simulation.peak,
-            peak_without=self._search.kept.peak,
-            residual=self._simulation.residual,
-            residual_without=self._search.kept.residual,
-            flops=self._simulation.flops,
-            forward_flops=self._search.whole.total_flops,
-        )
+        whole, kept, found = self._search.whole, self._search.kept, self._simulation
+        vars(self).update(peak_without=kept.peak, residual_without=kept.residual)
+        vars(self).update(peak=found.peak, residual=found.residual, flops=found.flops)
+        vars(self).update(graph=whole.graph, forward_flops=whole.total_flops)
 
     @functools.cached_property
     def scans(self) -> str:
@@ -176,13 +171,10 @@ class RecomputePlan:
         """The trade for other budgets: peak bytes, extra FLOPs and their lower bound, from the
         largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
         as long."""
-        search, lowest = self._search, self._search.lowest_peak
-        found = [(self.peak_without, 0, 0)]
-        for k in range(1, points + 1):
-            budget = self.peak_without + (lowest - self.peak_without) * k // points
-            plan = search.best(budget)
-            found.append((plan.peak, plan.flops, plan.flops_bound))
-        return found
+        whole, lowest = self.peak_without, self._search.lowest_peak
+        budgets = (whole + (lowest - whole) * k // points for k in range(1, points + 1))
+        plans = map(self._search.best, budgets)
+        return [(whole, 0, 0), *((plan.peak, plan.flops, plan.flops_bound) for plan in plans)]
 
     def plot(self) -> Any:
         """Two pictures as a matplotlib Figure: bytes alive over the forward and the backward pass

@@ -73,10 +73,8 @@ class Planner:
         return segments
 
     def lowest_peak(self) -> int:
-        """The lowest budget, in bytes, for which `find` has a plan.
-
-        To a five thousandth: what XLA holds of the lowest plan may be less by some per cent.
-        """
+        """The lowest budget, in bytes, for which `find` has a plan, to a five thousandth: what XLA
+        holds of the lowest plan may be less by some per cent."""
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
         lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)
