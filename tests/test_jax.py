@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import checkify, io_callback
 
 import tracegrad as tg
+from tests.compilation import compiled_to
 from tracegrad import _jax
 from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import module_of
@@ -621,3 +622,45 @@ def test_a_compiled_program_says_what_it_writes_and_where_that_was_traced():
     (read,) = products[-1].reads
     assert any("first" in scope and "exp" in scope for scope in found[read].scopes)
     assert sum(each.size for each in found) >= 2 * 4 * 512 * 64
+
+
+ANEW = """HloModule jit_f, is_scheduled=true
+
+%first (p: f32[8,8], q: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  %q = f32[8,8] parameter(1)
+  %e = f32[8,8] exponential(%p), metadata={op_name="jit(f)/exp"}
+  ROOT %m = f32[8,8] multiply(%e, %q), metadata={op_name="jit(f)/mul"}
+}
+
+%again (p.1: f32[8,8], q.1: f32[8,8]) -> f32[8,8] {
+  %p.1 = f32[8,8] parameter(0)
+  %q.1 = f32[8,8] parameter(1)
+  %e.1 = f32[8,8] exponential(%p.1), metadata={op_name="jit(f)/exp"}
+  ROOT %s = f32[8,8] subtract(%e.1, %q.1), metadata={op_name="jit(f)/sub"}
+}
+
+%half (p.2: f32[8,8]) -> f32[4,8] {
+  %p.2 = f32[8,8] parameter(0)
+  ROOT %h = f32[4,8] slice(%p.2), slice={[4:8], [0:8]}, metadata={op_name="jit(f)/split"}
+}
+
+ENTRY %main (x: f32[8,8]) -> (f32[8,8], f32[4,8], f32[4,8]) {
+  %x = f32[8,8] parameter(0)
+  %sin = f32[8,8] sine(%x), metadata={op_name="jit(f)/sin"}
+  %mul = f32[8,8] fusion(%sin, %x), kind=kLoop, calls=%first
+  %low = f32[4,8] slice(%mul), slice={[0:4], [0:8]}, metadata={op_name="jit(f)/split"}
+  %sub = f32[8,8] fusion(%sin, %mul), kind=kLoop, calls=%again
+  %high = f32[4,8] fusion(%mul), kind=kLoop, calls=%half
+  ROOT %all = (f32[8,8], f32[4,8], f32[4,8]) tuple(%sub, %low, %high)
+}
+"""
+
+
+@pytest.mark.any_jax
+def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
+    sin, mul, low, sub, high = written_by(compiled_to(ANEW))
+    assert sub.reads == (0, 1)
+    assert sin.until == 1  # for its exponential, which the third computes once more
+    assert mul.until == 4  # one half of it was taken before, and now the other
+    assert (low.until, sub.until, high.until) == (2, 3, 4)  # results

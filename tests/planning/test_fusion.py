@@ -93,6 +93,70 @@ def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_k
     assert found[-1].beside == 4 * 64
 
 
+# A weight in another order is there before anything else; the cotangent of the last product is read
+# for the weight's gradient at once, and for the first one's when that of the exponential is there.
+STEPS = """HloModule jit_f, is_scheduled=true
+
+%both (p: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  %p1 = f32[8,8] parameter(1)
+  %m = f32[8,8] multiply(%p, %p1), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
+  ROOT %n = f32[8,8] multiply(%m, %p1), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %turned = f32[8,8] transpose(%x), dimensions={1,0}, metadata={op_name="transpose(jvp(tracegrad.node.0))/transpose"}
+  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
+  %sinh = f32[8,8] sine(%sin), metadata={op_name="jvp(tracegrad.node.1)/sinh"}
+  %exp = f32[8,8] exponential(%sinh), metadata={op_name="jvp(tracegrad.node.2)/exp"}
+  %tanh = f32[8,8] tanh(%exp), metadata={op_name="jvp(tracegrad.node.3)/tanh"}
+  %first = f32[8,8] multiply(%tanh, %tanh), metadata={op_name="transpose(jvp(tracegrad.node.3))/mul"}
+  %wide = f32[16,8] concatenate(%first, %first), dimensions={0}, metadata={op_name="transpose(jvp(tracegrad.node.3))/concatenate"}
+  %second = f32[8,8] fusion(%first, %exp), kind=kLoop, calls=%both
+  ROOT %gradient = f32[8,8] dot(%second, %turned), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="transpose(jvp(tracegrad.node.0))/dot_general"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.any_jax
+def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_there():
+    graph = program(jnp.sin, jnp.sinh, jnp.exp, jnp.tanh)
+    found = seen(graph, compiled_to(STEPS))
+    size = 4 * 64
+    # The last two steps run as one, in which the first cotangent is read, and that of `sin` made.
+    assert [fate.cotangents for fate in found] == [2 * size, 2 * size, 2 * size, 3 * size]
+    assert [fate.cotangents for fate in seen(graph, compiled_to(STEPS), devices=2)] == [None] * 4
+
+
+HALVES = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[8,8]) -> (f32[4,8], f32[4,8]) {
+  %x = f32[8,8] parameter(0)
+  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
+  %low = f32[4,8] slice(%sin), slice={[0:4], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
+  %high = f32[4,8] slice(%sin), slice={[4:8], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
+  %mul = f32[4,8] multiply(%low, %high), metadata={op_name="jvp(tracegrad.node.2)/mul"}
+  %of_low = f32[4,8] multiply(%mul, %high), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
+  %of_high = f32[4,8] multiply(%mul, %low), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
+  ROOT %both = (f32[4,8], f32[4,8]) tuple(%of_low, %of_high)
+}
+"""  # noqa: E501
+
+
+@pytest.mark.any_jax
+def test_of_results_that_are_written_apart_none_is_beside_the_others():
+    def halves(x: jax.Array) -> jax.Array:
+        low, high = jnp.split(jnp.sin(x), 2)
+        return low * high
+
+    graph = tg.graph(halves)(f32(8, 8))
+    assert [node.op for node in graph.nodes] == ["sin", "split", "mul"]
+    found = seen(graph, compiled_to(HALVES))
+    assert ops(graph, found, "inlined") == []
+    assert ops(graph, found, "beside") == []
+
+
 # As for a TPU: layouts in tiles, memories by number, and what runs as one with others inside.
 COMPILED_FOR_TPU = """HloModule jit_f, is_scheduled=true
 

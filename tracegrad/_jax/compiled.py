@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,17 +55,23 @@ class Written(NamedTuple):
         ``jit(f)/jvp(block)/mul``: of several that run as one, the last.
       inside: those of the others, whose results are nowhere in memory.
       reads: what it reads of what was written before, by its place; not arguments.
+      until: the place of the last that reads it for what nothing before has computed of it; its
+        own if nothing does. What XLA computes anew inside of a later one is no reason to keep it:
+        where a barrier comes between, that is written instead.
     """
 
     size: int
     scopes: tuple[str, ...]
     inside: tuple[str, ...]
     reads: tuple[int, ...]
+    until: int
 
 
 def written_by(module: Module) -> list[Written]:
     """What a program writes to memory, in order; what a loop writes inside is left out."""
     found: list[Written] = []
+    until: dict[int, int] = {}
+    computed = set[tuple[int, Hashable]]()
     places: dict[int, tuple[int, ...]] = {}  # of what an instruction is, or is a view of
     for key, each in module.entry.instructions.items():
         reads = _once(k for operand in each.operands for k in places.get(operand, ()))
@@ -81,9 +88,31 @@ def written_by(module: Module) -> list[Written]:
             scopes = [s for k in copied for j in places.get(k, ()) for s in found[j].scopes]
         parts = _all_of(inner, module.computations) if inner else ()
         inside = (scope for v in parts if v not in last for scope in v.scopes)
+        for number, operand in enumerate(each.operands):
+            uses = list(_uses(inner.instructions, number)) if inner else [_use(each)]
+            for now in itertools.product(places.get(operand, ()), uses or [key]):
+                if now not in computed:
+                    computed.add(now)
+                    until[now[0]] = len(found)
         places[key] = (len(found),)
-        found.append(Written(each.type.nbytes, _once(scopes), _once(inside), reads))
-    return found
+        found.append(Written(each.type.nbytes, _once(scopes), _once(inside), reads, len(found)))
+    return [each._replace(until=until.get(k, k)) for k, each in enumerate(found)]
+
+
+def _uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
+    """What a computation computes of its parameter of a number."""
+    same = {each.key for each in body.values() if (each.op, each.number) == ("parameter", number)}
+    for each in body.values():
+        if not same.isdisjoint(each.operands):
+            if each.op in (*COPIES, "broadcast", "tuple") and not each.scopes:
+                same.add(each.key)
+            else:
+                yield _use(each)
+
+
+def _use(each: Instruction) -> Hashable:
+    """What an instruction computes of its operands: equal for copies of one instruction."""
+    return (*each.scopes, each.slices) if each.scopes else each.key
 
 
 def _all_of(body: Computation, others: Mapping[int, Computation]) -> Iterator[Instruction]:

@@ -64,6 +64,7 @@ class Instruction(NamedTuple):
         several where it came of several operations. Of a parameter its name, ``params['w']``.
       frame: the innermost of the Python frames that traced it, for `Module.frames`; 0 for none.
       number: of a parameter, or of the part that is taken of a tuple.
+      slices: the parts of each axis that a slice takes, in XLA's words.
     """
 
     key: int
@@ -74,6 +75,7 @@ class Instruction(NamedTuple):
     scopes: list[str]
     frame: int
     number: int
+    slices: bytes
 
 
 class Computation(NamedTuple):
@@ -167,6 +169,7 @@ def _instruction(message: Message) -> Instruction:
         scopes=scopes.split(";") if scopes else [],
         frame=first(told, 15),
         number=first(message, 9 if op == "parameter" else 13),
+        slices=b"".join(message.get(17, ())),
     )
 
 

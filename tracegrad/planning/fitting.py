@@ -28,11 +28,9 @@ def fitted(
     """The cheapest plan found that XLA holds within a budget.
 
     Args:
-      budget: bytes.
       held_by: compiles the gradient of a program and tells the bytes.
-      held_without: what XLA holds with nothing recomputed. If that is within the budget, it stays.
+      held_without: those with nothing recomputed. If they are within the budget, that stays.
       plans: how many are compiled at most.
-      measured_on: what for, and by which JAX.
 
     Raises BudgetTooSmall if XLA held more for each plan that was compiled.
     """

@@ -109,6 +109,8 @@ class _Modelling:
         step = -1  # the last buffer at a node or before
         for node, size in zip(self.graph.nodes, cotangents, strict=True) if ops else ():
             fate = self.fate[node]
+            # XLA makes some inside of others, and waits with others for what no plan changes.
+            size = size if fate.cotangents is None else min(size, fate.cotangents)
             step += not fate.inlined
             # What is inlined and works by element goes back with what it is computed of; anything
             # else that is inlined has a step of its own, with what it is in, which follows.

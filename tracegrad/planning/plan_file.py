@@ -15,7 +15,7 @@ from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
 
 _FORMAT = "tracegrad recompute plan"
-_VERSION = 11
+_VERSION = 12
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
 
 
