@@ -93,8 +93,8 @@ def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_k
     assert found[-1].beside == 4 * 64
 
 
-# A weight in another order is there before anything else; the cotangent of the last product is read
-# for the weight's gradient at once, and for the first one's when that of the exponential is there.
+# What is turned is made of an argument, before anything else; the first cotangent is read twice,
+# the second time where the steps of two nodes run as one.
 STEPS = """HloModule jit_f, is_scheduled=true
 
 %both (p: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
