@@ -75,10 +75,8 @@ class Gradient:
         return held, fusion
 
     def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
-        """Bytes that XLA holds for the gradient, and what is seen in it, where it has scopes.
-
-        `run`: what runs a graph on its inputs.
-        """
+        """Bytes that XLA holds for the gradient, and what is seen in it, where `run`, which runs a
+        graph on its inputs, does so in scopes."""
         backend = self._device.platform
         options: dict[str, Any] = dict(_UNOPTIMISED) if backend == "cpu" else {}
         if program.recomputes:

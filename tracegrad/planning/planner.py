@@ -44,9 +44,10 @@ class _Ways:
 
 
 # The columns of a label: the FLOPs, the bytes that are kept during the forward pass, and where it
-# came from: a cut, the row there, and the way for the part between. Then, for each cut, the bytes
-# that are kept during the backward pass of a part from here to that cut.
-_FLOPS, _KEPT, _FROM, _HELD = 0, 1, slice(2, 5), 5
+# came from: a cut, the row there, and the way for the part between; then the peaks of the segments
+# that are recomputed, times their lengths; and, for each cut, the bytes that are kept during the
+# backward pass of a part from here to that cut.
+_FLOPS, _KEPT, _FROM, _PEAKS, _HELD = 0, 1, slice(2, 5), 5, 6
 
 
 class Planner:
@@ -58,13 +59,13 @@ class Planner:
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes, of equal FLOPs
-        the one that keeps least; None if none is found."""
+        """The plan with the least extra FLOPs whose peak is within `budget` bytes; of equal FLOPs
+        the one that keeps least, and of these the one whose segments need least, since XLA may hold
+        more of any of them than the model says. None if none is found."""
         at = self._labels(budget)
         if not len(at[-1]):
             return None
-        row: int = np.lexsort((at[-1][:, _KEPT], at[-1][:, _FLOPS]))[0].item()
-        segments, i = list[Segment](), len(self._cuts) - 1
+        segments, i, row = list[Segment](), len(self._cuts) - 1, 0
         while i > 0:
             before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
@@ -87,30 +88,31 @@ class Planner:
         at: list[np.ndarray] = []
         for i in range(count):
             here = np.concatenate(found[i])
+            here = here[np.argsort(here[:, _PEAKS], kind="stable")]  # the first of equals stays
             here = here[frontier(here[:, _FLOPS], here[:, _KEPT], TUNING.labels)]
             at.append(here)
             found[i] = []
             for j in range(i + 1, count):
                 if (i, j) not in self._parts or not len(here):
                     continue
-                part, deltas = self._parts[i, j]
+                part, deltas, lengths = self._parts[i, j]
                 flops, forward, backward, _ = part.table.T
                 forwards = here[:, _KEPT, None] + forward
                 backwards = here[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
-                delta = deltas[ways]
-                origin = np.column_stack([np.full(len(rows), i), rows, ways])
+                delta, origin = deltas[ways], (np.full(len(rows), i), rows, ways)
+                peaks = lengths[ways] * np.maximum(forwards, backwards)[rows, ways]
                 flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
-                held = here[rows, _HELD:] + delta[:, :-1]
-                found[j].append(np.column_stack([flops, kept, origin, held]))
+                peaks, held = here[rows, _PEAKS] + peaks, here[rows, _HELD:] + delta[:, :-1]
+                found[j].append(np.column_stack([flops, kept, *origin, peaks, held]))
         return at
 
     @functools.cached_property
-    def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
+    def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray, np.ndarray]]:
         """The ways to run the part between two cuts, for all parts that may be a segment; and for
         each way the bytes that it leaves for the backward pass of a part that ends at each of the
         cuts (read by nobody before it, a value is not there any more), and last what it leaves in
-        the forward pass."""
+        the forward pass; and how many operations it recomputes or saves."""
         found = {}
         for i, j in itertools.combinations(range(len(self._cuts)), 2):
             if j - i <= TUNING.longest:
@@ -120,7 +122,8 @@ class Planner:
                 for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
                     first = next(u for u in self.model.uses[start + v] if u >= stop)
                     left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-                found[i, j] = ways, left
+                length = [(stop - start) * way.recompute for way in ways.segments]
+                found[i, j] = ways, left, np.array(length)
         return found
 
     @functools.cached_property

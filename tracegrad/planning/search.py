@@ -56,11 +56,8 @@ class BudgetTooSmall(ValueError):
 
 
 class Search:
-    """Plans for one program, for any number of budgets.
-
-    Errors tell the bytes of so many `examples` as are computed at once, in a `jax.vmap` around; all
-    else is of one.
-    """
+    """Plans for one program, for any number of budgets; errors tell the bytes of so many `examples`
+    as are computed at once, in a `jax.vmap` around, and all else is of one."""
 
     def __init__(self, whole: MemoryModel, examples: int = 1):
         assert whole.graph is not None
