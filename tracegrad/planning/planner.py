@@ -32,22 +32,22 @@ from tracegrad.planning.tuning import TUNING
 class _Ways:
     """The ways to run parts of a program that are alike, one row of the table for each.
 
-    A way is one segment, counted from the part's start. The columns of `table` are the
-    extra FLOPs, the bytes of the forward and of the backward peak, and those that stay for the
-    part's backward pass. `leaves[k]` has the values that others read and the way does not keep for
-    itself.
+    A way is one segment, counted from the part's start. The columns of `table` are the extra FLOPs,
+    the bytes of the forward and of the backward peak, and those that stay for the part's backward
+    pass. `leaves[k]` has the values that others read and the way does not keep for itself.
     """
 
     segments: list[Segment]
     table: np.ndarray
+    is_recomputed: np.ndarray
     leaves: list[tuple[int, ...]]
 
 
 # The columns of a label: the FLOPs, the bytes that are kept during the forward pass, and where it
-# came from: a cut, the row there, and the way for the part between; then the peaks of the segments
-# that are recomputed, times their lengths; and, for each cut, the bytes that are kept during the
-# backward pass of a part from here to that cut.
-_FLOPS, _KEPT, _FROM, _PEAKS, _HELD = 0, 1, slice(2, 5), 5, 6
+# came from: a cut, the row there, and the way for the part between; then the bytes by which its
+# recomputed segments come near to the budget, together; and, for each cut, the bytes that are kept
+# during the backward pass of a part from here to that cut.
+_FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 
 
 class Planner:
@@ -60,8 +60,8 @@ class Planner:
 
     def find(self, budget: int) -> list[Segment] | None:
         """The plan with the least extra FLOPs whose peak is within `budget` bytes; of equal FLOPs
-        the one that keeps least, and of these the one whose segments need least, since XLA may hold
-        more of any of them than the model says. None if none is found."""
+        the one that keeps least, and of these the one with the fewest recomputed segments near to
+        the budget, since XLA may hold more of any of them. None if none is found."""
         at = self._labels(budget)
         if not len(at[-1]):
             return None
@@ -88,31 +88,32 @@ class Planner:
         at: list[np.ndarray] = []
         for i in range(count):
             here = np.concatenate(found[i])
-            here = here[np.argsort(here[:, _PEAKS], kind="stable")]  # the first of equals stays
+            here = here[np.argsort(here[:, _NEAR], kind="stable")]  # the first of equals stays
             here = here[frontier(here[:, _FLOPS], here[:, _KEPT], TUNING.labels)]
             at.append(here)
             found[i] = []
             for j in range(i + 1, count):
                 if (i, j) not in self._parts or not len(here):
                     continue
-                part, deltas, lengths = self._parts[i, j]
+                part, deltas = self._parts[i, j]
                 flops, forward, backward, _ = part.table.T
                 forwards = here[:, _KEPT, None] + forward
                 backwards = here[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 delta, origin = deltas[ways], (np.full(len(rows), i), rows, ways)
-                peaks = lengths[ways] * np.maximum(forwards, backwards)[rows, ways]
+                near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful * budget
+                near = here[rows, _NEAR] + part.is_recomputed[ways] * np.maximum(near, 0)
                 flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
-                peaks, held = here[rows, _PEAKS] + peaks, here[rows, _HELD:] + delta[:, :-1]
-                found[j].append(np.column_stack([flops, kept, *origin, peaks, held]))
+                held = here[rows, _HELD:] + delta[:, :-1]
+                found[j].append(np.column_stack([flops, kept, *origin, near, held]))
         return at
 
     @functools.cached_property
-    def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray, np.ndarray]]:
+    def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
         """The ways to run the part between two cuts, for all parts that may be a segment; and for
         each way the bytes that it leaves for the backward pass of a part that ends at each of the
         cuts (read by nobody before it, a value is not there any more), and last what it leaves in
-        the forward pass; and how many operations it recomputes or saves."""
+        the forward pass."""
         found = {}
         for i, j in itertools.combinations(range(len(self._cuts)), 2):
             if j - i <= TUNING.longest:
@@ -122,8 +123,7 @@ class Planner:
                 for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
                     first = next(u for u in self.model.uses[start + v] if u >= stop)
                     left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-                length = [(stop - start) * way.recompute for way in ways.segments]
-                found[i, j] = ways, left, np.array(length)
+                found[i, j] = ways, left
         return found
 
     @functools.cached_property
@@ -165,6 +165,7 @@ class Planner:
             self._alike[key] = _Ways(
                 [runs[k][0] for k in chosen],
                 table[chosen],
+                np.array([runs[k][0].recompute for k in chosen]),
                 [tuple(piece.left(runs[k][1].stored)) for k in chosen],
             )
         return self._alike[key]
