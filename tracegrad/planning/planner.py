@@ -88,8 +88,9 @@ class Planner:
         at: list[np.ndarray] = []
         for i in range(count):
             here = np.concatenate(found[i])
-            here = here[np.argsort(here[:, _NEAR], kind="stable")]  # the first of equals stays
-            here = here[frontier(here[:, _FLOPS], here[:, _KEPT], TUNING.labels)]
+            order = np.argsort(here[:, _NEAR], kind="stable")  # the first of equals stays
+            flops, kept = here[order, _FLOPS], here[order, _KEPT]
+            here = here[order[frontier(flops, kept, TUNING.labels)]]
             at.append(here)
             found[i] = []
             for j in range(i + 1, count):
