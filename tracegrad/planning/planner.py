@@ -65,7 +65,7 @@ class Planner:
         at = self._labels(budget)
         if not len(at[-1]):
             return None
-        segments, i, row = list[Segment](), len(self._cuts) - 1, 0
+        segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # the first costs the least
         while i > 0:
             before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
