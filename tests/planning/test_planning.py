@@ -261,7 +261,7 @@ def test_of_equal_plans_that_with_the_fewest_segments_near_the_budget_is_chosen(
 
     def near(plan: Sequence[Segment], budget: int) -> float:
         peaks = zip(plan, simulate(m, plan).peaks, strict=True)
-        return sum(max(0, peak - TUNING.careful * budget) for s, peak in peaks if s.recompute)
+        return sum(max(0, peak - TUNING.careful**2 * budget) for s, peak in peaks if s.recompute)
 
     alike: dict[tuple[int, int], list[list[Segment]]] = {}
     for plan in all_plans(5):

@@ -102,7 +102,7 @@ class Planner:
                 backwards = here[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 delta, origin = deltas[ways], (np.full(len(rows), i), rows, ways)
-                near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful * budget
+                near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
                 near = here[rows, _NEAR] + part.is_recomputed[ways] * np.maximum(near, 0)
                 flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
                 held = here[rows, _HELD:] + delta[:, :-1]
