@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import importlib.util
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad._jax.packages import require
 from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Origin
@@ -255,11 +255,11 @@ class Explanation:
 
         Returns the ``Axes``. Raises ImportError without matplotlib.
         """
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("plotting needs matplotlib: pip install matplotlib")
+        missing = "plotting needs matplotlib: pip install matplotlib"
+        require("matplotlib", missing)
         points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
         if ax is None:
-            pyplot = importlib.import_module("matplotlib.pyplot")
+            pyplot = require("matplotlib.pyplot", missing)
             _, ax = pyplot.subplots(figsize=(8, max(2.0, 0.25 * len(points) + 1)))
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")

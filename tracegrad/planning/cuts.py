@@ -10,27 +10,19 @@ FLOPs) over all save sets.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from tracegrad._jax.packages import require
 
 # Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
 _SCALE = 1 << 44
 _INFINITE = 2 * _SCALE
-
-
-def _max_flow() -> Any:
-    """OR-tools' module for maximum flows (64-bit capacities, which SciPy's has not)."""
-    try:
-        return importlib.import_module("ortools.graph.python.max_flow")
-    except ModuleNotFoundError:
-        needed = "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
-        raise ImportError(needed) from None
+_MISSING = "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,8 @@ class Network:
         """The cheapest choice; `price`: FLOPs for a byte, infinite to save only what must be."""
         if not self.values:
             return Cut(frozenset(), 0, 0, 0.0)
-        flow = _max_flow().SimpleMaxFlow()
+        # Of 64-bit capacities, which SciPy's has not.
+        flow = require("ortools.graph.python.max_flow", _MISSING).SimpleMaxFlow()
         # Saving a value never pays if it costs more than running everything.
         can_run = self._flops < math.inf
         scale = _SCALE / max(1.0, 2.0 * self._flops[can_run].sum())

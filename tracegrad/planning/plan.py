@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tracegrad._jax.packages import require
 from tracegrad.differentiation.fingerprint import fingerprint
 from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
@@ -183,10 +183,8 @@ class RecomputePlan:
 
         Raises ImportError without matplotlib.
         """
-        try:
-            figures: Any = importlib.import_module("matplotlib.figure")
-        except ImportError as error:
-            raise ImportError("drawing a plan needs matplotlib: pip install matplotlib") from error
+        missing = "drawing a plan needs matplotlib: pip install matplotlib"
+        figures = require("matplotlib.figure", missing)
         figure = figures.Figure(figsize=(11, 4), layout="constrained")
         memory, trade = figure.subplots(1, 2)
         mib, forward = 2**20, max(1, self.forward_flops) / 100

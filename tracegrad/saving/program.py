@@ -16,7 +16,6 @@ gradient of its own. Most often two of all these programs are the same, and writ
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import jax
 import jax.export
 
 from tracegrad import _jax
+from tracegrad._jax.packages import require
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.cotangent_flags import with_flags
@@ -159,11 +159,11 @@ def _text(exported: Any) -> str:
 
 def check_installed() -> None:
     """Raises ImportError, saying what to install, where JAX lacks what it writes programs with."""
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise ImportError(
-            "jax.export needs the package flatbuffers to write and read programs: "
-            "pip install 'tracegrad[save]'"
-        )
+    require(
+        "flatbuffers",
+        "jax.export needs the package flatbuffers to write and read programs: "
+        "pip install 'tracegrad[save]'",
+    )
 
 
 # -------------------------------------------------------------------------------- differentiation
