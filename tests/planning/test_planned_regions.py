@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
 from tracegrad.ir import Recompute
@@ -13,7 +16,7 @@ from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions
-from tracegrad.planning.simulation import Segment
+from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.rewriting.flatten import flatten
 
 
@@ -64,7 +67,8 @@ def saving(loss, args, op):
 
 def products(fun, *args):
     """How many matrix products the gradient takes."""
-    return str(jax.make_jaxpr(jax.grad(fun, (0, 1, 2)))(*args)).count("dot_general[")
+    gradient = jax.grad(fun, tuple(range(len(args))))
+    return str(jax.make_jaxpr(gradient)(*args)).count("dot_general[")
 
 
 @pytest.mark.parametrize("op", READING_THEIR_RESULT)
@@ -130,6 +134,89 @@ def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
     planned_flops, planned_held = compiled(plan.apply())
     assert planned_flops - flops < 1.1 * plan.flops
     assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15
+
+
+def gated(h, p, name=lambda value, _: value):
+    """A step whose reset state one product alone reads; `name`: gives names to what is kept."""
+    r = name(jax.nn.sigmoid(h @ p["gate"]), "r")
+    c = name(jnp.tanh((r * h) @ p["state"]), "c")
+    return (1 - r) * h + r * c
+
+
+def unrolled(h, p):
+    for _ in range(6):
+        h = gated(h, p)
+    return jnp.mean(h**2)
+
+
+def scanned(h, p, step=gated):
+    return jnp.mean(jax.lax.scan(lambda h, _: (step(h, p), None), h, None, 6)[0] ** 2)
+
+
+GATED = (
+    jax.ShapeDtypeStruct((1024, 64), jnp.float32),
+    {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("gate", "state")},
+)
+
+
+def keeping_gates(m):
+    """A region that keeps what a user's policy would."""
+    saved = frozenset(i for i, node in enumerate(m.nodes) if node.op in ("logistic", "tanh"))
+    return with_regions(m, [Segment(0, len(m), True, saved)])
+
+
+def test_what_one_operation_alone_reads_is_run_again_when_its_turn_comes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    graph = flatten(tg.graph(unrolled)(*GATED))
+    planned, gradient = keeping_gates(model(graph)), Gradient(graph)
+    (region,) = (node for node in planned.nodes if isinstance(node, Recompute))
+    late = [node for node in region.regions["jaxpr"].nodes if isinstance(node, Recompute)]
+    ops = [[node.op for node in each.regions["jaxpr"].nodes] for each in late]
+    assert ops == [["mul", "dot_general"]] * 6
+    held = gradient.held(planned)
+    assert products(planned.to_callable(), *GATED) == products(unrolled, *GATED)
+    monkeypatch.setattr(Piece, "_late", lambda *_: {})
+    held_at_once = gradient.held(keeping_gates(model(graph)))
+    assert held <= held_at_once - 2 * 1024 * 64 * 4  # the reset states of two steps of six
+
+
+@pytest.mark.any_jax
+def test_what_is_run_again_late_has_the_derivatives_that_jax_gives():
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        args = jax.tree.map(lambda s: jnp.asarray(random.uniform(-1, 1, (4, 4))), GATED)
+        planned = keeping_gates(model(flatten(tg.graph(unrolled)(*args)))).to_callable()
+
+        def derivatives(loss):
+            @jax.jit
+            def second_and_mapped(*args):
+                batch = jnp.stack([args[0], 2 * args[0]])
+                mapped = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(batch, args[1])
+                return jax.jvp(jax.grad(loss, (0, 1)), args, args), mapped
+
+            return jax.tree.leaves(second_and_mapped(*args))
+
+        for got, want in zip(derivatives(planned), derivatives(unrolled), strict=True):
+            np.testing.assert_allclose(got, want, 1e-12, 1e-14)
+
+
+@pytest.mark.any_jax
+def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
+    """JAX keeps what has a name once more for each region inside that takes it."""
+
+    def kept(fun):
+        residuals = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *GATED)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
+
+    graph = flatten(tg.graph(scanned)(*GATED))
+    (scan,) = (node for node in graph.nodes if node.op == "scan")
+    body = flatten(scan.regions["jaxpr"])
+    graph.set_region(scan, "jaxpr", keeping_gates(model(body)))
+    assert sum(isinstance(place.node, Recompute) for place in graph.walk()) > 1
+    policy = jax.checkpoint_policies.save_only_these_names("r", "c")
+    by_hand = jax.checkpoint(functools.partial(gated, name=checkpoint_name), policy=policy)
+    assert kept(graph.to_callable()) == kept(functools.partial(scanned, step=by_hand))
 
 
 @pytest.mark.any_jax

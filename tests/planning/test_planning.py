@@ -90,6 +90,27 @@ def runs_again(m: MemoryModel, s: Segment) -> set[int]:
     return run
 
 
+def waiting(m: MemoryModel, s: Segment) -> dict[int, list[int]]:
+    """What a segment need not run again before the step back of an operation, if nothing but that
+    step needs it, and operations that wait for it as well; and if steps before that read anything.
+    """
+    again, inside = runs_again(m, s), range(s.start, s.stop)
+    found = {}
+    for reader in {*inside} - again:
+        if reader not in m.needs[reader] and any(m.needs[reader + 1 : s.stop]):
+            wait = {v for v in again if not m.extra[v]}
+            while few := {
+                v for v in wait if not readers(m, v) - {v} or readers(m, v) - wait - {reader, v}
+            }:
+                wait -= few
+            found[reader] = sorted(wait)
+    return found
+
+
+def readers(m: MemoryModel, v: int) -> set[int]:
+    return {i for i in range(len(m)) if v in m.args[i] or v in m.needs[i]}
+
+
 def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     """The peak and the extra FLOPs of a plan, from the rules alone: at each moment all that is
     alive is counted anew."""
@@ -100,9 +121,6 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         """What a step reads: more in its own segment, if that is kept."""
         s = plan[segment_of[i]]
         return {*m.needs[i], *(v for v in m.behind[i] if not s.recompute and v >= s.start)}
-
-    def readers(v: int) -> list[int]:
-        return [i for i in range(count) if v in m.args[i] or v in m.needs[i]]
 
     again = [runs_again(m, s) for s in plan]
 
@@ -118,13 +136,13 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         return kept(v) and not plan[segment_of[v]].offload
 
     def outside(v: int) -> list[int]:
-        return [segment_of[u] for u in readers(v) if segment_of[u] != segment_of[v]]
+        return [segment_of[u] for u in sorted(readers(m, v)) if segment_of[u] != segment_of[v]]
 
     def kept_by(v: int) -> bool:
         """Whether what others read is kept beyond the forward pass: one alone may not need it, or
         have it on the host."""
         k = outside(v)[0]
-        if any(segment_of[u] != k for u in readers(v)):
+        if any(segment_of[u] != k for u in readers(m, v)):
             return True
         return read_back(v, k) and not plan[k].offload
 
@@ -141,9 +159,31 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
             return [], []
         start, stop = plan[k].start, plan[k].stop
         came = [
-            v for v in range(start) if readers(v) and {segment_of[u] for u in readers(v)} == {k}
+            v
+            for v in range(start)
+            if readers(m, v) and {segment_of[u] for u in readers(m, v)} == {k}
         ]
         return [v for v in range(start, stop) if kept(v)], [v for v in came if read_back(v, k)]
+
+    def alive_in(
+        k: int, events: list[tuple[int | None, set[int], int]], late: dict[int, list[int]]
+    ) -> list[int]:
+        """Bytes alive at all that happens in a segment's backward pass: what is made, what is read,
+        the step that it is for. First `events`, then its steps, before each what is late."""
+        s, sizes = plan[k], []
+        for i in reversed(range(s.start, s.stop)):
+            events += [(v, {*m.args[v]}, i) for v in late.get(i, ())]
+            events.append((None, needs(i), i))
+        made_before = {v for v in range(s.start, s.stop) if kept(v)}
+        for now, (made, _, step) in enumerate(events):
+            made_before |= {made} - {None}
+            read_later = set().union(*(reads for _, reads, _ in events[now:]))
+            alive = {v for v in made_before if v in read_later or v == made}
+            size = sum(m.sizes[v] for v in alive) + m.cotangents[step]
+            is_left = made_before & again[k] if s.recompute else range(s.start, s.stop)
+            size += sum(m.extra[i] for i in is_left if i <= step)
+            sizes.append(size + sum(m.beside[i] for i in range(s.start, step + 1)))
+        return sizes
 
     peak = 0
     for now in range(count):  # forward
@@ -175,20 +215,11 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         base = sum(m.sizes[v] for v in from_before)
         before = [i for i in range(s.start) if not plan[segment_of[i]].recompute]
         base += sum(m.extra[i] + m.beside[i] for i in before)
-        # All that happens: what is made, what is read, the step that it is for.
-        events: list[tuple[int | None, set[int], int]] = []
-        events += [(i, {*m.args[i]}, s.stop - 1) for i in sorted(again[k])]
-        events += [(None, needs(i), i) for i in reversed(range(s.start, s.stop))]
-        made_before = {v for v in range(s.start, s.stop) if kept(v)}
-        for now, (made, _, step) in enumerate(events):
-            made_before |= {made} - {None}
-            read_later = set().union(*(reads for _, reads, _ in events[now:]))
-            alive = {v for v in made_before if v in read_later or v == made}
-            size = base + sum(m.sizes[v] for v in alive) + m.cotangents[step]
-            is_left = made_before & again[k] if s.recompute else range(s.start, s.stop)
-            size += sum(m.extra[i] for i in is_left if i <= step)
-            size += sum(m.beside[i] for i in range(s.start, step + 1))
-            peak = max(peak, size)
+        at_once = alive_in(k, [(i, {*m.args[i]}, s.stop - 1) for i in sorted(again[k])], {})
+        late = {} if s.offload else waiting(m, s)
+        first = again[k].difference(*late.values())
+        in_turn = alive_in(k, [(i, {*m.args[i]}, s.stop - 1) for i in sorted(first)], late)
+        peak = max(peak, base + min(max(at_once), max(in_turn)))
     flops = sum(m.flops[i] for run in again for i in run)
     for own, came in map(sent, range(len(plan))):
         size = sum(m.sizes[v] for v in (*own, *came))

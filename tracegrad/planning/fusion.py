@@ -48,7 +48,7 @@ Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 
 def without_compiling(graph: Graph) -> Fusion:
     """Views are inlined, and nothing else."""
-    return tuple(Fate(inlined=_is_view(node)) for node in graph.nodes)
+    return tuple(Fate(inlined=node.op in operations.VIEWS) for node in graph.nodes)
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
@@ -127,11 +127,11 @@ def _inlined(
     # A view of an argument is there from the beginning to the end, as that is, if XLA writes it.
     of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()
     for i, node in enumerate(graph.nodes):
-        if _is_view(node) and of_arguments.issuperset(node.operands):
+        if node.op in operations.VIEWS and of_arguments.issuperset(node.operands):
             of_arguments.update(node.outputs)
             given.add(i)
         is_open = isinstance(node, CustomGradient) or not (node.regions or node.effects)
-        is_inside = i not in written and (i in inside or _is_view(node))
+        is_inside = i not in written and (i in inside or node.op in operations.VIEWS)
         if is_open and is_inside and node not in results:
             found.add(i)
     return given, given | found
@@ -143,7 +143,3 @@ def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
     for found in filter(None, map(_IN_SCOPE.search, scopes)):
         sides["transpose(" in found[1]].add(int(found[2]))
     return sides
-
-
-def _is_view(node: Node) -> bool:
-    return node.op in operations.VIEWS

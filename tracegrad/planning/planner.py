@@ -39,7 +39,6 @@ class _Ways:
 
     segments: list[Segment]
     table: np.ndarray
-    is_recomputed: np.ndarray
     leaves: list[tuple[int, ...]]
 
 
@@ -59,9 +58,9 @@ class Planner:
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes; of equal FLOPs
-        the one that keeps least, and of these the one with the fewest recomputed segments near to
-        the budget, since XLA may hold more of any of them. None if none is found."""
+        """The plan with the least extra FLOPs whose peak is within `budget` bytes, None if none is
+        found; of equal ones that which keeps least, then that with the fewest recomputed segments
+        near to the budget, since XLA may hold more of any of them."""
         at = self._labels(budget)
         if not len(at[-1]):
             return None
@@ -103,7 +102,8 @@ class Planner:
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 delta, origin = deltas[ways], (np.full(len(rows), i), rows, ways)
                 near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
-                near = here[rows, _NEAR] + part.is_recomputed[ways] * np.maximum(near, 0)
+                is_run_again = np.array([way.recompute for way in part.segments])
+                near = here[rows, _NEAR] + is_run_again[ways] * np.maximum(near, 0)
                 flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
                 held = here[rows, _HELD:] + delta[:, :-1]
                 found[j].append(np.column_stack([flops, kept, *origin, near, held]))
@@ -166,7 +166,6 @@ class Planner:
             self._alike[key] = _Ways(
                 [runs[k][0] for k in chosen],
                 table[chosen],
-                np.array([runs[k][0].recompute for k in chosen]),
                 [tuple(piece.left(runs[k][1].stored)) for k in chosen],
             )
         return self._alike[key]
@@ -216,14 +215,10 @@ def _tokens(model: MemoryModel) -> list[int]:
     """Equal numbers for operations that do the same to their surroundings."""
     seen: dict[Hashable, int] = {}
     tokens = []
-    for i in range(len(model)):
+    columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed
+    for i, own in enumerate(zip(*columns, strict=True)):
         token: Hashable = (
-            model.sizes[i],
-            model.flops[i],
-            model.extra[i],
-            model.beside[i],
-            model.cotangents[i],
-            model.fixed[i],
+            own,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
             tuple(i - v for v in model.behind[i]),

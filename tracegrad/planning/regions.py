@@ -12,7 +12,7 @@ from tracegrad.ir.costs import nbytes
 from tracegrad.ir.grouping import leaving
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
-from tracegrad.planning.simulation import Segment
+from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
 from tracegrad.rewriting.recomputed import recompute_but_for
 
@@ -30,20 +30,22 @@ def with_regions(
     names = (f"planned_{k}" for k in itertools.count())
     copied = {graph.node_here(node) for node in _copied(model)}
     for segment in reversed(plan):  # what comes before it stays where it is
-        ways = model.steps[segment.step].scans
-        written = model.nodes[segment.start : segment.stop]
-        instead = {graph.node_here(n): ways[n].program for n in written if n in ways}
+        start, stop = segment.start, segment.stop
+        inside, written = model.steps[segment.step], model.nodes[start:stop]
+        scans = ((n, way) for n, way in inside.scans.items() if n in written)
+        instead = {graph.node_here(n): way.program for n, way in scans}
         if segment.recompute:
-            nodes = [graph.node_here(n) for n in nodes_of(model, segment.start, segment.stop)]
+            nodes = [graph.node_here(n) for n in nodes_of(model, start, stop)]
             saved = {}
             for node in (model.nodes[i] for i in sorted(segment.saved)):
                 positions = active_inputs(node, model.active)
                 reads = positions and model.residuals.of(node, positions).results
                 saved[graph.node_here(node)] = bool(reads)
+            waiting = Piece(inside, start, stop).run(segment.shifted(-start)).late.items()
+            here = [graph.node_here(n) for n in written]
+            late = {here[v]: here[reader] for v, reader in waiting}
             on_host = inputs if segment.offload else None
-            recompute_but_for(
-                graph, nodes, saved, names, instead=instead, copied=copied, on_host=on_host
-            )
+            recompute_but_for(graph, nodes, saved, names, instead, late, copied, on_host)
         else:
             for node, program in instead.items():
                 graph.replace(node, program)

@@ -10,7 +10,7 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -46,6 +46,7 @@ class Local:
     Attributes:
       flops: extra FLOPs, and those for which there is time while it offloads.
       recomputed: the operations that are run again, in order.
+      late: those of them that wait for the step back of one operation, and that.
       stored: what is kept from its forward to its backward pass, on the device.
       staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
@@ -55,6 +56,7 @@ class Local:
 
     flops: int
     recomputed: tuple[int, ...]
+    late: dict[int, int]
     stored: frozenset[int]
     staying: int
     unread: int
@@ -75,7 +77,8 @@ class Piece:
         self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
         self.needs = [[v - start for v in model.needs[i] if v >= start] for i in within]
         self.cotangents = model.cotangents[start:stop]
-        self.leaves = [bool(model.uses[i]) and model.uses[i][-1] >= stop for i in within]
+        self.uses = [[u - start for u in model.uses[i]] for i in within]
+        self.leaves = [bool(uses) and uses[-1] >= stop - start for uses in self.uses]
         self.needed = sorted({v for found in self.needs for v in found})
         self.transfer = model.transfer
         read_back = {v for i in within for v in model.needs[i]}
@@ -91,15 +94,11 @@ class Piece:
         self.needs_kept = [[*found, *[v - start for v in b if v >= start]] for found, b in pairs]
         come_back = {v for more in behind for v in more}
         self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
-        # In the forward pass: where each value is read last, and the bytes that this frees.
+        # In the forward pass: where each value is read last.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
             for v in found:
                 self._last[v] = i
-        self._freed = [0] * (stop - start)
-        for v, at in enumerate(self._last):
-            if not self.leaves[v]:
-                self._freed[at] += self.sizes[v]
 
     def left(self, stored: AbstractSet[int]) -> list[int]:
         """What others read and the segment does not keep for itself."""
@@ -111,23 +110,27 @@ class Piece:
         saved = {v for v in way.saved if not self.extra[v]}
         ran = self._recomputed(saved) if way.recompute else set()
         again = tuple(sorted(ran))
-        events = [(i, True, self.args[i]) for i in again]
         needs = self.needs if way.recompute else self.needs_kept
-        events += [(i, False, needs[i]) for i in reversed(range(len(self.sizes)))]
-        stored = frozenset([v for _, _, found in events for v in found]).difference(ran)
+        stored = frozenset([v for found in needs for v in found])
+        stored = stored.union([v for i in again for v in self.args[i]]).difference(ran)
         size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + made + sum(self.extra)
         unread = self.unread_kept
         if way.recompute:
             unread = sum([size for size, readers in self.given if ran.isdisjoint(readers)])
+        live = size + made if way.recompute else staying
+        lates = [{}, *([found] if not way.offload and (found := self._late(ran)) else [])]
+        backward = [self._backward(again, late, needs, live) for late in lates]
+        best = min(range(len(lates)), key=lambda k: max(backward[k]))
         local = Local(
             flops=self.again + sum([self.flops[i] for i in again]),
             recomputed=again,
+            late=lates[best],
             stored=stored,
             staying=staying,
             unread=unread,
             forward=self._forward(stored, way.recompute),
-            backward=self._backward(events, size + made if way.recompute else staying),
+            backward=backward[best],
         )
         return self._offloaded(local) if way.offload else local
 
@@ -158,21 +161,40 @@ class Piece:
                 pending += [v for v in self.args[i] if v not in saved]
         return again
 
+    def _late(self, ran: AbstractSet[int]) -> dict[int, int]:
+        """Of what is run again that which one operation alone reads that is not, or what waits for
+        that one reads: it need not be there before that one's step back, if another comes first."""
+        late: dict[int, int] = {}
+        first = max((i for i, needs in enumerate(self.needs) if needs), default=0)
+        for v in sorted(ran, reverse=True):
+            reader, *others = {late.get(u, u) for u in self.uses[v] if u != v} or {first}
+            can_wait = not others and reader < first and reader not in ran
+            if can_wait and reader not in self.needs[reader] and not self.extra[v]:
+                late[v] = reader
+        return late
+
     def _backward(
-        self, events: Sequence[tuple[int, bool, Sequence[int]]], live: int
+        self,
+        again: Sequence[int],
+        late: Mapping[int, int],
+        needs: Sequence[Sequence[int]],
+        live: int,
     ) -> tuple[int, ...]:
-        """Bytes alive at each step; `live`: before the first. An event is an operation, whether it
-        is run again or its step is taken, and what is read for that."""
+        """Bytes alive at each step; `live`: before the first. What is run again is so when the
+        cotangents arrive, since it has a barrier in common with them, and XLA does not put off what
+        it could compute; but what is `late`, when those of its reader do."""
         sizes, extra = self.sizes, self.extra
+        order = [(-late.get(i, len(sizes)), False, i) for i in again]
+        order += [(-i, True, i) for i in range(len(sizes))]
+        # An operation, whether its step is taken or it is run again, and what is read for that.
+        events = [(i, back, (needs if back else self.args)[i]) for _, back, i in sorted(order)]
         reads = [0] * len(sizes)
         for _, _, operands in events:
             for v in operands:
                 reads[v] += 1
         peak, peaks = 0, []
-        for i, is_run, operands in events:
-            # All of it runs when the cotangents arrive: it has a barrier in common with them, and
-            # XLA does not put off what it could compute.
-            if is_run:
+        for i, is_back, operands in events:
+            if not is_back:
                 live += sizes[i] + extra[i]
             if live > peak:
                 peak = live
@@ -180,19 +202,18 @@ class Piece:
                 reads[v] -= 1
                 if reads[v] == 0:
                     live -= sizes[v]
-            if is_run:
-                live -= 0 if reads[i] else sizes[i]  # run for its extra bytes alone
-            else:
+            if is_back:
                 live -= extra[i] + self.beside[i]
                 peaks.append(peak + self.cotangents[i])
                 peak = 0
+            else:
+                live -= 0 if reads[i] else sizes[i]  # run for its extra bytes alone
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
-        sizes, freed = self.sizes, self._freed.copy()
-        for v in stored:
-            if not self.leaves[v]:
-                freed[self._last[v]] -= sizes[v]
+        sizes, freed = self.sizes, [0] * len(self.sizes)
+        for v, at in enumerate(self._last):
+            freed[at] += 0 if self.leaves[v] or v in stored else sizes[v]
         live, peaks = 0, []
         for i, size in enumerate(sizes):
             live += size if recompute else size + self.extra[i] + self.beside[i]

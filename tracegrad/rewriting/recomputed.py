@@ -29,10 +29,10 @@ def recompute_but_for(
     nodes: Sequence[Node],
     saved: Mapping[Node, bool],
     names: Iterator[str],
-    *,
     instead: Mapping[Node, Graph],
-    copied: Collection[Node] = (),
-    on_host: Collection[Value] | None = None,
+    late: Mapping[Node, Node],
+    copied: Collection[Node],
+    on_host: Collection[Value] | None,
 ) -> None:
     """Puts a stretch of a graph's nodes into a `Recompute`.
 
@@ -40,6 +40,8 @@ def recompute_but_for(
       saved: those of the nodes whose results are kept, and whether their derivatives read them.
       names: for what is kept.
       instead: what is run in the place of some of the nodes.
+      late: nodes that are run again when the cotangents of another arrive, and that other, which
+        alone reads them, or what else waits for it.
       copied: nodes of the graph of which the region has copies instead of taking their results.
       on_host: if what is kept goes to the host, what else of the graph's inputs may.
     """
@@ -54,12 +56,12 @@ def recompute_but_for(
         name_values(graph, alone, given, before=inside[0])
         inside = graph.nodes[first : len(graph.nodes) - behind]
         copied = ()  # what comes in has its name here
-    region = _recomputed(graph, inside, _keeping(kept, on_host is not None), copied)
-    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
-    # regions ahead, and holds it until their turn comes.
-    came = entering([region])
-    if any(v.producer is not None for v in came):
-        _wait(graph, came, {"before": region}, where=lambda user: user is region, outputs=False)
+    for reader in dict.fromkeys(late.values()):
+        waiting = _between(reader, [node for node in late if late[node] is reader])
+        if waiting.issubset(inside):
+            _region(graph, [node for node in inside if node in waiting], None, copied)
+    inside = graph.nodes[first : len(graph.nodes) - behind]
+    region = _region(graph, inside, _keeping(kept, on_host is not None), copied)
     # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
     # behind have a barrier of their own.
     if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
@@ -118,13 +120,24 @@ def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
     return keep
 
 
-def _recomputed(
+def _between(reader: Node, nodes: Sequence[Node]) -> set[Node]:
+    """Some nodes, all that reads them, and so on up to a reader."""
+    found, pending = {reader}, [*nodes]
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending += [user for value in node.outputs for user in value.users]
+    return found
+
+
+def _region(
     graph: Graph,
     nodes: Sequence[Node],
     policy: Callable[..., Any] | None,
     copied: Collection[Node],
 ) -> Node:
-    """Puts nodes of a graph into a `Recompute`, but those of which only copies are read."""
+    """Puts nodes of a graph into a `Recompute`, but those of which only copies are read, with a
+    barrier in front."""
     read, pending = set[Node](), entering(nodes)
     while pending:
         producer = pending.pop().producer
@@ -138,4 +151,11 @@ def _recomputed(
             unread.add(node)
     members = [node for node in nodes if node not in unread]
     copies = [node for node in graph.nodes if node in read]
-    return graph.group(members, recompute=True, policy=policy, name="recomputed", copies=copies)
+    region = graph.group(members, recompute=True, policy=policy, name="recomputed", copies=copies)
+    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
+    # regions ahead, and holds it until their turn comes. And in a loop JAX keeps what has a name
+    # once more for each region inside of this one that takes it, if nothing else is in between.
+    came = entering([region])
+    if any(v.producer is not None for v in came):
+        _wait(graph, came, {"before": region}, where=lambda user: user is region, outputs=False)
+    return region
