@@ -65,14 +65,8 @@ def recompute_but_for(
     # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
     # behind have a barrier of their own.
     if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
-        _wait(graph, left, {"after": region})
-
-
-def _wait(graph: Graph, values: Sequence[Value], place: dict[str, Node], **users: Any) -> None:
-    """Lets users of some values, as of `Graph.replace_uses`, wait until all of these are there."""
-    waited = graph.insert(_barrier(), values, **place)
-    for value, together in zip(values, waited, strict=True):
-        graph.replace_uses(value, together, **users)
+        for value, waited in zip(left, graph.insert(_barrier(), left, after=region), strict=True):
+            graph.replace_uses(value, waited)
 
 
 def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
@@ -157,5 +151,7 @@ def _region(
     # once more for each region inside of this one that takes it, if nothing else is in between.
     came = entering([region])
     if any(v.producer is not None for v in came):
-        _wait(graph, came, {"before": region}, where=lambda user: user is region, outputs=False)
+        waited = dict(zip(came, graph.insert(_barrier(), came, before=region), strict=True))
+        inputs = [waited[v] if isinstance(v, Value) else v for v in region.inputs]
+        graph.set_inputs(region, inputs)
     return region
