@@ -640,27 +640,43 @@ ANEW = """HloModule jit_f, is_scheduled=true
   ROOT %s = f32[8,8] subtract(%e.1, %q.1), metadata={op_name="jit(f)/sub"}
 }
 
+%one (p.3: f32[8,8]) -> f32[4,8] {
+  %p.3 = f32[8,8] parameter(0)
+  %c = f32[8,8] cosine(%p.3), metadata={op_name="jit(f)/cos"}
+  ROOT %o = f32[4,8] slice(%c), slice={[0:4], [0:8]}, metadata={op_name="jit(f)/parts"}
+}
+
+%two (p.4: f32[8,8]) -> f32[4,8] {
+  %p.4 = f32[8,8] parameter(0)
+  %c.1 = f32[8,8] cosine(%p.4), metadata={op_name="jit(f)/cos"}
+  ROOT %t = f32[4,8] slice(%c.1), slice={[4:8], [0:8]}, metadata={op_name="jit(f)/parts"}
+}
+
 %half (p.2: f32[8,8]) -> f32[4,8] {
   %p.2 = f32[8,8] parameter(0)
   ROOT %h = f32[4,8] slice(%p.2), slice={[4:8], [0:8]}, metadata={op_name="jit(f)/split"}
 }
 
-ENTRY %main (x: f32[8,8]) -> (f32[8,8], f32[4,8], f32[4,8]) {
+ENTRY %main (x: f32[8,8]) -> (f32[8,8], f32[4,8], f32[4,8], f32[4,8], f32[4,8]) {
   %x = f32[8,8] parameter(0)
   %sin = f32[8,8] sine(%x), metadata={op_name="jit(f)/sin"}
   %mul = f32[8,8] fusion(%sin, %x), kind=kLoop, calls=%first
   %low = f32[4,8] slice(%mul), slice={[0:4], [0:8]}, metadata={op_name="jit(f)/split"}
   %sub = f32[8,8] fusion(%sin, %mul), kind=kLoop, calls=%again
   %high = f32[4,8] fusion(%mul), kind=kLoop, calls=%half
-  ROOT %all = (f32[8,8], f32[4,8], f32[4,8]) tuple(%sub, %low, %high)
+  %tanh = f32[8,8] tanh(%x), metadata={op_name="jit(f)/tanh"}
+  %top = f32[4,8] fusion(%tanh), kind=kLoop, calls=%one
+  %bottom = f32[4,8] fusion(%tanh), kind=kLoop, calls=%two
+  ROOT %all = (f32[8,8], f32[4,8], f32[4,8], f32[4,8], f32[4,8]) tuple(%sub, %low, %high, %top, %bottom)
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.any_jax
 def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
-    sin, mul, low, sub, high = written_by(compiled_to(ANEW))
+    sin, mul, low, sub, high, tanh, *_ = written_by(compiled_to(ANEW))
     assert sub.reads == (0, 1)
     assert sin.until == 1  # for its exponential, which the third computes once more
     assert mul.until == 4  # one half of it was taken before, and now the other
+    assert tanh.until == 7  # for its cosine, of which one half was written before
     assert (low.until, sub.until, high.until) == (2, 3, 4)  # results

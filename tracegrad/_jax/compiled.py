@@ -55,9 +55,9 @@ class Written(NamedTuple):
         ``jit(f)/jvp(block)/mul``: of several that run as one, the last.
       inside: those of the others, whose results are nowhere in memory.
       reads: what it reads of what was written before, by its place; not arguments.
-      until: the place of the last that reads it for what nothing before has computed of it; its
-        own if nothing does. What XLA computes anew inside of a later one is no reason to keep it:
-        where a barrier comes between, that is written instead.
+      until: the place of the last that reads it for what nothing before has computed of it, or of
+        which only a part was written; its own if nothing does. What XLA computes anew inside of a
+        later one is no other reason to keep it: where a barrier comes between, that is written.
     """
 
     size: int
@@ -88,12 +88,14 @@ def written_by(module: Module) -> list[Written]:
             scopes = [s for k in copied for j in places.get(k, ()) for s in found[j].scopes]
         parts = _all_of(inner, module.computations) if inner else ()
         inside = (scope for v in parts if v not in last for scope in v.scopes)
+        written, is_part = {_use(end) for end in last}, any(end.slices for end in last)
         for number, operand in enumerate(each.operands):
             uses = list(_uses(inner.instructions, number)) if inner else [_use(each)]
             for now in itertools.product(places.get(operand, ()), uses or [key]):
                 if now not in computed:
-                    computed.add(now)
                     until[now[0]] = len(found)
+                if now[1] in written or not is_part:
+                    computed.add(now)
         places[key] = (len(found),)
         found.append(Written(each.type.nbytes, _once(scopes), _once(inside), reads, len(found)))
     return [each._replace(until=until.get(k, k)) for k, each in enumerate(found)]

@@ -74,11 +74,10 @@ def _next(
     """What to plan for next: halfway between the largest plan that was within the budget and the
     next larger one that was not. Before there are both, most of the way to as many bytes more as
     XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
-    bytes, twice so for the last plan, behind which no other can be within it. Where XLA's bytes
-    fell so little from the next larger plan to this one, or rose, that not even those are few
-    enough, somewhat fewer than that asks for; but, unless that is none at all, not the very fewest
-    that there is a plan for, which costs the most by far, and of which XLA often holds no less than
-    of the next."""
+    bytes, twice so for the last plan. Where XLA's bytes fell so little from the next larger plan to
+    this one, or rose, that not even those are few enough, somewhat fewer than that asks for; but,
+    unless that is none at all, not the very fewest that there is a plan for, which costs the most
+    by far, and of which XLA often holds no less than of the next."""
     peak = search.kept.peak
     last = tried[-1]
     here, held = last.peak, max(1, _held(last))

@@ -126,7 +126,8 @@ def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[st
         for i in range(segment.start, segment.stop):
             if is_peak or not segment.recompute:
                 sizes[_line(model.nodes[i])] += model.extra[i]
-        for i in local.stored.union(local.recomputed if is_peak else ()):
+        again = set(local.recomputed).difference(local.late) if is_peak else ()
+        for i in local.stored.union(again):
             sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
         if is_peak:
             break

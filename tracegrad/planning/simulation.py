@@ -1,11 +1,11 @@
 """How many bytes a plan keeps alive at each moment, and what it computes again.
 
 A plan cuts a program into segments. What a segment's own backward pass reads is either kept, or
-computed again when the backward pass arrives at the segment, from what the plan saves inside it and
-from what came into it. A value that leaves a segment is kept until the backward pass of the first
-later segment that reads it is over; but if one segment alone reads it, and only in its forward
-pass, it goes with that one. Within a segment memory is freed as soon as nothing in it reads it any
-more.
+computed again when the backward pass arrives at the segment, or at what alone reads it, from what
+the plan saves inside it and from what came into it. A value that leaves a segment is kept until the
+backward pass of the first later segment that reads it is over; but if one segment alone reads it,
+and only in its forward pass, it goes with that one. Within a segment memory is freed as soon as
+nothing in it reads it any more.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class Piece:
         stored = stored.union([v for i in again for v in self.args[i]]).difference(ran)
         size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + made + sum(self.extra)
-        unread = self.unread_kept
-        if way.recompute:
-            unread = sum([size for size, readers in self.given if ran.isdisjoint(readers)])
+        unread = [size for size, readers in self.given if ran.isdisjoint(readers)]
         live = size + made if way.recompute else staying
         lates = [{}, *([found] if not way.offload and (found := self._late(ran)) else [])]
         backward = [self._backward(again, late, needs, live) for late in lates]
@@ -128,7 +126,7 @@ class Piece:
             late=lates[best],
             stored=stored,
             staying=staying,
-            unread=unread,
+            unread=sum(unread) if way.recompute else self.unread_kept,
             forward=self._forward(stored, way.recompute),
             backward=backward[best],
         )

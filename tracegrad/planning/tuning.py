@@ -19,12 +19,9 @@ class Tuning:
         3 up to 4 points are lost, with 14 nothing is won.
       labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
         many spare 0.2.
-      scan_options: ways to run a scan. With half of them up to 13 points are lost, with twice as
-        many nothing is won.
-      in_turn: of how many iterations of a scan some may keep more than the others, if its length is
-        a multiple.
-      plans: those that are compiled if nobody says how many, beside the program with nothing
-        recomputed.
+      scan_options: ways to run a scan. Half of them lose up to 13 points, twice as many win none.
+      in_turn: of how many iterations some may keep more than others, where they divide the length.
+      plans: compiled if nobody says how many, beside the program with nothing recomputed.
       careful: the share of the budget that is planned for first, and of what is planned for where
         XLA held more. Its square for the last plan, and for what is near to the budget: else two
         more of 108 budgets had no plan, and 0.3 points were lost. Like plans differ by a twentieth.
