@@ -74,12 +74,11 @@ def _next(
     """What to plan for next: halfway between the largest plan that was within the budget and the
     next larger one that was not. Before there are both, most of the way to as many bytes more as
     XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
-    bytes, twice so for the last plan. Where XLA's bytes fell so little from the next larger plan to
-    this one, or rose, that not even those are few enough, somewhat fewer than that asks for; but,
-    unless that is none at all, not the very fewest that there is a plan for, which costs the most
-    by far, and of which XLA often holds no less than of the next."""
-    peak = search.kept.peak
-    last = tried[-1]
+    bytes, for the last plan three times as many or somewhat fewer again. Where XLA's bytes fell so
+    little from the next larger plan to this one, or rose, that not even those are few enough,
+    somewhat fewer than that asks for; but, unless that is none at all, not the very fewest that
+    there is a plan for, which costs the most by far, and of which XLA often holds no less."""
+    peak, last = search.kept.peak, tried[-1]
     here, held = last.peak, max(1, _held(last))
     fits = max((fit.peak for fit in tried if _held(fit) <= budget), default=0)
     misses = [fit.peak for fit in tried if _held(fit) > budget]
@@ -92,7 +91,8 @@ def _next(
     sizes = [(peak, held_without), *((fit.peak, _held(fit)) for fit in tried)]
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
-    careful = TUNING.careful ** (2 if is_last else 1) * target
+    margin = max(TUNING.careful, (budget / held) ** 2) if is_last else 1
+    careful = TUNING.careful * margin * target
     if less < careful:
         fewest = TUNING.fewest * search.lowest_peak if less > 0 else 0
         careful = max(TUNING.careful * less, fewest)

@@ -23,8 +23,8 @@ class Tuning:
       in_turn: of how many iterations some may keep more than others, where they divide the length.
       plans: compiled if nobody says how many, beside the program with nothing recomputed.
       careful: the share of the budget that is planned for first, and of what is planned for where
-        XLA held more. Its square for the last plan, and for what is near to the budget: else two
-        more of 108 budgets had no plan, and 0.3 points were lost. Like plans differ by a twentieth.
+        XLA held more, and its square that above which a segment is near to the budget, without
+        which 0.3 points are lost. XLA's bytes of like plans differ by a twentieth.
       ahead: the share of the bytes that seem to be left of the budget by which the next plan is
         larger. With all of them one in four was too large, and with .6 up to 4 points are lost.
       fewest: how many times the fewest bytes that there is a plan for are planned for instead of
