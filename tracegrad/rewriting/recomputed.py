@@ -7,6 +7,9 @@ inside.
 So that nothing else is kept, what XLA computes inside of what reads it goes over no border: the
 region has copies of it. And there is a barrier in front of the region and behind it, over which XLA
 does not compute again in one place what was written in another.
+
+All of a region is run again when its cotangents arrive. What may wait for those of one operation
+inside is in a region with that, in there.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def recompute_but_for(
         copied = ()  # what comes in has its name here
     for reader in dict.fromkeys(late.values()):
         waiting = _between(reader, [node for node in late if late[node] is reader])
-        if waiting.issubset(inside):
+        if waiting.issubset(inside):  # or there is a view of it outside
             _region(graph, [node for node in inside if node in waiting], None, copied)
     inside = graph.nodes[first : len(graph.nodes) - behind]
     region = _region(graph, inside, _keeping(kept, on_host is not None), copied)
