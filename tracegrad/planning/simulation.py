@@ -111,14 +111,17 @@ class Piece:
         ran = self._recomputed(saved) if way.recompute else set()
         again = tuple(sorted(ran))
         needs = self.needs if way.recompute else self.needs_kept
-        stored = frozenset([v for found in needs for v in found])
-        stored = stored.union([v for i in again for v in self.args[i]]).difference(ran)
+        reads = [0] * len(self.sizes)
+        for found in [*needs, *[self.args[i] for i in again]]:
+            for v in found:
+                reads[v] += 1
+        stored = frozenset([v for v, count in enumerate(reads) if count and v not in ran])
         size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + made + sum(self.extra)
         unread = [size for size, readers in self.given if ran.isdisjoint(readers)]
         live = size + made if way.recompute else staying
-        lates = [{}, *([found] if not way.offload and (found := self._late(ran)) else [])]
-        backward = [self._backward(again, late, needs, live) for late in lates]
+        lates = [{}, *filter(None, [{} if way.offload else self._late(ran)])]
+        backward = [self._backward(again, late, needs, reads.copy(), live) for late in lates]
         best = min(range(len(lates)), key=lambda k: max(backward[k]))
         local = Local(
             flops=self.again + sum([self.flops[i] for i in again]),
@@ -176,6 +179,7 @@ class Piece:
         again: Sequence[int],
         late: Mapping[int, int],
         needs: Sequence[Sequence[int]],
+        reads: list[int],
         live: int,
     ) -> tuple[int, ...]:
         """Bytes alive at each step; `live`: before the first. What is run again is so when the
@@ -186,10 +190,6 @@ class Piece:
         order += [(-i, True, i) for i in range(len(sizes))]
         # An operation, whether its step is taken or it is run again, and what is read for that.
         events = [(i, back, (needs if back else self.args)[i]) for _, back, i in sorted(order)]
-        reads = [0] * len(sizes)
-        for _, _, operands in events:
-            for v in operands:
-                reads[v] += 1
         peak, peaks = 0, []
         for i, is_back, operands in events:
             if not is_back:
