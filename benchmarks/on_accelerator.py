@@ -307,6 +307,8 @@ def memory_lines(sizes: Sizes) -> Iterator[Line]:
     _, numbers = run_and_weigh(compiled, shapes)
     peak = numbers["peak_bytes"]
     told = "no memory_stats() here" if peak is None else f"{report.listed / peak:.1%}"
+    if not numbers.get("peak_is_of_the_step", True):
+        told += ", at least: more was held while compiling"
     yield "bytes in lines, of the device's peak", told, {"peak_bytes": peak}
 
 
