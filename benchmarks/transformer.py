@@ -49,7 +49,7 @@ def attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
     """f32[batch, tokens, width] → the same; causal."""
     batch, tokens, width = x.shape
     q, k, v = jnp.split((x @ p["qkv"]).reshape(batch, tokens, heads, -1), 3, axis=-1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width // heads)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5  # weakly typed
     scores = jnp.where(jnp.tri(tokens, dtype=bool), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
     return mixed.reshape(batch, tokens, width) @ p["out"]

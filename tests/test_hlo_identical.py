@@ -70,6 +70,7 @@ def options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
     return dict(lowered._lowering._compiler_options_kvs)
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_traced_program_compiles_to_the_hlo_of_jit(program: Program) -> None:
     fun, args = program.build()

@@ -93,6 +93,7 @@ def test_other_compiler_options_are_kept() -> None:
     assert mib <= 90
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize(
     ("body", "least", "most"),
     # Recomputed: the carries, 4 MiB a layer, and the insides of one layer.
@@ -110,6 +111,7 @@ def test_body_of_a_scan_is_recomputed(body: Any, least: float, most: float) -> N
     assert least <= compiled.memory_analysis().temp_size_in_bytes / MIB <= most
 
 
+@pytest.mark.accelerator
 def test_small_loop_is_recomputed_too() -> None:
     """XLA turns loops below a kilobyte into one kernel, which must not meet a barrier in them: on
     JAX 0.10 that ended the process."""

@@ -33,6 +33,7 @@ def block(x, w):
     return jnp.sin(x * w) + jnp.cos(x)
 
 
+@pytest.mark.accelerator
 @pytest.mark.any_jax
 def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
     again = recompute_grad(block)
@@ -55,6 +56,7 @@ def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
 
 
+@pytest.mark.accelerator
 def test_four_calls_run_four_times_forward_and_four_more_backward():
     runs = []
 
@@ -150,6 +152,7 @@ def test_what_it_closes_over_is_read_at_every_call():
     assert (f(1.0), jax.grad(f)(1.0)) == (3.0, 3.0)
 
 
+@pytest.mark.accelerator
 def test_recompute_in_recompute_in_scan():
     inner = recompute_grad(jnp.sin)
 

@@ -64,6 +64,7 @@ def test_there_is_one_slice_for_each_lookup():
     np.testing.assert_allclose(slices.values, 2 * TABLE[IDS])
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize(
     ("mode", "rows"),
     [
@@ -450,6 +451,7 @@ def test_effects_are_kept_once(capfd):
     assert capfd.readouterr().out == "looked up\n"
 
 
+@pytest.mark.accelerator
 def test_memory_is_in_proportion_to_the_batch():
     def step(table, ids):
         return table - 0.1 * grad(squares(lambda t, i: t[i]), sparse=True)(table, ids)

@@ -16,6 +16,7 @@ from tracegrad.insight.explaining import explain_graph
 pytestmark = pytest.mark.any_jax
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("looks", [8, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_cause_the_line_and_the_cure_of_a_bug_are_named(name, looks, monkeypatch):

@@ -105,6 +105,7 @@ def the_peak(fun: Callable[..., Any]) -> str:
     return f"test_memory.py:{found} "
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("name", SEEDED)
 def test_the_line_that_makes_the_peak_is_named_first(name: str):
     written, fun, shapes = SEEDED[name]

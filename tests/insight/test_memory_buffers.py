@@ -87,6 +87,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.accelerator
 @pytest.mark.any_jax
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lines_add_up_to_what_xla_holds(name: str):
@@ -102,6 +103,7 @@ def test_lines_add_up_to_what_xla_holds(name: str):
     assert all(line.line for line in report.lines if line.kind != "argument")
 
 
+@pytest.mark.accelerator
 @pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["two loops", "branches", "while", "half precision", "vmap"])
 def test_what_shares_a_buffer_is_found_out_where_xla_does_not_say(name: str):

@@ -134,6 +134,7 @@ def test_no_product_is_done_again_that_the_plan_has_not():
 SLOW = {"convolutions", "experts"}
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in HELD_OUT]
 )

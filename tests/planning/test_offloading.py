@@ -59,6 +59,7 @@ def moved(fun: Any, *shapes: Any) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plan_brings_to_the_host_what_it_says_and_back(name: str, tmp_path: Path):
     fun, shapes, times = PROGRAMS[name]
@@ -176,5 +177,21 @@ def test_a_cpu_has_no_memory_but_the_hosts():
         plan_recompute(unrolled, "50%", offload="25GB", measure=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.accelerator
 def test_what_a_transfer_costs_is_measured_where_jax_lets_one_ask():
     assert 0 < _jax.transfer_flops(jax.devices()[0], size=64) < math.inf
+
+
+@pytest.mark.accelerator
+def test_where_a_device_has_its_own_memory_a_plan_that_was_measured_keeps_the_budget():
+    if not _jax.has_host_memory(jax.devices()[0]):
+        pytest.skip("a CPU has no memory but the host's")
+    shapes = {"up": f32(8, 256, 512), "down": f32(8, 512, 256)}, f32(4096, 256)
+    plan = plan_recompute(scanned, "35%", offload=True)(*shapes)
+    assert plan.held is not None
+    assert plan.held <= plan.budget
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 16, s.dtype), shapes)
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(*args) for f in (plan.apply(), scanned))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(jnp.max(jnp.abs(b))))

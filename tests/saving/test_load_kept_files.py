@@ -49,6 +49,7 @@ def test_each_kind_of_file_is_kept_of_several_versions():
     assert len(FILES) >= 2 * len(kinds)
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_kept_file_loads(path: Path):
     name, written = path.stem.split("-jax-")

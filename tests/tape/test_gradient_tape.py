@@ -44,12 +44,14 @@ def test_a_layer_of_weights_has_gradients_of_the_weights_shapes():
     np.testing.assert_allclose(db, want[1], rtol=1e-6)
 
 
+@pytest.mark.accelerator
 def test_a_branch_of_python_is_differentiated_as_it_was_taken():
     for value, slope in ((2.0, 4.0), (-2.0, -1.0)):
         (dx,) = grad_of(lambda x: x * x if x > 0 else -x, F32(value))
         assert dx == slope
 
 
+@pytest.mark.accelerator
 def test_it_agrees_with_finite_differences_in_float64():
     def f(x):
         return jnp.sum(jnp.tanh(x @ x.T) * jnp.sin(x).sum())
@@ -172,6 +174,7 @@ def test_what_is_computed_outside_the_block_is_not_followed():
     assert tape.gradient(z, x) is None
 
 
+@pytest.mark.accelerator
 def test_a_host_conversion_ends_the_gradient():
     x = jnp.ones(3)
     assert grad_of(lambda x: jnp.asarray(np.square(np.asarray(x))).sum(), x) == [None]
@@ -442,6 +445,7 @@ def test_an_unconnected_source_has_no_jacobian_or_zeros_of_its_shape():
     assert tape.jacobian(y, z, unconnected_gradients="zero").shape == (2, 3)
 
 
+@pytest.mark.accelerator
 def test_a_hessian_is_the_jacobian_of_a_gradient():
     x = jnp.array([1.0, 2.0, 3.0])
     with GradientTape() as outer:
@@ -477,6 +481,7 @@ def test_a_jacobian_is_of_one_real_array():
         tape.jacobian(w, z)
 
 
+@pytest.mark.accelerator
 def test_batch_jacobian_is_the_diagonal_of_the_jacobian():
     x = jnp.arange(6.0).reshape(2, 3)
     w = jnp.arange(12.0).reshape(3, 2, 2) / 10
@@ -517,6 +522,7 @@ def test_batch_jacobian_wants_two_axes_and_one_batch(target, source, words):
 # ---------------------------------------------------------------------------------- higher orders
 
 
+@pytest.mark.accelerator
 def test_four_nested_tapes_give_four_derivatives():
     x = F32(2.0)
     with GradientTape() as t4:
@@ -574,6 +580,7 @@ def test_derivatives_of_a_custom_gradient_of_every_order():
     assert grad_of(log1pexp, F32(100.0)) == [1.0]
 
 
+@pytest.mark.accelerator
 def test_a_gradient_penalty_trains_through_the_gradient():
     w, x = jnp.array([[1.0, -2.0], [0.5, 3.0]]), jnp.array([[1.0, 2.0]])
 

@@ -34,6 +34,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("loss", LOOKUPS.values(), ids=LOOKUPS)
 @pytest.mark.parametrize("make", [jnp.array, Variable], ids=["array", "Variable"])
 def test_a_tape_gives_one_slice_for_each_lookup(loss, make):
@@ -59,6 +60,7 @@ def test_a_lookup_in_what_was_looked_up():
     np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
 
 
+@pytest.mark.accelerator
 def test_ids_are_normalised_and_those_out_of_range_dropped():
     slices, dense = sparse_and_dense(lambda t: jnp.sum(t[jnp.array([-1, 10, 3])] ** 2), TABLE)
     np.testing.assert_array_equal(slices.indices, [9, 10, 3])  # 10 is no row
@@ -163,6 +165,7 @@ def test_reads_of_a_variable_with_several_values_stand_one_after_the_other():
         np.testing.assert_allclose(slices.values, expected, rtol=1e-6)
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("how", ["tape", "gradients", "grad"])
 def test_a_traced_step_on_a_variable_writes_the_rows_that_it_looked_up(how):
     table = Variable(TABLE)
@@ -214,6 +217,7 @@ def test_a_tape_over_a_sparse_gradient_of_a_function():
     np.testing.assert_allclose(found.values, 6 * TABLE[IDS], rtol=1e-6)
 
 
+@pytest.mark.accelerator
 def test_rows_of_a_variable_are_trained():
     table, sums = Variable(TABLE), Variable(jnp.zeros(10))
 
