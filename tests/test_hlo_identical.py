@@ -23,6 +23,8 @@ import tracegrad
 from tracegrad import _jax
 from tracegrad.tracing import to_callable
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 # What XLA must be told so that it does not merge recomputed code with the original, on JAX before
 # 0.11.2; tracegrad says it itself. A program that recomputes is compared with jit's under the same.
 KEEP_RECOMPUTED = _jax.keep_recompute_options("cpu")

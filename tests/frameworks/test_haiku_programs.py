@@ -12,6 +12,8 @@ from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.both_jax
+
 hk = pytest.importorskip("haiku", reason="dm-haiku is in the extra `test`")
 
 
