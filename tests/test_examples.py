@@ -83,6 +83,7 @@ def run_here(
     return exit.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(
     tmp_path: Path, monkeypatch, capsys
 ):

@@ -110,6 +110,7 @@ def transformer(compiled, edit):
         rules.clip_gradient(match.call("relu"), max_value=LIMIT),
         clipped,
         "98%",
+        mark="slow",
     ),
     Program(
         transformer,

@@ -455,7 +455,14 @@ def by_tape(fun: Any) -> Any:
     return gradient
 
 
-@pytest.mark.parametrize("derivative", [tracegrad.grad, lambda f: jax.grad(f), by_tape])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        pytest.param(tracegrad.grad, marks=pytest.mark.slow),
+        pytest.param(lambda f: jax.grad(f), marks=pytest.mark.slow),
+        by_tape,
+    ],
+)
 def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
     args = [jnp.full((8, 4, 8), 0.1)] * 4, jnp.ones((2, 64, 8)), jnp.zeros((2, 1, 64, 64))
 
