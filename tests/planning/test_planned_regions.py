@@ -121,6 +121,7 @@ def gru(steps, width):
     return loss, (params, xs, h)
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
     loss, args = gru(steps=8, width=64)
 

@@ -160,7 +160,16 @@ def planned(name: str) -> RecomputePlan:
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual blocks",
+        pytest.param("recurrent", marks=pytest.mark.slow),
+        "mlp",
+        "convolutions",
+        "loop",
+    ],
+)
 def test_gradients_are_those_of_the_original(name: str):
     fun, shapes, _ = PROGRAMS[name]
     args, plan = values(shapes), planned(name)
@@ -533,7 +542,11 @@ def test_a_plan_prints_as_a_table_and_draws_itself():
 
 
 @pytest.mark.parametrize(
-    ("fun", "shapes"), [(mlp, mlp_shapes(8, 64, 16)), (loop, stacked_shapes(12, 32, 16))]
+    ("fun", "shapes"),
+    [
+        pytest.param(mlp, mlp_shapes(8, 64, 16), marks=pytest.mark.slow),
+        (loop, stacked_shapes(12, 32, 16)),
+    ],
 )
 def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
     curve = plan_recompute(fun, "40%", measure=False)(*shapes).curve(4)
