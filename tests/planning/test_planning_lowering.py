@@ -316,6 +316,7 @@ def penalty(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((jnp.sum(jax.grad(model)(x) ** 2, axis=-1) - 1) ** 2)
 
 
+@pytest.mark.slow
 def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
     """What is planned is the gradient of the penalty, in which that of the loss is a part: that one
     alone holds a quarter of what both do."""
