@@ -10,10 +10,9 @@ optax mix dtypes and ranks: tests that ran under stricter rules would not see su
 
 import gc
 import os
-import re
 import shutil
 import sys
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,91 +87,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(MOST_WORKERS, usable_cores())
 
 
-# Of many of a kind, those that take seconds: the README's command leaves the long to .ci/run, and
-# both leave the slow to .ci/nightly.
-LONG = (
-    r"test_a_fresh_process_finds_the_same_results_and_gradients",
-    r"test_a_model_is_saved_by_its_arrays_or_closed_over",
-    r"test_damage.*damaged_files_are_refused",
-    r"test_hlo_identical.*\[nnx_transformer\]",
-    r"test_load_fresh.*rules_themselves",
-    r"test_measured_plans.*(of_one_device|the_gradient_that_it_takes\[by_tape\])",
-    r"test_planned_regions.*saves_all_that_it_computes",
-    r"test_planning_lowering.*(draws_itself|function_fit|leave_room|other_budgets|every_time)",
-    r"test_planning_lowering.*(of_the_outermost|complex_values_are_saved\[fourier)",
-    r"test_planning_scans.*(what_others_compute_again|everything\[layers of steps\])",
-    r"test_rules_at_second_order.*(called_twice|\[scale\])",
-    r"test_rules_in_force.*memory_budget.*\[tg\]",
-    r"test_second_derivatives_keep_zeros_too",
-    r"test_two_processes_of_two_devices_do_all_that_one_does",
-    r"test_two_thousand_tapes_leave_nothing_alive",
-    r"test_zeros_stay_zeros_whatever_the_derivative_is",
-)
-SLOW = (
-    r"test_a_healthy_program_has_the_very_same_gradient",
-    r"test_a_module_in_train_mode_has.*\[a cell in a scan, with random carries-nnx.jit\]",
-    r"test_a_process_that_fails_or_hangs_ends_the_others",
-    r"test_a_program_of_nnx\[lora\]",
-    r"test_an_example_refuses_before_it_trains.*epochs=0",
-    r"test_answer_is_that_of_jax_in_x64",
-    r"test_(linen|haiku|equinox)_programs.*\[(cnn_with_batch_stats|mlp_with_batch_norm|ensemble)\]",
-    r"test_examples.*says_when_it_misses_its_goal",
-    r"test_forward\.py.*its_own_jvp\[in_scan\]",
-    r"test_forward_programs.*\[linen_mlp\]",
-    r"test_hlo_identical.*(nnx_transformer_adamw_step|equinox_conv_net)\]",
-    r"test_hlo_identical.*value_and_grad_nnx_transformer\]",
-    r"test_measured_plans.*no_more_than_the_budget\[attention\]",
-    r"test_measured_plans.*the_gradient_that_it_takes\[(grad|<lambda>)\]",
-    r"test_models_on_tapes.*of_nnx\[statistics and dropout-eager\]",
-    r"test_planned_regions.*recurrent_network",
-    r"test_planning_lowering.*\[(residual blocks|recurrent|convolutions)\]",
-    r"test_planning_lowering.*(goes_piece_by_piece|other_budgets\[mlp)",
-    r"test_planning_scans.*inside_scans.*\[layers\]",
-    r"test_random_loops",
-    r"test_random_programs.*\[(jit|vmap|trace|scan|cond|loop|gather)\]",
-    r"test_random_programs.*\[(checkpoint|recompute|custom_gradient_of_inputs|custom_vjp)\]",
-    r"test_rules_in_force.*memory_budget.*\[jax\]",
-    r"test_save_random.*same_after_loading",
-    r"test_surgery_on_models.*(guided_relu|product_stopped|recompute_by_block)\[(linen|equinox)\]",
-    r"test_surgery_on_models.*(jax_inlines|at_the_blocks)\[(nnx|equinox)\]",
-)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--most-seconds", type=float, default=float("inf"), help="see `brief`")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what takes long, and deals the cases of a test that has several out to two runs.
-
-    What the oldest JAX runs of them in .ci/run, the newest does not, so that each case runs there
-    once; the README's command takes the newest's. By turns, in an order that mixes the parameters.
-    Where a file or a test is asked for, all of its cases run.
-
-    Of the tests that have one case half run on the newest alone; but what the library knows of JAX
-    itself is looked at on both.
-    """
-    for mark, patterns in ((pytest.mark.long, LONG), (pytest.mark.slow, SLOW)):
-        chosen = re.compile("|".join(patterns))
-        for item in items:
-            if chosen.search(item.nodeid):
-                item.add_marker(mark)
-    for item in items:
-        if isinstance(item, pytest.DoctestItem):  # what it shows has tests of its own
-            item.add_marker(pytest.mark.any_jax)
-    if config.args != config.getini("testpaths"):
-        return
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if not item.get_closest_marker("long") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        cases.sort(key=_mixed)
-        for turn, case in enumerate(cases if len(cases) > 1 else ()):
-            case.add_marker(pytest.mark.oldest if turn % 2 else pytest.mark.newest)
-        if len(cases) == 1 and cases[0].path.name != "test_jax.py" and _mixed(cases[0]) % 2:
-            cases[0].add_marker(pytest.mark.any_jax)
-
-
-def _mixed(item: pytest.Item) -> int:
-    """A number that stays that of a test whatever tests there are beside it."""
-    return zlib.crc32(item.nodeid.encode())
+@pytest.fixture(autouse=True)
+def brief(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--most-seconds=10``, as .ci/nightly has it: what is not marked slow fails if it takes
+    more. Seconds of a core, by this process and by those it starts: neighbours do not count."""
+    begun = sum(os.times()[:4])
+    yield
+    took = sum(os.times()[:4]) - begun
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if took > request.config.getoption("--most-seconds") and not is_slow:
+        pytest.fail(f"It took {took:.0f} s: make it smaller, or mark it slow.", pytrace=False)
 
 
 gc.disable()  # until all is imported, most of which stays
@@ -191,35 +119,35 @@ def memory_maps() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else sys.maxsize
 
 
-# These hold what XLA optimises: its programs, its bytes and operations, or results to the last bit.
-# For all others it leaves out what it can, since compiling is most of their time.
-COMPILED_FULLY = {
-    "test_gradients",
-    "test_hlo_identical",
-    "test_jax",
-    "test_linearised",
-    "test_load_fresh",
-    "test_load_kept_files",
-    "test_planned_regions",
-    "test_planning_lowering",
-    "test_planning_scans",
-    "test_recompute_memory",
-    "test_recompute_option",
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compilation(request: pytest.FixtureRequest) -> None:
-    """Leaves out what XLA optimises, but in the modules above.
-
-    Modules share what was compiled, unless it was compiled in the other way; or is so much that it
-    uses up a process's memory maps, as some thousand programs do. What earlier modules left is
-    not searched for garbage again, which takes half a second where a test asks for it.
-    """
-    gc.freeze()
+@pytest.fixture(scope="session", autouse=True)
+def compiled_plainly() -> None:
+    """Leaves out what XLA optimises, where it can: compiling is most of the tests' time."""
     import jax  # noqa: PLC0415 (the settings above come first)
 
-    plainly = request.node.name.removesuffix(".py").rpartition("/")[2] not in COMPILED_FULLY
-    if plainly != jax.config.read("jax_disable_most_optimizations") or memory_maps() > MOST_MAPS:
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def compiled_fully(compiled_plainly: None) -> Iterator[None]:
+    """For a module that holds what XLA optimises: its programs, its bytes and operations, or
+    results to the last bit. It asks by ``pytestmark = pytest.mark.usefixtures("compiled_fully")``.
+    """
+    import jax  # noqa: PLC0415
+
+    jax.clear_caches()  # what was compiled in the other way
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory() -> None:
+    """Modules share what was compiled, unless that uses up a process's memory maps, as some
+    thousand programs do. What earlier modules left is not searched for garbage again, which takes
+    half a second where a test asks for it."""
+    gc.freeze()
+    if memory_maps() > MOST_MAPS:
+        import jax  # noqa: PLC0415
+
         jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", plainly)

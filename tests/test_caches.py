@@ -13,6 +13,8 @@ import pytest
 import tracegrad as tg
 from tracegrad._jax.caches import Cache, WeakCache, cached, clear_caches, of_program
 
+pytestmark = pytest.mark.both_jax
+
 
 def on_a_tape(fun, x):
     with tg.GradientTape() as tape:

@@ -25,6 +25,8 @@ from jax.experimental import io_callback
 
 import tracegrad
 
+pytestmark = pytest.mark.both_jax
+
 Function = Callable[..., Any]
 BATCH = 3
 
@@ -405,7 +407,6 @@ def test_array_refs_closed_over_are_written_as_by_jax() -> None:
         assert_bits_equal(ours[...], theirs[...], "traced")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("wrap", [tracegrad.trace, tracegrad.rewrite])
 def test_a_part_of_a_reference_is_refused_as_an_argument(wrap) -> None:
     try:

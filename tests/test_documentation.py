@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax import nnx
 
 import tracegrad
@@ -33,7 +32,6 @@ def same_weights(a, b):
     return all(jnp.allclose(p, q, atol=1e-6) for p, q in pairs)
 
 
-@pytest.mark.any_jax
 def test_the_programs_of_the_readme_do_what_it_says():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.count("\n") <= 150

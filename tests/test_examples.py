@@ -1,7 +1,4 @@
-"""Every example runs as a user runs it, and the main one does what it says.
-
-In .ci/run on the newest JAX alone, as the README's example runs on the oldest; in .ci/nightly too.
-"""
+"""Every example runs as a user runs it, and the main one does what it says."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ OTHERS = sorted(
 )
 
 SLOW = {"checkpoint_training", "gradient_reversal", "through_a_solver", "train_sharded"}
-
-pytestmark = pytest.mark.any_jax
 
 
 def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -88,6 +83,7 @@ def run_here(
     return exit.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(
     tmp_path: Path, monkeypatch, capsys
 ):
@@ -110,7 +106,6 @@ def test_the_main_example_says_when_it_misses_its_goal_and_what_it_replaces(
         ("--out=curve.txt", "must end in .png, .pdf or .svg, not curve.txt"),
     ],
 )
-@pytest.mark.any_jax
 @pytest.mark.parametrize("example", [MAIN, WORDS], ids=lambda example: example.stem)
 def test_an_example_refuses_before_it_trains(
     example: Path, argument: str, complaint: str, monkeypatch, capsys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python.*\n((?:.*\n)*?)```$", re.M)

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.any_jax
-
 HERE = Path(__file__).parents[1]
 PACKAGE = HERE / "tracegrad"
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -16,6 +16,8 @@ from tracegrad import _jax
 from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import module_of
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 
 def equation(fun, *args):
     return jax.make_jaxpr(fun)(*args).jaxpr.eqns[-1]
@@ -672,7 +674,6 @@ ENTRY %main (x: f32[8,8]) -> (f32[8,8], f32[4,8], f32[4,8], f32[4,8], f32[4,8]) 
 """  # noqa: E501
 
 
-@pytest.mark.any_jax
 def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
     sin, mul, low, sub, high, tanh, *_ = written_by(compiled_to(ANEW))
     assert sub.reads == (0, 1)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.any_jax
-
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
 BLOCKS = [
     (PAGE[: match.start()].count("\n") + 2, match[1])

@@ -1,8 +1,4 @@
-"""Every notebook runs from top to bottom, and is stored as somebody wants to read it.
-
-In .ci/run on the newest JAX alone, but for those that compile much; .ci/nightly
-runs all of them in the environment that it is given.
-"""
+"""Every notebook runs from top to bottom, and is stored as somebody wants to read it."""
 
 from __future__ import annotations
 
@@ -16,9 +12,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-pytestmark = pytest.mark.any_jax
-
-QUICK = {"autodiff", "quickstart"}
+QUICK = {"autodiff", "quickstart"}  # those that everybody reads
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -26,9 +20,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(
-            path, marks=pytest.mark.long if path.stem in QUICK else pytest.mark.slow, id=path.stem
-        )
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.stem)
         for path in NOTEBOOKS
     ],
 )

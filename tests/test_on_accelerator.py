@@ -39,7 +39,7 @@ def test_all_rows_are_there_and_none_has_failed(tmp_path: Path) -> None:
     assert tests["rc"] == tests["FAILED"] == tests["ERROR"] == 0 < tests["PASSED"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_does_not_fit_into_the_minutes_is_said_not_to_have_run(tmp_path: Path) -> None:
     printed, found = table(tmp_path, "--minutes", "0.15")
     (status,) = {row["status"] for row in found["rows"]}

@@ -18,7 +18,7 @@ GROUPS = harnesses()
 SAMPLE = 5
 
 # JAX's test programs bind primitives directly, and some in ways that JAX warns about.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.both_jax, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

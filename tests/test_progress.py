@@ -11,8 +11,6 @@ import pytest
 import tracegrad as tg
 from tracegrad._jax import progress
 
-pytestmark = pytest.mark.any_jax
-
 
 class Stream(io.StringIO):
     def __init__(self, is_terminal: bool):

@@ -23,6 +23,8 @@ from jax import lax
 
 import tracegrad as tg
 
+pytestmark = pytest.mark.both_jax
+
 N = 3  # values have the shapes [], [N] and [N, N]
 
 

@@ -16,6 +16,8 @@ import pytest
 
 import tracegrad
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 LAYERS, BATCH, WIDTH = 24, 2048, 512
 MIB = 2**20
 

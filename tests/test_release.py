@@ -13,8 +13,6 @@ import pytest
 
 import tracegrad
 
-pytestmark = pytest.mark.any_jax
-
 ROOT = Path(__file__).parents[1]
 
 

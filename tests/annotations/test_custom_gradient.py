@@ -14,6 +14,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import custom_gradient, hessian, stop_gradient
 
+pytestmark = pytest.mark.both_jax
+
 
 def derivative(f, x, order=1, h=1e-2):
     """Central differences in float64, of the fourth order of accuracy."""
@@ -800,7 +802,6 @@ def test_an_exception_in_user_code_keeps_its_type_and_gets_a_note(transform):
     assert backward(1.0) == jax.jit(backward)(1.0) == 1.0
 
 
-@pytest.mark.any_jax
 def test_a_gradient_function_may_call_its_own_function_twice():
     @custom_gradient
     def product(x, y):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tracegrad as tg
 from tracegrad.annotations.host_function import numpy_function
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 X = jnp.array([0.3, 0.7, 1.2, 1.7])
 Y = jnp.array([0.2, 0.5, 1.0, 2.9])

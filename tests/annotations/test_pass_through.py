@@ -7,6 +7,8 @@ import pytest
 
 from tracegrad import grad_pass_through, stop_gradient
 
+pytestmark = pytest.mark.both_jax
+
 
 def test_the_upstream_gradient_passes_unchanged():
     def loss(f):

@@ -14,6 +14,8 @@ from jax.extend.core import jaxprs_in_params
 import tracegrad as tg
 from tracegrad import custom_gradient, recompute_grad
 
+pytestmark = pytest.mark.both_jax
+
 
 def operations(f, *args):
     """How often each primitive occurs in a program, regions included."""
@@ -34,7 +36,6 @@ def block(x, w):
 
 
 @pytest.mark.accelerator
-@pytest.mark.any_jax
 def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
     again = recompute_grad(block)
     with jax.enable_x64(True):

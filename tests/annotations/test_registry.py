@@ -12,7 +12,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.annotations import registry
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 X = jnp.array([-1.0, 0.5, 2.0])
 

@@ -8,6 +8,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import stop_gradient
 
+pytestmark = pytest.mark.both_jax
+
 
 def test_a_tree_keeps_its_values_and_loses_its_derivatives():
     tree = {"a": jnp.array([1.0, 2.0]), "n": jnp.array([1, 2]), "c": (1.5, None, 3, True)}

@@ -364,7 +364,6 @@ def test_a_gradient_function_needs_a_place_for_what_jax_has_kept_too():
             tg.trace(lambda x: tg.grad(f)(x))(2.0)
 
 
-@pytest.mark.any_jax
 def test_a_variable_that_only_a_function_inside_reads_and_does_not_use_is_listed():
     v = Variable(3.0)
 

@@ -29,6 +29,8 @@ from tracegrad.ir import CustomGradient
 from tracegrad.ir.dependence import dependence, leading_to
 from tracegrad.ir.operations import CONNECTING
 
+pytestmark = pytest.mark.both_jax
+
 X = jnp.array([0.3, -1.2, 2.0])
 
 

@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 import tracegrad as tg
 from tracegrad.differentiation.fingerprint import fingerprint
 
+pytestmark = pytest.mark.both_jax
+
 X = jnp.ones((4, 4))
 saving = jax.checkpoint_policies.save_only_these_names
 
@@ -161,7 +163,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.any_jax
 def test_another_process_finds_the_same(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -11,6 +11,8 @@ from jax import lax
 import tracegrad as tg
 from tracegrad import custom_gradient, grad, jvp
 
+pytestmark = pytest.mark.both_jax
+
 X = np.array([0.3, -1.2, 2.0])
 T = np.array([1.0, 0.5, -2.0])
 

@@ -15,7 +15,7 @@ from flax import nnx
 import tracegrad as tg
 from tracegrad import grad, jacobian, select, value_and_grad
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.usefixtures("compiled_fully")
 
 
 def loss(params, x, scale=1.0, *rest, offset=0.0, **more):

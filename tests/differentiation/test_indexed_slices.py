@@ -17,8 +17,6 @@ from tracegrad import grad, value_and_grad
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 
-pytestmark = pytest.mark.any_jax
-
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])
 ANY = jnp.array([-1, 3, 10, -11, 99, 3, -10, 9])  # in range, negative, out of range

@@ -19,6 +19,8 @@ import tracegrad as tg
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.insight.gradient_flow import Flow, gradient_flow
 
+pytestmark = pytest.mark.both_jax
+
 X, AUX, OTHER = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]), jnp.array([5.0, 6.0])
 MESH = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 

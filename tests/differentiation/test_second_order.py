@@ -11,6 +11,8 @@ from jax import lax
 import tracegrad as tg
 from tracegrad import custom_gradient, grad, hessian, hvp, jacobian
 
+pytestmark = pytest.mark.both_jax
+
 X = np.array([0.3, -1.2, 2.0])
 
 
@@ -82,7 +84,6 @@ def test_a_jacobian_is_what_finite_differences_give():
     np.testing.assert_allclose(jacobian(f)(X), np.stack(columns, 1), atol=1e-8)
 
 
-@pytest.mark.any_jax
 def test_leaves_that_are_not_selected_get_blocks_of_zeros():
     tree = {"a": jnp.ones(2), "b": jnp.ones(3), "n": jnp.arange(4), "k": 2.0, "f": jnp.sin}
 
@@ -126,7 +127,6 @@ def test_a_hessian_is_that_of_jax_and_goes_through_custom_gradients(wrap, wrt):
     assert_trees_close(jax.jit(hessian(wrap(energy), wrt))(*arguments()), expected)
 
 
-@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_hessian_of_selected_leaves():
     params, x = arguments()
@@ -145,7 +145,6 @@ def test_a_hessian_of_selected_leaves():
     assert got["k"]["x"].shape == got["x"]["k"].shape == (3,)
 
 
-@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_hessian_of_vectors_and_with_auxiliary_results():
     def f(x):
@@ -187,7 +186,6 @@ def test_a_product_is_that_with_the_hessian(wrt):
     assert_trees_close(jax.jit(lambda p, x: hvp(tg.trace(energy), (p, x), v, wrt))(params, x), got)
 
 
-@pytest.mark.any_jax
 @pytest.mark.usefixtures("x64")
 def test_a_product_in_a_scan_and_its_derivative():
     def f(x):

@@ -18,8 +18,6 @@ import tracegrad as tg
 from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 
-pytestmark = pytest.mark.any_jax
-
 TABLE = jnp.arange(8.0).reshape(4, 2)
 # Of the loss sum(table[[0, 2, 0]]**2): row 0 twice, which as rows of their own have another norm.
 SLICES = IndexedSlices([[2.0, 0.0], [4.0, 0.0], [2.0, 0.0]], [0, 2, 0], TABLE.shape)

@@ -189,7 +189,6 @@ def run(lines, opened, x):
     return values[-1]
 
 
-@pytest.mark.any_jax
 @given(stopped_programs())
 def test_no_smaller_set_of_stops_would_do(lines):
     stops = [k for k, (_, stops, _) in enumerate(lines) if stops]

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+import pytest
 from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 import tracegrad as tg
 from tracegrad import match, rules
+
+pytestmark = pytest.mark.both_jax
 
 
 def arrays_of(*trees):

@@ -12,6 +12,8 @@ from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.both_jax
+
 hk = pytest.importorskip("haiku", reason="dm-haiku is in the extra `test`")
 
 
@@ -108,6 +110,7 @@ def transformer(compiled, edit):
         rules.clip_gradient(match.call("relu"), max_value=LIMIT),
         clipped,
         "98%",
+        mark="slow",
     ),
     Program(
         transformer,

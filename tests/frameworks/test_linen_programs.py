@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state
 from zoo import LIMIT, STEPS, Program, check, clipped, each
 
 from tracegrad import match, rules
+
+pytestmark = pytest.mark.both_jax
 
 
 @struct.dataclass

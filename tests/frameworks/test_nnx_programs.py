@@ -7,10 +7,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 from tracegrad import match, rules
+
+pytestmark = pytest.mark.both_jax
 
 
 def arrays_of(*modules):

@@ -57,7 +57,7 @@ class Program:
     rule: Any
     by_hand: Edit
     budget: str = "60%"
-    mark: str = ""  # or "slow": what is quickest of each framework is not
+    mark: str = ""  # or "slow"
     no_plan: str = ""  # why there is none within the budget
 
 

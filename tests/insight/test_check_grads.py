@@ -14,8 +14,6 @@ import pytest
 import tracegrad as tg
 from tracegrad.insight import GradientError, check_grads
 
-pytestmark = pytest.mark.any_jax
-
 X = jnp.array([0.3, -1.2, 2.0])
 
 
@@ -126,7 +124,6 @@ def a_hundredth_off(x):
 a_hundredth_off.defjvp(lambda x, dx: (x[0] * x[0], 2.02 * x[0] * dx[0]))
 
 
-@pytest.mark.any_jax
 def test_how_far_numbers_may_be_apart_and_along_what_they_are_taken_is_said_by_the_caller():
     def numbers(**choices):
         fun, x = lambda x: jnp.sum(a_hundredth_off(x)), jnp.ones(2)
@@ -137,7 +134,6 @@ def test_how_far_numbers_may_be_apart_and_along_what_they_are_taken_is_said_by_t
     assert numbers(rtol=0.02) == numbers(rtol=0.0, atol=10.0) != numbers(rtol=0.02, seed=1)
 
 
-@pytest.mark.any_jax
 def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
     def scaled(w, x):
         return jnp.sum(doubled(x, eqxi.nondifferentiable(jnp.ones(3))) * w)
@@ -217,7 +213,6 @@ def test_deliberate_rules_are_listed_and_the_rest_is_checked_without_them(declar
         check_grads(f, (X,), order=1, modes=["rev"])
 
 
-@pytest.mark.any_jax
 def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
     @jax.custom_jvp
     def rounded(x):

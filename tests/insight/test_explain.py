@@ -24,8 +24,6 @@ from tracegrad.insight import Explanation, explain
 from tracegrad.insight.explaining.explain_graph import key_of
 from tracegrad.ir.authors import whose
 
-pytestmark = pytest.mark.any_jax
-
 X = jnp.array([0.3, -1.2, 2.0])
 
 
@@ -167,7 +165,6 @@ def test_a_nan_in_a_source_is_one_finding_that_names_it():
     assert [finding.sources for finding in both] == [("a",), ("b",)]
 
 
-@pytest.mark.any_jax
 def test_a_factor_that_starts_at_zero_and_gets_a_gradient_is_no_problem():
     def adapted(p, x):
         return jnp.sum((jax.jit(jnp.dot)(x @ p["down"], p["up"].T) - p["mask"]) ** 2)
@@ -196,7 +193,6 @@ def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():
     assert finding.origin.line == loss.__code__.co_firstlineno + 3
 
 
-@pytest.mark.any_jax
 def test_a_branch_of_a_branch_is_gone_through_as_often_as_the_outer_one():
     """Each further level adds as much: it would double if a branch were traced twice."""
 
@@ -442,7 +438,6 @@ def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
     )
 
 
-@pytest.mark.any_jax
 def test_what_is_written_says_why_it_gets_no_gradient():
     buffer = jnp.zeros(3)
     found = {
@@ -454,7 +449,6 @@ def test_what_is_written_says_why_it_gets_no_gradient():
         assert (finding.cause, finding.operation) == (cause, "scatter")
 
 
-@pytest.mark.any_jax
 def test_what_has_no_derivative_is_not_said_to_have_one_of_zero():
     def loss(x):
         loop = jax.lax.while_loop(lambda c: c < 3.0, lambda c: c * 2, x)
@@ -749,7 +743,6 @@ def test_threads_may_explain_the_same_program_at_the_same_time():
     assert set(texts) == {alone}
 
 
-@pytest.mark.any_jax
 def test_what_is_used_by_another_path_is_said_to_be_that():
     weight = jnp.ones(3)
     report = tg.explain(lambda p: jnp.sum(p["head"] ** 2), {"head": weight, "table": weight})

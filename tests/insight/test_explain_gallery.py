@@ -13,8 +13,6 @@ import tracegrad as tg
 from tracegrad.insight import explain
 from tracegrad.insight.explaining import explain_graph
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize("looks", [8, pytest.param(0, marks=pytest.mark.slow)])

@@ -154,7 +154,6 @@ def blocks(ws: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
 def test_lines_are_those_inside_of_functions_that_are_compiled_by_themselves(compiled):
     @compiled

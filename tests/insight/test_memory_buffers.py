@@ -22,6 +22,8 @@ from tracegrad._jax.buffers import bytes_in_use
 from tracegrad._jax.flow import Flow
 from tracegrad._jax.sharing import shared
 
+pytestmark = pytest.mark.both_jax
+
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -88,7 +90,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.accelerator
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lines_add_up_to_what_xla_holds(name: str):
     fun = PROGRAMS[name]
@@ -104,7 +105,6 @@ def test_lines_add_up_to_what_xla_holds(name: str):
 
 
 @pytest.mark.accelerator
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["two loops", "branches", "while", "half precision", "vmap"])
 def test_what_shares_a_buffer_is_found_out_where_xla_does_not_say(name: str):
     compiled = jax.jit(PROGRAMS[name]).lower(*SHAPES).compile()
@@ -120,7 +120,6 @@ def test_what_shares_a_buffer_is_found_out_where_xla_does_not_say(name: str):
     assert returned == pytest.approx(stats.output_size_in_bytes, abs=64)
 
 
-@pytest.mark.any_jax
 def test_what_a_loop_stacks_is_of_the_line_that_computes_it():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -140,7 +139,6 @@ def test_what_a_loop_stacks_is_of_the_line_that_computes_it():
     assert first.kept_for.endswith(place)
 
 
-@pytest.mark.any_jax
 def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         x = jax.nn.silu(x @ w)  # one
@@ -154,7 +152,6 @@ def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
         assert held[line_of(loss, comment)] >= 256 * 64 * 4
 
 
-@pytest.mark.any_jax
 def test_what_a_loop_keeps_is_kept_for_the_backward_pass_while_it_runs_too():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         def cell(
@@ -175,7 +172,6 @@ def test_what_a_loop_keeps_is_kept_for_the_backward_pass_while_it_runs_too():
     assert kept > 0.7 * report.listed
 
 
-@pytest.mark.any_jax
 def test_what_branches_return_for_the_backward_pass_is_of_their_lines():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(3):
@@ -194,7 +190,6 @@ def test_what_branches_return_for_the_backward_pass_is_of_their_lines():
     assert first.size > report.listed / 2
 
 
-@pytest.mark.any_jax
 def test_in_the_place_of_a_result_is_told_what_is_there_at_the_peak():
     def fun(x: jax.Array) -> jax.Array:
         rows = jnp.sort(x)  # early
@@ -207,7 +202,6 @@ def test_in_the_place_of_a_result_is_told_what_is_there_at_the_peak():
     assert not any(each.kind == "result" for each in report.lines)
 
 
-@pytest.mark.any_jax
 def test_what_is_given_to_a_loop_is_of_the_line_that_computes_it():
     def fun(x: jax.Array, w: jax.Array) -> jax.Array:
         h = jnp.sort(x @ w)  # given
@@ -359,7 +353,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """
 
 
-@pytest.mark.any_jax
 def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     module = compiled_to(FOR_A_GPU)
     flow = Flow(module)
@@ -382,7 +375,6 @@ def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     assert sizes == {"argument": 1, "result": 1, "temporary": 3}
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "bfloat16", "complex64"])
 def test_types_are_those_of_jax(dtype: str):
     compiled = jax.jit(lambda x: (x[::-1], x)).lower(f32(3, 5).update(dtype=dtype)).compile()

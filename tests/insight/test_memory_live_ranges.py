@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 # A process of its own: where XLA writes its dumps is read once.
 PROGRAM = r"""
 import pathlib, re, sys
@@ -104,7 +102,6 @@ print("compared", len(programs))
 """
 
 
-@pytest.mark.any_jax
 def test_values_are_in_use_as_long_as_xla_says(tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path}"
     without_cache = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}

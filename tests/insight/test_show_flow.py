@@ -12,8 +12,6 @@ import tracegrad as tg
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.insight.gradient_flow import Flow, gradient_flow
 
-pytestmark = pytest.mark.any_jax
-
 X = jnp.array([[0.3, -1.2, 0.4], [2.0, 0.7, -0.6], [1.1, -0.2, 0.9]])
 W = jnp.array([[0.5, 0.1, -1.1], [-0.4, 1.3, 0.2], [0.7, -0.8, 0.6]])
 

@@ -13,8 +13,6 @@ import pytest
 import tracegrad as tg
 from tracegrad.insight import show
 
-pytestmark = pytest.mark.any_jax
-
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 VOID = {"meta"}
 

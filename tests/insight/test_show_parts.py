@@ -6,13 +6,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 
 import tracegrad as tg
 from tracegrad.insight.parts import parts_of
-
-pytestmark = pytest.mark.any_jax
 
 
 def parts(fun, *args):

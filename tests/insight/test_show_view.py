@@ -16,8 +16,6 @@ from tracegrad.insight import show
 from tracegrad.insight.gradient_flow import Flow, gradient_flow
 from tracegrad.ir import CustomGradient, StopGradient
 
-pytestmark = pytest.mark.any_jax
-
 DOM = (Path(__file__).parent / "dom.js").read_text()
 
 

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tracegrad as tg
 from tracegrad.ir.dependence import dependence
+
+pytestmark = pytest.mark.both_jax
 
 
 def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():

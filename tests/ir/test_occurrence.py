@@ -11,6 +11,8 @@ from flax import nnx
 
 import tracegrad as tg
 
+pytestmark = pytest.mark.both_jax
+
 
 def line_of(function, offset):
     return function.__code__.co_firstlineno + offset
@@ -162,7 +164,6 @@ def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
     }
 
 
-@pytest.mark.any_jax
 def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
     compile = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]"))
     ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compile))

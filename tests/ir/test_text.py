@@ -4,9 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import tracegrad as tg
+
+pytestmark = pytest.mark.both_jax
 
 
 @jax.custom_vjp

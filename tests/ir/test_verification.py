@@ -8,6 +8,8 @@ import pytest
 import tracegrad as tg
 from tracegrad.ir import Literal
 
+pytestmark = pytest.mark.both_jax
+
 
 def net(x, w):
     a = jnp.sin(x)

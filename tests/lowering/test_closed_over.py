@@ -7,6 +7,8 @@ import pytest
 
 import tracegrad as tg
 
+pytestmark = pytest.mark.both_jax
+
 
 def quantised_by(scale, x=1.0):
     @jax.custom_jvp

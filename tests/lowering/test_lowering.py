@@ -9,6 +9,8 @@ import tracegrad as tg
 from tracegrad.ir import CustomGradient, Literal, Occurrence
 from tracegrad.tracing import to_callable
 
+pytestmark = pytest.mark.both_jax
+
 
 def multiply(graph, occurrence, by):
     """Writes ``v * by`` behind a node; `by` may be a tracer."""
@@ -310,7 +312,6 @@ def test_an_edit_of_all_faces_is_seen_with_and_without_differentiation(rule, fac
     close(jax.vmap(jax.value_and_grad(f))(jnp.full(2, 2.0))[1], np.full(2, gradient))
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("rule", "faces"),
     [(sevenfold, ("call_jaxpr", "forward")), (ninefold, ("call_jaxpr", "jvp"))],

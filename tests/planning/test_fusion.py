@@ -21,6 +21,8 @@ from tracegrad.planning.fusion import (
 from tracegrad.planning.measuring import Gradient
 from tracegrad.rewriting.flatten import flatten
 
+pytestmark = pytest.mark.both_jax
+
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -83,7 +85,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """
 
 
-@pytest.mark.any_jax
 def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
     found = seen(graph, compiled_to(COMPILED))
@@ -119,7 +120,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """  # noqa: E501
 
 
-@pytest.mark.any_jax
 def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_there():
     graph = program(jnp.sin, jnp.sinh, jnp.exp, jnp.tanh)
     found = seen(graph, compiled_to(STEPS))
@@ -144,7 +144,6 @@ ENTRY %main (x: f32[8,8]) -> (f32[4,8], f32[4,8]) {
 """  # noqa: E501
 
 
-@pytest.mark.any_jax
 def test_of_results_that_are_written_apart_none_is_beside_the_others():
     def halves(x: jax.Array) -> jax.Array:
         low, high = jnp.split(jnp.sin(x), 2)
@@ -183,7 +182,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """  # noqa: E501
 
 
-@pytest.mark.any_jax
 def test_what_runs_inside_of_what_runs_as_one_is_seen():
     graph = program(jnp.sin, jnp.exp, lambda x: 2 * x)
     found = seen(graph, compiled_to(COMPILED_FOR_TPU))
@@ -198,7 +196,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """
 
 
-@pytest.mark.any_jax
 def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     graph = program(jnp.sin, jnp.transpose, jnp.exp)
     assert ops(graph, without_compiling(graph), "inlined") == ["transpose"]

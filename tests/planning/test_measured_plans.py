@@ -170,7 +170,6 @@ def planned(budget: Any, **options: Any) -> RecomputePlan:
     return plan_recompute(fun, budget, **options)(*shapes)
 
 
-@pytest.mark.any_jax
 def test_a_budget_in_bytes_is_one_of_xlas_bytes():
     whole = held(*small())
     assert not planned(whole).is_needed
@@ -180,7 +179,6 @@ def test_a_budget_in_bytes_is_one_of_xlas_bytes():
     assert plan.held <= whole * 2 // 3
 
 
-@pytest.mark.any_jax
 def test_a_plan_says_what_it_was_measured_on():
     assert planned("70%").measured_on == f"cpu, JAX {jax.__version__}"
     assert "XLA holds" in str(planned("70%"))
@@ -189,7 +187,6 @@ def test_a_plan_says_what_it_was_measured_on():
     assert "not: measure=False" in str(plan)
 
 
-@pytest.mark.any_jax
 def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
     with pytest.raises(BudgetTooSmall, match="as XLA held it") as error:
         planned(1000)
@@ -240,7 +237,6 @@ def fitted_where(*held: float) -> RecomputePlan:
         assert not left
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "held", [(1.0,), (2.0, 1.0), (1.1, 1.0), (0.5, 0.9), (1.1, 1.05, 1.0), (0.7, 0.8, 0.9)]
 )
@@ -250,7 +246,6 @@ def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
     assert fit.held <= small_search().kept.peak * 0.7
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(("fixed", "budget"), [(0.5, 0.75), (0.9, 0.95), (1.2, 0.99)])
 def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
     """Half of the peak beside half of what the model has, say; at last, more than for all."""
@@ -272,7 +267,6 @@ def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed,
     assert fit.held <= peak * budget
 
 
-@pytest.mark.any_jax
 def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_without():
     fit, lowest = fitted_where(1.25, 1.0), small_search().lowest_peak
     assert lowest < fit.peak < 1.1 * lowest
@@ -281,7 +275,6 @@ def test_the_second_plan_is_the_lowest_only_where_xla_held_about_as_much_as_with
     assert fitted_where(1.5, 1.0).segments == cheapest.segments
 
 
-@pytest.mark.any_jax
 def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
     """As of a scan, whose body is run in few ways. XLA holds as much as the model says."""
 
@@ -313,14 +306,12 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
     assert compiled[1] > budget
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
 def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
     with pytest.raises(BudgetTooSmall, match="as XLA held it"):
         fitted_where(*held)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("third", [1.0, 1.01])
 def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(third: float):
     first, second = fitted_where(1.0), fitted_where(1.2, 0.8)
@@ -334,7 +325,6 @@ def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(thi
         assert first.flops <= found.flops <= second.flops
 
 
-@pytest.mark.any_jax
 def test_how_many_plans_to_compile_is_a_number_above_zero():
     fun, _ = small()
     for plan in (plan_recompute, lambda _, *a, **k: recompute_to_fit(*a, **k)):
@@ -350,7 +340,6 @@ def test_how_many_plans_to_compile_is_a_number_above_zero():
     assert recompute_to_fit("50%", measure=1) is not recompute_to_fit("50%", measure=True)
 
 
-@pytest.mark.any_jax
 def test_a_bound_of_the_model_is_told_where_it_does_not_contradict_what_xla_held():
     assert "none below 400 bytes" in str(BudgetTooSmall(300, 500, 400, "cpu, JAX 0.12"))
     assert "none below" not in str(BudgetTooSmall(300, 500, 600, "cpu, JAX 0.12"))
@@ -367,7 +356,6 @@ def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     assert len(compiled) <= 3
 
 
-@pytest.mark.any_jax
 def test_what_an_enclosing_trace_has_is_measured_too():
     fun, shapes = small()
     plans = []
@@ -393,7 +381,6 @@ def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
     assert plan.measured_on in note
 
 
-@pytest.mark.any_jax
 def test_a_plan_of_another_backend_is_measured_again(tmp_path: Path):
     fun, shapes = small()
     path = tmp_path / "plan.json"
@@ -417,7 +404,6 @@ def elsewhere() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device)
 
 
-@pytest.mark.newest
 def test_plans_and_reports_are_for_the_device_that_arguments_lie_on(tmp_path: Path):
     fun, shapes = small()
     sharding = elsewhere()
@@ -443,7 +429,6 @@ def test_plans_and_reports_are_for_the_device_that_arguments_lie_on(tmp_path: Pa
     assert here.measured_on == f"cpu, JAX {jax.__version__}"
 
 
-@pytest.mark.any_jax
 def test_a_traced_function_is_measured_where_it_is_differentiated():
     fun, shapes = small()
     whole = held(fun, shapes)
@@ -470,8 +455,14 @@ def by_tape(fun: Any) -> Any:
     return gradient
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize("derivative", [tracegrad.grad, lambda f: jax.grad(f), by_tape])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        pytest.param(tracegrad.grad, marks=pytest.mark.slow),
+        pytest.param(lambda f: jax.grad(f), marks=pytest.mark.slow),
+        by_tape,
+    ],
+)
 def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
     args = [jnp.full((8, 4, 8), 0.1)] * 4, jnp.ones((2, 64, 8)), jnp.zeros((2, 1, 64, 64))
 
@@ -485,7 +476,6 @@ def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.any_jax
 def test_a_tap_is_an_input_that_a_budget_does_not_know():
     fun, (weights, x) = small()
     tap = tracegrad.rules.tap_gradient(tracegrad.match.op("logistic"), "gate")
@@ -512,7 +502,6 @@ def of_few_and_each(w: jax.Array, x: jax.Array) -> Any:
     return gradients(w, x[:2]), gradients(w, x)  # so few fit, which says nothing of the others
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("step", [of_each, of_few_and_each])
 def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
     args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
@@ -594,7 +583,6 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
     assert temporary_bytes(ample, weights, x) == without
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("argnums", [0, (0,), 1, (1, -2)])
 def test_the_gradient_that_is_planned_is_that_of_some_arguments(argnums: Any, tmp_path: Path):
     """What XLA holds for it is what the plan says."""
@@ -638,7 +626,6 @@ def test_a_predicate_says_which_parameters_of_a_model_are_trained(tmp_path: Path
     assert load_plan(tmp_path / "plan.json", loss)(model, x) == plan
 
 
-@pytest.mark.any_jax
 def test_an_error_says_what_no_plan_opens():
     fun, shapes = small()
 

@@ -85,7 +85,6 @@ def test_a_plan_brings_to_the_host_what_it_says_and_back(name: str, tmp_path: Pa
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_where_nothing_is_saved_by_what_goes_a_plan_does_without(monkeypatch: pytest.MonkeyPatch):
     # A CPU that says that it could: what goes to the host's memory stays where it is.
     monkeypatch.setattr("tracegrad._jax.has_host_memory", lambda _: True)
@@ -164,7 +163,6 @@ def test_what_is_offloaded_is_not_held_by_a_device_with_a_memory_of_its_own():
     assert on_a_cpu.size - sent.size >= names * size
 
 
-@pytest.mark.any_jax
 def test_a_cpu_has_no_memory_but_the_hosts():
     for offload, measure in ((True, True), (True, False), (10.0, True)):
         with pytest.raises(ValueError, match=r"'cpu' has no other.*measure=False"):

@@ -19,6 +19,8 @@ from tracegrad.planning.regions import with_regions
 from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.rewriting.flatten import flatten
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 
 @jax.custom_jvp
 def exponential(x):
@@ -79,7 +81,6 @@ def test_what_is_saved_is_not_computed_again(op):
     assert products(saving(loss, args, op), *args) == products(loss, *args)
 
 
-@pytest.mark.any_jax
 def test_what_is_saved_has_the_derivatives_that_jax_gives():
     with jax.enable_x64(True):
         args = operands(jnp.float64)
@@ -120,6 +121,7 @@ def gru(steps, width):
     return loss, (params, xs, h)
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
     loss, args = gru(steps=8, width=64)
 
@@ -181,7 +183,6 @@ def test_what_one_operation_alone_reads_is_run_again_when_its_turn_comes(
     assert held <= held_at_once - 2 * 1024 * 64 * 4  # the reset states of two steps of six
 
 
-@pytest.mark.any_jax
 def test_what_is_run_again_late_has_the_derivatives_that_jax_gives():
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
@@ -201,7 +202,6 @@ def test_what_is_run_again_late_has_the_derivatives_that_jax_gives():
             np.testing.assert_allclose(got, want, 1e-12, 1e-14)
 
 
-@pytest.mark.any_jax
 def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
     """JAX keeps what has a name once more for each region inside that takes it."""
 
@@ -219,7 +219,6 @@ def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
     assert kept(graph.to_callable()) == kept(functools.partial(scanned, step=by_hand))
 
 
-@pytest.mark.any_jax
 def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
     def loss(x, first, last):
         y = x @ first
@@ -243,7 +242,6 @@ def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
     )
 
 
-@pytest.mark.any_jax
 def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():
     """XLA could add up the terms of a residual sum again from the originals of what is saved."""
 

@@ -34,8 +34,6 @@ from tracegrad.planning.simulation import (
 from tracegrad.planning.tuning import TUNING
 from tracegrad.rewriting.flatten import flatten
 
-pytestmark = pytest.mark.any_jax
-
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -25,6 +25,8 @@ from tracegrad.planning import (
     recompute_to_fit,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_fully")
+
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -158,7 +160,16 @@ def planned(name: str) -> RecomputePlan:
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual blocks",
+        pytest.param("recurrent", marks=pytest.mark.slow),
+        "mlp",
+        "convolutions",
+        "loop",
+    ],
+)
 def test_gradients_are_those_of_the_original(name: str):
     fun, shapes, _ = PROGRAMS[name]
     args, plan = values(shapes), planned(name)
@@ -198,7 +209,6 @@ def test_memory_falls_and_products_are_done_again_as_planned(budget: str):
     assert (more - products) * product == pytest.approx(plan.flops, abs=2 * product)
 
 
-@pytest.mark.any_jax
 def test_terms_of_a_weights_gradient_that_wait_for_each_other_leave_room_for_a_plan():
     shapes = recurrent_shapes(4, 32, 64)  # the weights are wide beside the batch
     plan = plan_recompute(recurrent, "90%")(*shapes)
@@ -265,7 +275,6 @@ def test_the_product_of_two_broadcasts_is_kept():
     assert kept == pytest.approx(cost(layers, shapes)[0], rel=0.1)
 
 
-@pytest.mark.any_jax
 def test_memory_of_a_loop_falls_as_planned():
     shapes = stacked_shapes(16, 2048, 64)
     plan = plan_recompute(loop, "20%", measure=False)(*shapes)
@@ -283,7 +292,6 @@ def test_a_program_that_fits_stays_as_it_is():
     assert plan.flops == plan.flops_bound == 0
 
 
-@pytest.mark.any_jax
 def test_a_rule_makes_a_traced_function_fit():
     shapes = mlp_shapes(6, 64, 16)
     fits = tracegrad.trace(mlp, rules=[recompute_to_fit("60%", measure=False)])
@@ -308,7 +316,7 @@ def penalty(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((jnp.sum(jax.grad(model)(x) ** 2, axis=-1) - 1) ** 2)
 
 
-@pytest.mark.any_jax
+@pytest.mark.slow
 def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
     """What is planned is the gradient of the penalty, in which that of the loss is a part: that one
     alone holds a quarter of what both do."""
@@ -325,7 +333,6 @@ def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
         tracegrad.trace(step, memory_budget=without // 10)(weights, x)
 
 
-@pytest.mark.any_jax
 def test_a_gradient_that_jax_has_traced_inside_of_another_is_planned_outside_of_it():
     """JAX traces a jitted function once where its rules are the same ones."""
     weights, x = values(mlp_shapes(2, 8, 4))
@@ -360,7 +367,6 @@ def complex_layers(weights: Any, z: jax.Array) -> jax.Array:
     return jnp.mean(jnp.abs(z) ** 2)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(("fun", "dtype"), [(fourier_layers, "f4"), (complex_layers, "c8")])
 def test_complex_values_are_saved(fun: Any, dtype: str):
     """JAX cannot save any: it rounds what it saves, which it has not for complex numbers."""
@@ -397,7 +403,6 @@ def test_effects_happen_once():
     assert len(seen) == 3
 
 
-@pytest.mark.any_jax
 def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
     policy = jax.checkpoint_policies.dots_saveable
     mine = jax.checkpoint(lambda w, x: block(w, block(w, x)), policy=policy)
@@ -417,7 +422,6 @@ def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
     assert jax.tree.all(jax.tree.map(close, found, expected))
 
 
-@pytest.mark.any_jax
 def test_values_that_the_function_closes_over_get_their_gradient():
     args = values(mlp_shapes(6, 32, 8))
 
@@ -447,14 +451,12 @@ def test_a_plan_is_saved_and_loaded_as_json(name: str, tmp_path: Path):
     assert str(again.rewritten()) == str(plan.rewritten())
 
 
-@pytest.mark.any_jax
 def test_plans_are_the_same_every_time():
     shapes = mlp_shapes(8, 64, 16)
     first_plan, second = (plan_recompute(mlp, "40%", measure=False)(*shapes) for _ in range(2))
     assert first_plan == second
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -475,7 +477,6 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path, change: dict[str, An
         load_plan(path, mlp)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -493,7 +494,6 @@ def test_plans_of_other_programs_and_versions_are_refused(
         load_plan(path, mlp)(*shapes)
 
 
-@pytest.mark.any_jax
 def test_a_program_that_writes_nothing_has_an_empty_plan(tmp_path: Path):
     plan = plan_recompute(lambda x: x.T, "50%", measure=False)(f32(2, 3))
     assert plan.segments == ()
@@ -503,7 +503,6 @@ def test_a_program_that_writes_nothing_has_an_empty_plan(tmp_path: Path):
     assert tracegrad.trace(lambda x: x.T, memory_budget="1 B")(jnp.ones((2, 3))).shape == (3, 2)
 
 
-@pytest.mark.any_jax
 def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"format": "tracegrad recompute plan", "version": 1}))
@@ -511,7 +510,6 @@ def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
         load_plan(path, mlp)
 
 
-@pytest.mark.any_jax
 def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
     def summed(axis: int) -> Any:
         return lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, axis)) ** 2)
@@ -524,14 +522,12 @@ def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
         load_plan(path, summed(1))(x)
 
 
-@pytest.mark.any_jax
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(ValueError, match=r"is not a recompute plan.*Plan again"):
         load_plan(tmp_path / "plan.json", mlp)
 
 
-@pytest.mark.any_jax
 def test_a_plan_prints_as_a_table_and_draws_itself():
     plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
     text = str(plan)
@@ -546,9 +542,12 @@ def test_a_plan_prints_as_a_table_and_draws_itself():
     assert len(trade.lines[0].get_xdata()) > 5
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
-    ("fun", "shapes"), [(mlp, mlp_shapes(8, 64, 16)), (loop, stacked_shapes(12, 32, 16))]
+    ("fun", "shapes"),
+    [
+        pytest.param(mlp, mlp_shapes(8, 64, 16), marks=pytest.mark.slow),
+        (loop, stacked_shapes(12, 32, 16)),
+    ],
 )
 def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
     curve = plan_recompute(fun, "40%", measure=False)(*shapes).curve(4)
@@ -560,7 +559,6 @@ def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
         assert plan_recompute(fun, peak, measure=False)(*shapes).flops == needed
 
 
-@pytest.mark.any_jax
 def test_a_program_of_scans_can_be_planned_for_many_budgets():
     # One that keeps some of what its body computes lies between everything and nothing.
     curve = plan_recompute(loop, "40%", measure=False)(*stacked_shapes(12, 32, 16)).curve(8)

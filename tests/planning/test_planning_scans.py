@@ -25,6 +25,8 @@ from tracegrad.planning.simulation import keep_all
 from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing import to_callable
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -119,7 +121,6 @@ def every_way() -> Iterator[Callable[..., jax.Array]]:
     yield from (way(saved, size) for saved in saves for size in (1, 3))
 
 
-@pytest.mark.any_jax
 def test_no_way_to_run_a_small_loop_is_below_the_bounds():
     shapes = (f32(LENGTH, WIDTH, WIDTH), f32(32, WIDTH))
     whole = model_of(next(every_way()), *shapes)
@@ -144,7 +145,6 @@ LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", LONG)
 def test_plans_are_between_the_bounds_and_everything(name: str):
     scanned, shapes = LONG[name]
@@ -281,7 +281,6 @@ def noisy_layers(ws: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.mean(x**2) + jnp.mean(sums * jnp.arange(sums.shape[0])[:, None])
 
 
-@pytest.mark.any_jax
 def test_some_iterations_may_keep_what_others_compute_again():
     """What a scan keeps comes in steps of a few values for each iteration otherwise: with some of
     its iterations run another way a budget between two steps costs what is between."""

@@ -12,8 +12,6 @@ import tracegrad as tg
 from tests.harnesses import same_program
 from tracegrad import match, rules
 
-pytestmark = pytest.mark.any_jax
-
 LOOPS = match.op("while")
 
 

@@ -13,6 +13,8 @@ from tracegrad import custom_gradient
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 
+pytestmark = pytest.mark.both_jax
+
 
 @custom_gradient
 def double(x):

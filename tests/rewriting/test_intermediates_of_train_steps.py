@@ -16,8 +16,6 @@ from flax import nnx
 import tracegrad as tg
 from tracegrad import match, rules
 
-pytestmark = pytest.mark.any_jax
-
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
 W = jnp.linspace(-0.5, 0.7, 6).reshape(3, 2)

@@ -14,6 +14,8 @@ import tracegrad as tg
 from tests.harnesses import same_program
 from tracegrad import _jax, match, rules
 
+pytestmark = pytest.mark.both_jax
+
 LOOPS = match.op("while")
 
 
@@ -214,7 +216,6 @@ def cube_of_root(a):  # whose second derivative at 4 is 3/8
     return newton(a) ** 3
 
 
-@pytest.mark.any_jax
 def test_derivatives_of_second_order_in_mixed_modes():
     edited = checkpointed(cube_of_root, 2)
 
@@ -240,7 +241,6 @@ def test_derivatives_of_second_order_in_reverse_mode_alone():
     np.testing.assert_allclose(second(4.0), 3 / 8, rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_a_batch_of_gradients_is_that_of_each():
     gradient = jax.jit(jax.grad(checkpointed(lambda x, n: jnp.sum(traced_bound(x, n) ** 2), 2)))
     counts, x = jnp.array([0, 5, 3]), jnp.asarray(X)
@@ -248,7 +248,6 @@ def test_a_batch_of_gradients_is_that_of_each():
         np.testing.assert_allclose(row, gradient(x, n), rtol=1e-12)
 
 
-@pytest.mark.any_jax
 def test_elements_of_a_batch_that_take_no_step_add_no_nan():
     def f(n, w):  # the first step would divide by zero where there is none
         def step(carry):
@@ -275,7 +274,6 @@ def test_elements_of_a_batch_that_are_done_add_no_nan():
     assert jax.grad(checkpointed(loss))(2.0, n) == 1 + 1 / 6
 
 
-@pytest.mark.any_jax
 def test_without_reverse_mode_the_program_is_the_one_before():
     edited, a = checkpointed(newton), jnp.asarray(4.0)
     assert same_program(jax.jit(edited).lower(a), jax.jit(newton).lower(a))
@@ -288,7 +286,6 @@ def test_without_reverse_mode_the_program_is_the_one_before():
     assert same_program(*(jax.jit(jax.vmap(f)).lower(batch) for f in (edited, newton)))
 
 
-@pytest.mark.any_jax
 def test_the_derivative_of_a_loop_lets_no_value_out_of_its_trace():
     with jax.checking_leaks():
         value, slope = jax.jvp(checkpointed(newton), (4.0,), (1.0,))
@@ -334,7 +331,6 @@ def test_collectives_in_a_loop_are_no_effect_that_must_not_be_repeated():
     np.testing.assert_allclose(jax.grad(checkpointed(sharded, 1))(0.7), jax.grad(alone)(0.7))
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("slots", [1, 2, 3, 6, 16])
 def test_no_more_steps_are_replayed_than_if_their_number_had_been_known(slots):
     for n in range(1, 120):
@@ -375,7 +371,6 @@ def test_no_checkpoint_is_refused():
         rules.checkpointed_loop(LOOPS, 0)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("rule", [rules.checkpointed_loop, rules.fixed_point])
 def test_what_is_no_loop_or_cannot_be_run_again_is_refused_by_its_line(rule):
     no_loop = rf"{rule.__name__}: .*sin.*test_loops.py:\d+.*is no while loop"

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -79,6 +80,7 @@ def loops(depth: int = 2) -> st.SearchStrategy[Loop]:
     return st.builds(Loop, names.map(tuple), st.booleans(), inner)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(loops(), st.integers(1, 6), st.booleans(), st.lists(st.integers(0, 300), max_size=4))
 @example(Loop(("turn", "relax"), True, Loop(("compare",))), 2, True, [7, 40])

@@ -11,7 +11,7 @@ import tracegrad as tg
 from tracegrad import _jax, match, rules
 from tracegrad.ir import CustomGradient, operations
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 # Programs of strangers: each with its argument, and what its author meant, written without the
 # trap: the argument is made safe before the operation.

@@ -12,8 +12,6 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
-pytestmark = pytest.mark.any_jax
-
 X = jnp.array([-1.0, 0.5, 2.0])
 
 

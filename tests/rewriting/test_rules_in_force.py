@@ -19,6 +19,8 @@ import tracegrad as tg
 from tests.compilation import temporary_bytes
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.both_jax
+
 X = jnp.array([-1.0, 0.5, 2.0])
 SIN = match.op("sin")
 TRIPLE = rules.scale_gradient(SIN, 3.0)
@@ -127,7 +129,6 @@ def test_second_derivatives_go_by_the_rule(way):
     np.testing.assert_allclose(tg.trace(way, rules=[TRIPLE])(X), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("where", [SIN, match.scope("sine")], ids=["op", "scope"])
 def test_a_rule_that_would_change_tangents_is_refused_in_an_accumulator(where):
     def tangent(x):
@@ -147,7 +148,6 @@ def test_a_rule_that_would_change_tangents_is_refused_in_an_accumulator(where):
 BLOCK = match.scope("block")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("rule", "factor"),
     [(rules.recompute(BLOCK), 1.0), (rules.scale_gradient(BLOCK, 0.5), 0.5)],
@@ -177,7 +177,6 @@ def test_sources_and_constants_inside_of_a_match_have_their_own_gradients(rule, 
             np.testing.assert_allclose(tangents, second, rtol=1e-4)
 
 
-@pytest.mark.any_jax
 def test_sources_that_are_asked_for_together_have_what_each_has_alone():
     def step(x):
         with tg.GradientTape(persistent=True) as tape:
@@ -339,7 +338,6 @@ def test_rewrite_reaches_what_is_differentiated_inside_as_trace_does():
     np.testing.assert_allclose(edited(X), EXPECTED, rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_filter_jvp_has_none_for_what_does_not_move():
     def step(x):
         return eqx.filter_jvp(lambda x, y: (loss(x), loss(y), 2, jnp.arange(2)), (x, x), (x, None))
@@ -409,7 +407,6 @@ def sine_by_jvp(x):
 sine_by_jvp.defjvp(lambda primals, tangents: jax.jvp(lambda x: jnp.sin(x), primals, tangents))
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("sine", [sine_by_vjp, sine_by_jvp])
 def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
     """The edit of the function that the rule is of does not reach it either."""
@@ -449,7 +446,6 @@ def _(primals, tangents):
     return sine_by_slope(*primals), jnp.cos(primals[0]) * tangents[0]
 
 
-@pytest.mark.any_jax
 def test_a_derivative_in_a_function_that_has_a_rule_is_not_under_the_rules_in_force():
     """Its rule is not, and is to return the same: optimistix differentiates what it solves."""
 
@@ -521,7 +517,6 @@ def test_a_budget_that_is_none_is_refused_at_once():
         tg.trace(deep, memory_budget=[1])
 
 
-@pytest.mark.any_jax
 def test_forward_mode_of_jax_goes_by_rules_once_also_over_a_gradient():
     def tangent(x):
         return jax.jvp(jnp.sin, (x,), (x,))[1]

@@ -12,8 +12,6 @@ from models import LAYERS, LENGTH, MODELS, PLAIN, WIDTH
 
 import tracegrad as tg
 
-pytestmark = pytest.mark.any_jax
-
 X = jax.random.normal(jax.random.key(7), (LENGTH, WIDTH))
 BATCH = jax.random.normal(jax.random.key(8), (2, LENGTH, WIDTH))
 

@@ -26,8 +26,6 @@ from tracegrad.__main__ import main
 from tracegrad.saving.inspection import inspect
 from tracegrad.saving.outside_calls import ALLOWED
 
-pytestmark = pytest.mark.any_jax
-
 ROOT = Path(__file__).parents[2]
 
 

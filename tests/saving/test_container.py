@@ -23,8 +23,6 @@ from tracegrad.saving.atomic import PREFIX, SUFFIX, replacing
 from tracegrad.saving.container import SEAL, open_container, write_container
 from tracegrad.saving.errors import ArtefactError
 
-pytestmark = pytest.mark.any_jax
-
 ARRAYS = {
     "weights": np.arange(50, dtype=np.float32).reshape(5, 10),
     "programs/f": np.frombuffer(b"program", np.uint8),

@@ -18,8 +18,6 @@ from hypothesis import settings
 
 from tracegrad import ArtefactError, load
 
-pytestmark = pytest.mark.any_jax
-
 DAMAGE = Path(__file__).with_name("damage.py")
 
 # A profile that searches longer reads more, and others every time.

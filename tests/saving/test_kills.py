@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import settings
-
-pytestmark = pytest.mark.any_jax
 
 KILLED = Path(__file__).with_name("killed.py")
 

@@ -16,6 +16,8 @@ from measure import measure, measure_on_tape
 import tracegrad as tg
 from tracegrad import load, save
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 ROOT = Path(__file__).parents[2]
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
 
@@ -163,7 +165,6 @@ def test_a_fresh_process_finds_the_same_results_and_gradients(name, measured):
             np.testing.assert_allclose(found[key], value, rtol=2e-6, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.any_jax
 def test_the_rules_themselves_were_saved_and_not_the_derivatives(measured):
     found, (y, _) = of(measured, "with_variables"), with_variables(X)
     w = np.array([0.5, -2.0, 1.5], np.float32)

@@ -18,6 +18,8 @@ from tracegrad.saving.container import open_container
 sys.path.append(str(Path(__file__).parent / "files"))
 import write
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 FILES = sorted(write.FOLDER.glob("*.tracegrad"))
 RUNNING = jax.__version__
 X = {"sizes": np.arange(6, dtype=np.float32).reshape(2, 3), "everything": np.float32([0.5, -2])}

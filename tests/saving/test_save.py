@@ -23,7 +23,7 @@ import tracegrad as tg
 from tracegrad import LoadedFunction, load, save
 from tracegrad.saving.container import open_container
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 X = np.linspace(-1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
 AB = {"a": np.float32(1), "b": np.float32(2)}

@@ -16,6 +16,8 @@ import tracegrad as tg
 from tracegrad import load, save
 from tracegrad.saving.container import open_container
 
+pytestmark = pytest.mark.both_jax
+
 X = np.float32(2)
 
 
@@ -139,7 +141,6 @@ def test_a_result_of_its_own_argument_is_left_out_among_many(tmp_path):
     assert found == (0.25, 0, 0, 0, 0, 0)
 
 
-@pytest.mark.any_jax
 def test_derivatives_of_gradients_leave_out_what_the_gradient_left_out(tmp_path):
     loaded = saved(pair, [X], tmp_path, order=2)
     assert jax.grad(jax.grad(first(loaded)))(X) == 2
@@ -169,7 +170,6 @@ def test_derivatives_of_gradients_go_through_a_loop_that_began_with_a_constant(t
     np.testing.assert_allclose(second(loaded), second(function), rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_every_choice_is_that_of_jax_on_the_original(tmp_path):
     @jax.custom_vjp
     def two(x):

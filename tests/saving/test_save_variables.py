@@ -14,6 +14,8 @@ import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
 from tracegrad.saving.variables import variables_of
 
+pytestmark = pytest.mark.both_jax
+
 
 class Pair(NamedTuple):
     first: Any

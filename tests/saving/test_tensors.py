@@ -21,8 +21,6 @@ from tracegrad.saving.tensors import (
     read_tensor,
 )
 
-pytestmark = pytest.mark.any_jax
-
 NAMED = ["bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "uint32", "int32"]
 NAMED += ["float32", "uint64", "int64", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
 UNNAMED = ["complex128", "int2", "int4", "uint2", "uint4", "float8_e3m4", "float8_e4m3"]

@@ -116,7 +116,6 @@ def test_four_devices_compute_the_same_however_many_processes_have_them(count, k
     assert_expected(told, expected)
 
 
-@pytest.mark.any_jax
 def test_a_process_that_fails_or_hangs_ends_the_others_with_what_they_printed():
     with pytest.raises(ProcessesFailed, match=r"(?s)process 1 printed:.*this one fails"):
         started(HERE / "states.py", "one_fails")

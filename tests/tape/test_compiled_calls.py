@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.tape import computations
 
-pytestmark = pytest.mark.usefixtures("everything_saved")
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("everything_saved")]
 
 
 @jax.custom_vjp
@@ -54,7 +54,6 @@ def test_the_gradient_of_a_compiled_function_is_that_of_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_a_gradient_of_a_gradient_of_a_compiled_function():
     w, x, shift = arguments()
     with tg.GradientTape(persistent=True) as tape:
@@ -181,7 +180,6 @@ def test_what_comes_into_force_after_the_call_changes_no_second_derivative_or_is
         tg.trace(lambda: tape.gradient(gradient, w), rules=[rule])()
 
 
-@pytest.mark.any_jax
 def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
     monkeypatch.setattr(computations, "_LIMIT", 3)
     x = jnp.ones(3)

@@ -18,8 +18,6 @@ from tracegrad import GradientTape, UnconnectedGradients, custom_gradient
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.variables.variable import Variable
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.fixture(autouse=True)
 def in_float64():

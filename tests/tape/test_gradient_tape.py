@@ -8,8 +8,6 @@ import pytest
 import tracegrad as tg
 from tracegrad import GradientTape, UnconnectedGradients
 
-pytestmark = pytest.mark.any_jax
-
 F32 = jnp.float32
 
 
@@ -140,7 +138,6 @@ def test_a_gradient_that_happens_to_be_zero_is_connected():
     assert dx == 0.0
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("transform", [jax.jit, tg.trace, lambda f: lambda x: jax.vmap(f)(x[None])])
 def test_a_target_in_a_function_that_is_traced_in_the_block_is_warned_of(transform):
     x = F32(3.0)

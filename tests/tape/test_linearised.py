@@ -10,6 +10,8 @@ import pytest
 
 import tracegrad as tg
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 W = jnp.linspace(-0.5, 0.5, 64).reshape(8, 8)
 H = jnp.linspace(0.0, 1.0, 8)
 XS = jnp.linspace(-1.0, 1.0, 40).reshape(5, 8)
@@ -205,7 +207,6 @@ def test_an_infinite_derivative_of_another_result_makes_no_nan(name):
     assert tape.gradient(y, x) == 1.0
 
 
-@pytest.mark.any_jax
 def test_a_rule_in_a_compiled_function_reaches_what_its_function_does_not_use():
     """The forward pass that saves what derivatives need has lost the rule, and with it the way."""
 
@@ -222,7 +223,6 @@ def test_a_rule_in_a_compiled_function_reaches_what_its_function_does_not_use():
     assert np.isclose(tape.gradient(z, y), 2 * (2 * jnp.sin(0.5)) * 6)
 
 
-@pytest.mark.any_jax
 def test_a_loop_that_has_no_derivative_by_one_operand_has_that_by_another():
     @jax.custom_jvp
     def refused(x):

@@ -32,7 +32,6 @@ class Scaled(eqx.Module):
         return self.activation(self.rate * self.linear(x))
 
 
-@pytest.mark.any_jax
 def test_an_equinox_model_is_watched_and_gets_the_gradient_of_filter_grad():
     model = Scaled(eqx.nn.Linear(3, 2, key=jax.random.key(0)), 0.5, jnp.tanh)
 

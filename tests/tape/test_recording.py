@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import tracegrad as tg
 from tracegrad import GradientTape
 
+pytestmark = pytest.mark.both_jax
+
 F32 = jnp.float32
 
 
@@ -136,7 +138,6 @@ def test_rules_on_a_tape_inside_a_transformation(rule):
             np.testing.assert_allclose(nested, second)
 
 
-@pytest.mark.long  # JAX searches all of memory at each step
 def test_no_value_of_a_transformation_outlives_it():
     def slope(x):
         inner = jax.jit(lambda z: z * x)
@@ -1081,7 +1082,6 @@ def test_what_is_added_to_a_ref_inside_a_compiled_function_is_kept():
 # -------------------------------------------------------------------------------------- libraries
 
 
-@pytest.mark.any_jax
 def test_flax_linen():
     nn = pytest.importorskip("flax.linen")
 
@@ -1112,7 +1112,6 @@ def test_flax_linen():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
 
 
-@pytest.mark.any_jax
 def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)
@@ -1135,7 +1134,6 @@ def test_flax_nnx_reads_a_module_of_outside_and_changes_a_clone():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), found, want)
 
 
-@pytest.mark.any_jax
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     model = eqx.filter_jit(eqx.nn.MLP)(2, 1, 8, 2, key=jax.random.key(0))

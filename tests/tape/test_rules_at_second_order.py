@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
-pytestmark = pytest.mark.any_jax
+pytestmark = pytest.mark.both_jax
 
 X = jnp.array([0.3, -1.2])
 V = jnp.array([0.5, 2.0])

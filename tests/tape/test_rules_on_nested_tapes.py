@@ -232,7 +232,6 @@ def test_a_python_value_in_a_rule_may_change_between_steps():
     numbers_follow(make, lambda s: with_slope(lambda x: x**2, lambda x: s * x))
 
 
-@pytest.mark.any_jax
 def test_a_python_value_may_show_in_the_second_derivative_alone():
     now = {}
 
@@ -335,7 +334,6 @@ def test_a_rule_that_calls_itself_with_another_python_value_is_another_rule(make
     numbers_follow(make, by_hand)
 
 
-@pytest.mark.any_jax
 def test_a_rule_that_makes_ever_new_rules_is_never_taken_for_another():
     def make(setting):
         def rule(depth):

@@ -230,7 +230,6 @@ def test_a_numpy_array_may_change_between_the_call_and_the_gradient():
     np.testing.assert_array_equal(tape.gradient(y, X), [1.0, 2.0, 3.0])
 
 
-@pytest.mark.any_jax
 def test_jacobians_map_the_gradient_function_over_the_rows():
     runs = []
 
@@ -277,7 +276,6 @@ def test_in_recomputed_functions_and_around_host_functions():
     np.testing.assert_allclose(gradient(on_host, X), 3 * X)
 
 
-@pytest.mark.any_jax
 def test_slices_of_a_gradient_function_stay_slices_and_meet_others():
     table, ids = jnp.ones((5, 2)), jnp.array([0, 2, 0])
 

@@ -11,8 +11,6 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices
 from tracegrad.differentiation.row_updates import apply_rows
 from tracegrad.variables.variable import Variable
 
-pytestmark = pytest.mark.any_jax
-
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
 IDS = jnp.array([0, 2, 0])
 

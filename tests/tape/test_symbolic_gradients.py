@@ -73,7 +73,6 @@ def test_gradients_of_gradients_are_derivatives_of_higher_order():
     np.testing.assert_allclose(inside(f, 0.7), [h(0.7) for h in expected], rtol=1e-5)
 
 
-@pytest.mark.any_jax
 def test_a_model_has_the_gradients_that_jax_gives_it():
     keys = jax.random.split(jax.random.key(0), 3)
     weights = [jax.random.normal(key, (8, 8)) for key in keys]
@@ -125,7 +124,6 @@ def test_control_flow_on_the_way_is_differentiated():
     np.testing.assert_allclose(inside(f, 0.5), [np.cos(0.125) * 0.75, np.cos(0.125)], rtol=1e-6)
 
 
-@pytest.mark.any_jax
 def test_values_of_an_enclosing_function_are_connected_as_they_are_there():
     def f(x, k):
         y = jnp.sin(x)
@@ -264,7 +262,6 @@ def test_wrong_options_are_named_with_both_sides(options, error, message):
         inside(lambda x: gradients(x * x, x, **options), 2.0)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "tree", [lambda x: {"w": x}, lambda x: [[x]], nnx.Param], ids=["dict", "list", "Param"]
 )
@@ -311,7 +308,6 @@ def test_variables_may_be_xs_in_traced_functions_and_on_tapes():
     np.testing.assert_allclose(product(), [2 * 2 + 2 * 5, 2 * 5])
 
 
-@pytest.mark.any_jax
 def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():
     v, x = tg.Variable([1.0, 2.0]), jnp.array([3.0, 4.0])
 
@@ -341,7 +337,6 @@ def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():
         assert stopped is None
 
 
-@pytest.mark.any_jax
 def test_a_second_derivative_goes_by_a_linear_solve_to_which_none_leads():
     """The factors of the matrix, which the solve keeps, depend on no x: JAX refuses to
     differentiate a solve where they alone vary."""

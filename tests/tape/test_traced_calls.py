@@ -13,6 +13,8 @@ import pytest
 import tracegrad as tg
 from tracegrad.ir import Occurrence
 
+pytestmark = pytest.mark.both_jax
+
 RATE = 0.125
 
 

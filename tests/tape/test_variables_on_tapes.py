@@ -66,7 +66,6 @@ def test_an_assignment_is_not_differentiated():
     assert float(gradients["v"]) == 2.0
 
 
-@pytest.mark.any_jax
 def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():
     v, average, x = Variable(3.0), Variable(0.0, trainable=False), jnp.float32(2.0)
     for _ in range(3):  # the first time the two share their buffers, then the value is copied
@@ -80,7 +79,6 @@ def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_
         assert float(tape.gradient(z, x)) == 2.0
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("is_assigned", [False, True])
 @pytest.mark.parametrize("way", [lambda fun: fun, trace])
 def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_assigned):
@@ -105,7 +103,6 @@ def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_a
         assert list(map(float, run())) == [9.0, 3.0, 9.0]
 
 
-@pytest.mark.any_jax
 def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_to_it():
     """Also if one further inside, whose program JAX keeps, reads the Variable on the tape."""
     v = Variable(3.0)
@@ -137,7 +134,6 @@ def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_
             assert found.tolist() == [value, 3 * value, value]
 
 
-@pytest.mark.any_jax
 def test_a_tape_keeps_nothing_of_a_function_that_is_traced_in_its_block():
     v = Variable(3.0)
 
@@ -152,7 +148,6 @@ def test_a_tape_keeps_nothing_of_a_function_that_is_traced_in_its_block():
         assert trace(lambda: slope())() == 36.0
 
 
-@pytest.mark.any_jax
 def test_an_assigned_variable_that_inner_functions_read_has_its_gradient_by_what_the_tape_sees():
     v = Variable(3.0)
     doubled = jax.jit(lambda: 2.0 * v)
@@ -171,7 +166,6 @@ def test_an_assigned_variable_that_inner_functions_read_has_its_gradient_by_what
     assert derivatives(5.0) == (100.0, None)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "way", [lambda fun: fun, trace, lambda fun: trace(lambda: jax.jit(lambda: fun())())]
 )

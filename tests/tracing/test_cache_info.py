@@ -9,6 +9,8 @@ import pytest
 
 import tracegrad as tg
 
+pytestmark = pytest.mark.both_jax
+
 
 def fresh_function(**options):
     def step(x, y=None, n=None):
@@ -55,7 +57,6 @@ def test_leaves_are_told_by_their_path():
     assert signature.arguments == "x['w'][0]: float32[]"
 
 
-@pytest.mark.any_jax
 def test_the_leaves_of_a_large_argument_are_counted():
     step = tg.trace(lambda params, x: x)
     step({"layers": [np.float32(1)] * 40}, np.ones(3, "float32"))

@@ -14,6 +14,8 @@ from flax import nnx
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.both_jax
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
 

@@ -12,6 +12,8 @@ import tracegrad as tg
 from tracegrad import match, rules
 from tracegrad.variables.variable import Variable
 
+pytestmark = pytest.mark.both_jax
+
 
 def is_traced(x):
     return isinstance(x, jax.core.Tracer)

@@ -103,7 +103,6 @@ def test_training_goes_as_under_nnx_jit(compiled, kind):
     assert_same(arrays_of(model, optimizer), arrays_of(expected, other))
 
 
-@pytest.mark.any_jax
 def test_metrics_random_streams_and_trees_of_modules_are_state_too():
     def step(models, rngs, metrics, x):
         noise = jax.random.normal(rngs.noise(), x.shape)
@@ -238,7 +237,6 @@ def test_variables_alone_those_of_trees_and_plain_arrays_are_state():
     assert_same([mixed.tree["a"], mixed.tree["b"]], [[0, 0], 5])
 
 
-@pytest.mark.any_jax
 def test_what_changes_outside_is_seen_and_named():
     model = Noisy(nnx.Rngs(0))
     predict = tg.trace(lambda model, x: model(x))
@@ -487,7 +485,6 @@ def test_calls_with_arrays_and_then_with_a_module_lose_nothing():
     assert int(model.dropout.rngs.count[...]) == 2
 
 
-@pytest.mark.any_jax
 def test_shown_programs_have_new_values_among_their_results():
     model = Noisy(nnx.Rngs(0))
     graph = tg.graph(loss)(model, X)
@@ -504,7 +501,6 @@ def test_shown_programs_have_new_values_among_their_results():
     assert int(model.dropout.rngs.count[...]) == 1
 
 
-@pytest.mark.any_jax
 def test_modules_are_themselves_where_nothing_is_compiled():
     model = Noisy(nnx.Rngs(0))
     with jax.disable_jit():
@@ -651,7 +647,6 @@ def hijax_watched(model):
         tape.watch(model)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "use",
     [

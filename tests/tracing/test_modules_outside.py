@@ -111,7 +111,6 @@ def test_derivatives_are_of_the_weights_of_that_moment():
             )
 
 
-@pytest.mark.any_jax
 def test_a_rule_reads_the_weights_of_that_moment_or_is_refused():
     """JAX keeps what it found in a rule, when it differentiates a compiled function."""
 

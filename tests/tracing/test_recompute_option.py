@@ -9,6 +9,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import _jax
 
+pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
+
 needs_option = _jax.keep_recompute_options("cpu") is not None
 
 

@@ -9,6 +9,8 @@ import pytest
 
 import tracegrad as tg
 
+pytestmark = pytest.mark.both_jax
+
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "bool")
 
 CHANGES = {

@@ -19,8 +19,6 @@ import pytest
 import tracegrad as tg
 from tracegrad import match, rules
 
-pytestmark = pytest.mark.any_jax
-
 MODEL = eqx.filter_jit(eqx.nn.MLP)(3, "scalar", 4, 2, activation=jax.nn.gelu, key=jax.random.key(0))
 X, Y = jnp.asarray(np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)), jnp.ones(5)
 DOT = match.op("dot_general")

@@ -20,6 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tracegrad as tg
 from tracegrad import match, rules
 
+pytestmark = pytest.mark.both_jax
+
 
 def scaled_sum(x, *, scale=1.0):
     """Documentation."""
@@ -491,7 +493,6 @@ def test_rules_that_are_no_sequence_of_functions_are_named(rules):
         tg.trace(jnp.sin, rules=rules)
 
 
-@pytest.mark.any_jax
 def test_what_is_over_before_it_has_run_is_refused():
     async def fetched(x):
         return x
@@ -506,7 +507,6 @@ def test_what_is_over_before_it_has_run_is_refused():
             ask(each)
 
 
-@pytest.mark.any_jax
 def test_an_unknown_keyword_is_told_the_nearest():
     with pytest.raises(TypeError, match=r"'memory_buget'; did you mean 'memory_budget'"):
         tg.trace(jnp.sin, memory_buget="2GiB")
@@ -551,7 +551,6 @@ def annotated(x):
     return 3 * x, lambda dy: dy
 
 
-@pytest.mark.any_jax
 def test_an_annotated_function_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(annotated)) is annotated
     assert jax.grad(copy.deepcopy({"f": tg.recompute_grad(jnp.sin)})["f"])(0.0) == 1.0
@@ -580,7 +579,6 @@ def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours()
     assert [frame for frame in frames if frame[0] != here] == [("pipeline.py", "__call__")]
 
 
-@pytest.mark.any_jax
 def test_an_error_about_a_graph_comes_without_our_frames():
     stop = tg.rules.stop_gradient(tg.match.op("sine"))
     calls = [tg.trace(jnp.sin, rules=[stop]), tg.rewrite(jnp.sin, stop)]
@@ -590,7 +588,6 @@ def test_an_error_about_a_graph_comes_without_our_frames():
         assert len(caught.traceback) <= 3  # this line, and the way in
 
 
-@pytest.mark.any_jax
 def test_what_waits_for_arguments_is_named_for_what_it_returns():
     assert "graph(sin)" in repr(tg.graph(jnp.sin))
     assert "plan_recompute(sin)" in repr(tg.plan_recompute(jnp.sin, "50%"))

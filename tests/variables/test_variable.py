@@ -134,7 +134,6 @@ def test_it_prints_its_type_and_value():
     assert repr(v) == str(v) == f"{v}" == "<Variable w: f32[2], not trainable = [1. 2.]>"
 
 
-@pytest.mark.any_jax
 def test_an_assignment_to_a_part_says_how_it_is_written():
     v = Variable([1.0, 2.0], name="w")
     with pytest.raises(TypeError, match=r"'w' is assigned as a whole: `v\.assign\(v\.value\.at\["):

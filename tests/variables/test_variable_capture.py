@@ -27,6 +27,8 @@ from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable
 
+pytestmark = pytest.mark.both_jax
+
 
 def address(v):
     return v._value.unsafe_buffer_pointer()  # not `v.value`, which would be handed out
@@ -88,7 +90,6 @@ READS = {
 }
 
 
-@pytest.mark.any_jax
 def test_a_variable_is_one_input_wherever_it_is_read_beside_references_and_arrays():
     """All are constants of the program that JAX makes; of these two stay what they are."""
     state, array, unused = jax.new_ref(jnp.float32(10)), jnp.arange(3.0), Variable(7.0)
@@ -553,7 +554,6 @@ def test_functions_that_jax_keeps_see_a_value_that_was_assigned_before():
         assert [float(t) for t in g(jnp.ones(2))] == expected
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("is_first", [False, True])
 def test_what_jax_keeps_of_a_nested_traced_function_sees_what_was_assigned_around_it(is_first):
     w = Variable(1.0)
@@ -1044,7 +1044,6 @@ def test_steps_on_several_threads_lose_nothing():
     assert float(w[0]) == 101.0
 
 
-@pytest.mark.any_jax
 def test_what_several_threads_add_is_all_there():
     v, ours = tg.Variable(0.0), jnp.float32(1.0)
 
