@@ -102,8 +102,10 @@ class _Operands(MeasuredPass):
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
-    """Whether every branch on the way was taken (in a loop: at every step)."""
+    """Whether every branch on the way was taken (in a loop: at every step), and every loop ran."""
     for depth, (node, name) in enumerate(path):
+        if node.primitive is _jax.SCAN and node.params["length"] == 0:
+            return False
         index = taken.get(Occurrence(path[:depth], node))
         if index is not None and not np.all(index == list(node.regions).index(name)):
             return False

@@ -197,7 +197,8 @@ class MeasuredPass:
         return self._switch(args[0], [branch(name) for name in here.node.regions], args[1:])
 
     def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
-        """Runs a branch; what is measured in the others is NaN: they did not run."""
+        """Runs a branch; what is measured in the others is NaN, or 0 where there is no NaN: they
+        did not run."""
         # Each is traced once: a branch of a branch would else be traced twice for each time that
         # what is around it is.
         traced = [jax.make_jaxpr(branch, return_shape=True)(*operands) for branch in branches]
@@ -208,7 +209,9 @@ class MeasuredPass:
                 flat = _jax.eval_program(program, jax.tree.leaves(operands))
                 outs, found = jax.tree.unflatten(jax.tree.structure(results), flat)
                 missing = {
-                    key: jnp.full(shape.shape, jnp.nan, shape.dtype)
+                    key: jnp.full(
+                        shape.shape, jnp.nan if _jax.is_inexact(shape.dtype) else 0, shape.dtype
+                    )
                     for key, shape in shapes.items()
                     if key not in found
                 }
@@ -314,7 +317,7 @@ class MeasuredPass:
             ]
             return (flowing, sums), ([or_zeros(ins[i], operands[i]) for i in scanned], found)
 
-        sums = [jnp.zeros(args[i].shape, args[i].dtype) for i in constants]
+        sums = [or_zeros(None, args[i]) for i in constants]
         (flowing, sums), (stacked, found) = _scan(
             node,
             step,
