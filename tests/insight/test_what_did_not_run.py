@@ -13,9 +13,7 @@ def scaled(x, by):
     return x * by.astype(x.dtype)
 
 
-scaled.defvjp(
-    lambda x, by: (scaled(x, by), by), lambda by, g: (g * by.astype(g.dtype), None)
-)
+scaled.defvjp(lambda x, by: (scaled(x, by), by), lambda by, g: (g * by.astype(g.dtype), None))
 
 
 def no_steps(step, init):
@@ -28,7 +26,9 @@ def test_a_nan_of_the_reverse_pass_is_found_before_a_loop_of_no_steps():
 
     (finding,) = tg.explain(loss, jnp.float32(0)).problems
     assert (finding.cause, finding.operation) == ("Inf in the reverse pass", "sqrt")
-    (finding,) = tg.explain(lambda x: no_steps(lambda c: no_steps(jnp.cos, c), loss(x)), 0.0).problems
+    (finding,) = tg.explain(
+        lambda x: no_steps(lambda c: no_steps(jnp.cos, c), loss(x)), 0.0
+    ).problems
     assert finding.operation == "sqrt"
 
 
@@ -48,8 +48,9 @@ def test_a_nan_of_the_forward_pass_is_followed_through_a_loop_of_no_steps():
 
 def test_what_only_a_loop_of_no_steps_uses_has_a_gradient_of_zero_there():
     (finding,) = tg.explain(lambda x: no_steps(lambda c: c * x, 1.0), jnp.float32(2)).problems
-    assert finding.cause == "no steps" and "takes no steps" in finding.what
-    assert finding.origin is not None and finding.origin.file == __file__
+    assert finding.cause == "no steps"
+    assert "takes no steps" in finding.what
+    assert finding.origin.file == __file__
 
 
 def test_a_python_number_is_where_a_loop_starts_or_a_constant_of_it():
@@ -76,7 +77,8 @@ def test_a_rule_in_a_branch_that_is_not_taken_is_not_checked(by):
 
     noisy.defvjp(lambda x, by: (x, None), lambda _, g: (2 * g, None))  # which is wrong
     report = tg.check_grads(loss, (1.0, by), order=1)
-    assert report.leaves and not any("noisy" in check.what for check in report.rules)
+    assert report.leaves
+    assert not any("noisy" in check.what for check in report.rules)
     with pytest.raises(tg.insight.GradientError, match="noisy"):
         tg.check_grads(loss, (6.0, by), order=1)
 
@@ -86,4 +88,5 @@ def test_a_rule_in_a_loop_of_no_steps_is_not_checked():
         return no_steps(lambda c: scaled(c, jnp.int32(3)), x)
 
     report = tg.check_grads(loss, (1.0,), order=1)
-    assert report.leaves and not report.rules
+    assert report.leaves
+    assert not report.rules

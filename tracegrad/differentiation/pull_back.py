@@ -23,6 +23,7 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import Masks, joined, spread
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.lowering import evaluate_node, read
 from tracegrad.tracing.user_errors import explain_loop
@@ -213,7 +214,7 @@ def _jax_vjp(
     except Exception as error:
         explain_loop(error)
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
-            error.add_note(f"while differentiating {Occurrence((), node)}")
+            add_note(error, f"while differentiating {Occurrence((), node)}")
         raise
 
 
