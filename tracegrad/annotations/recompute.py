@@ -17,6 +17,8 @@ from tracegrad.annotations.calls import (
 )
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
+from tracegrad.tracing import graph
+from tracegrad.tracing.user_errors import explain_rule
 from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
@@ -103,6 +105,7 @@ def _call(
         program = named_after(fun, run, _names(fun, args, kwargs, arguments))
         return jax.checkpoint(program, policy=policy)(*arguments.arrays)
     except Exception as error:
+        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays))(*arguments.arrays))
         add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
         if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
             add_note(

@@ -36,8 +36,8 @@ from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.ir.wording import first_line
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.tracing.rule_errors import words_at
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
@@ -211,7 +211,7 @@ def _rule_along(
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed([vjp(cts)[active.index(i)]], [direction]), ""
     except Exception as error:
-        return math.nan, first_line(error)
+        return math.nan, words_at(node, error)
 
 
 def _own_derivative(

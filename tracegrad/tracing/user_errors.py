@@ -6,17 +6,17 @@ is added as a note.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import GraphError, match
+from tracegrad.ir import Graph, GraphError, match
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
-from tracegrad.tracing import foreign_modules
+from tracegrad.tracing import foreign_modules, rule_errors
 
 # By the kind of the error and, where others are of that kind too, words of it; each at most 200
 # characters, so that there is room for the line above it.
@@ -40,6 +40,7 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
             (jax.errors.TracerIntegerConversionError, ""),
             (TypeError, "Shapes must be 1D sequences of concrete values"),
             (IndexError, "Array slice indices must have static start/stop/step"),
+            (IndexError, "Slice entries must be static integers"),
         )
     ),
     (
@@ -95,7 +96,7 @@ _NO_REVERSE = (
 def explain_loop(error: Exception) -> None:
     """Adds to JAX's error about reverse mode through a while loop which it is, and the cure."""
     known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
-    if not known or any("checkpointed_loop" in note for note in getattr(error, "__notes__", ())):
+    if not known or any("checkpointed_loop" in note for note in _notes(error)):
         return
     # JAX hangs the lines in which the loop was traced on the error, as its cause.
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
@@ -104,14 +105,31 @@ def explain_loop(error: Exception) -> None:
     _advise(error, _NO_REVERSE.format(where=where), stack)
 
 
+def explain_rule(error: Exception, program: Callable[[], Graph] | None = None) -> None:
+    """Adds to JAX's error at a custom rule which rule it is, and the cure.
+
+    `program`: as of `rule_errors.advice`.
+    """
+    if not any("custom rule here" in n or "nondiff_argnums" in n for n in _notes(error)):
+        # Of an operation that is transformed JAX hangs the line on the error, as its cause.
+        stack = None if error.__cause__ is None else error.__cause__.__traceback__
+        if (found := rule_errors.advice(error, program)) is not None:
+            advice, origin = found
+            add_note(error, advice, origin or line_of_error(stack or error.__traceback__))
+
+
+def _notes(error: Exception) -> Sequence[str]:
+    return getattr(error, "__notes__", ())
+
+
 def _explain_module(error: Exception) -> None:
     """Adds to flax's error about a change that could not come out whose it is, and the cure."""
-    if not any(foreign_modules.CURE in note for note in getattr(error, "__notes__", ())):
+    if not any(foreign_modules.CURE in note for note in _notes(error)):
         _advise(error, foreign_modules.advice(error), error.__traceback__)
 
 
 def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
-    if advice is not None and not any(advice in n for n in getattr(error, "__notes__", ())):
+    if advice is not None and not any(advice in note for note in _notes(error)):
         add_note(error, advice, line_of_error(stack))
 
 
@@ -122,17 +140,20 @@ def explaining() -> Iterator[None]:
         yield
     except Exception as error:
         explain_loop(error)
+        explain_rule(error)
         _explain_module(error)
         raise
 
 
-def explain(error: Exception) -> Exception:
+def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
     """The same error with the user's line and the way out added, and without our frames.
 
     Raise what it returns at the outermost frame of this package, which then is the only one left
     between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
+    `program`: as of `rule_errors.advice`.
     """
     explain_loop(error)
+    explain_rule(error, program)
     advice = next(
         (text for kind, words, text in _ADVICE if isinstance(error, kind) and words in str(error)),
         None,

@@ -25,7 +25,12 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
-from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
+from tracegrad.insight.explaining.custom_rules import (
+    compare_with_primal,
+    look_into_rule,
+    of_right_dtypes,
+    refuse_closed_over,
+)
 from tracegrad.insight.explaining.observed import Key
 from tracegrad.insight.explaining.statistics import edge, exact, norms, units
 from tracegrad.insight.explaining.visits import (
@@ -250,6 +255,7 @@ class MeasuredPass:
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
+        refuse_closed_over(self, graph, reached, path)
         results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
@@ -261,6 +267,8 @@ class MeasuredPass:
         except Exception as error:
             self.refused.setdefault(visit.here, first_line(error))
             return [None] * len(visit.active)
+        if isinstance(node, CustomGradient):
+            results = of_right_dtypes(self, visit, results)
         if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
             compare_with_primal(self, visit, results)
             if self.close:
