@@ -29,7 +29,12 @@ def test_notes_are_added_in_one_place():
 
 def test_advice_leaves_room_for_the_line_above_it():
     texts = [text for *_, text in user_errors._ADVICE]
-    texts += [user_errors._NO_VARIABLE, user_errors._STATIC_INSIDE, foreign_modules.CURE]
+    texts += [
+        user_errors._NO_VARIABLE,
+        user_errors._NO_ARRAY,
+        user_errors._STATIC_INSIDE,
+        foreign_modules.CURE,
+    ]
     for text in texts:
         assert len(text) <= 200, text
 

@@ -62,12 +62,12 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
         "shape and dtype are known. Compute in `jax.numpy`, or make it static "
         "(`static_argnames`).",
     ),
-    (
-        TypeError,
-        "numpy.ndarray'> as an abstract array",
-        "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
-        "`np.asarray(x, dtype=float)`; or pass a list or an object of your own, which is static.",
-    ),
+)
+
+
+_NO_ARRAY = (
+    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
+    "`np.asarray(x, dtype=float)`; or pass a list or an object of your own, which is static."
 )
 
 
@@ -160,6 +160,8 @@ def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exc
     )
     if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
+    if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
+        advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
     if isinstance(error, ValueError) and "Non-hashable static" in str(error):
         advice = _STATIC_INSIDE if "Tracer" in str(error) else advice
     _advise(error, advice, error.__traceback__)
