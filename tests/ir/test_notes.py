@@ -15,7 +15,6 @@ from tracegrad.ir.occurrence import Origin
 from tracegrad.planning import BudgetTooSmall
 from tracegrad.tracing import foreign_modules, user_errors
 
-pytestmark = pytest.mark.any_jax
 PACKAGE = pathlib.Path(tg.__file__).parent
 LONG = "a_name_that_its_author_wanted_to_say_all_that_there_is_to_say_about_it" * 4
 
@@ -114,6 +113,7 @@ WAYS = {
 }
 
 
+@pytest.mark.both_jax
 @pytest.mark.parametrize("fun", REFUSED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_refused_has_the_line_and_what_to_write(fun, way):

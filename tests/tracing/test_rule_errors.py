@@ -11,6 +11,8 @@ from jax import lax
 import tracegrad as tg
 from tracegrad.ir.notes import NOTE
 
+pytestmark = pytest.mark.both_jax  # whose errors differ
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def spread(x, c, kernel):
