@@ -811,3 +811,59 @@ def test_a_gradient_function_may_call_its_own_function_twice():
         return product(product(x, x), x)
 
     assert [nth(cube, order)(2.0) for order in range(4)] == [8.0, 12.0, 12.0, 6.0]
+
+
+# ----------------------------------------------------------------------------- integer results
+
+
+def rounded_to(backward):
+    @tg.custom_gradient
+    def rounded(x):
+        return jnp.round(x).astype(jnp.int8), backward
+
+    return lambda x: rounded(x).astype(jnp.float32) * 3.0
+
+
+@pytest.mark.parametrize(
+    "backward", [lambda g: g, lambda g: g.astype(jnp.float32), lambda g: 2.0 * g]
+)
+@pytest.mark.parametrize("run", [jax.grad, tg.grad, lambda f: tg.trace(jax.grad(f))])
+def test_the_cotangent_of_an_integer_is_no_gradient_to_hand_on(backward, run):
+    loss = rounded_to(backward)
+    assert loss(11.3) == 33.0
+    with pytest.raises(TypeError, match=r"^The result of 'rounded' .* is i8\[\], and what is no"):
+        run(loss)(11.3)
+
+
+@pytest.mark.parametrize("backward", [lambda g: None, lambda g: jnp.float32(0)])
+def test_an_integer_may_have_a_rule_that_does_not_use_its_cotangent(backward):
+    loss = rounded_to(backward)
+    assert jax.grad(lambda x: loss(x) + x)(11.3) == 1.0
+
+
+def test_floats_that_are_rounded_have_the_gradient_that_the_rule_says():
+    @tg.custom_gradient
+    def rounded(x):
+        return jnp.round(x).astype(jnp.int8).astype(x.dtype), lambda g: g
+
+    assert jax.grad(lambda x: rounded(x) * 3.0)(11.3) == 3.0
+
+
+def test_of_an_integer_beside_a_float_the_cotangent_is_zero_as_before():
+    @tg.custom_gradient
+    def with_sign(x):
+        return (x * 2, jnp.sign(x).astype(jnp.int32)), lambda dy, d: 2 * dy + d.astype(dy.dtype)
+
+    assert jax.grad(lambda x: with_sign(x)[0])(3.0) == 2.0
+
+
+def test_explain_says_of_a_rule_of_jax_that_it_returns_integers():
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x).astype(jnp.int8)
+
+    rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (jnp.float32(1),))
+    (finding,) = tg.explain(lambda x: rounded(x).astype(jnp.float32) * 3.0, 11.3).problems
+    assert "rounded returns i8[], integers" in finding.what
+    assert "floats" in finding.cure
+    assert finding.rule is None

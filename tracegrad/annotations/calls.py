@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, code_of, name_of
 from tracegrad.tracing.signatures import argument_names, name_in_module
 
@@ -167,5 +168,5 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(note())
+        add_note(error, note())
         raise

@@ -25,6 +25,7 @@ from tracegrad.annotations.pullback import (
     trace_pullback,
 )
 from tracegrad.annotations.variables import listed_with
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.tape.keys import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
@@ -132,10 +133,11 @@ def bind_with_values(call: Call) -> Any:
     try:
         return rule(*call.arguments.arrays)
     except jax.errors.UnexpectedTracerError as error:
-        error.add_note(
-            f"{described(call.fun)} asks for the value of an array, as `if` does, so that it "
-            "cannot be traced by itself. Then it may not close over values that are being "
-            "differentiated or mapped: make them positional arguments, or use jax.lax.cond."
+        add_note(
+            error,
+            f"{described(call.fun)} asks for the value of an array, as `if` does. Then it may not "
+            "close over values that are differentiated or mapped: make them positional "
+            "arguments, or use jax.lax.cond.",
         )
         raise
 

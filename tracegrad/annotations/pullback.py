@@ -24,7 +24,9 @@ from tracegrad.annotations.calls import (
     noted,
 )
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.ir.wording import counted, described
+from tracegrad.ir.dependence import dependence
+from tracegrad.ir.importer import import_program
+from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import checked_cotangent
 from tracegrad.variables.statics import is_none
 
@@ -109,24 +111,52 @@ def trace_pullback(
     """
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
+    is_flowing = any(differentiable)
+    # Of what is no float it shows whether a gradient is made of the cotangent, which is zero.
+    taken = differentiable if is_flowing else [_is_number(aval) for aval in outputs]
     given: list[bool] = []
 
     def gradients(*cotangents: Any) -> list[Any]:
         flowing = iter(cotangents)
         dys = [
-            next(flowing) if real else zero_cotangent(aval)
-            for aval, real in zip(outputs, differentiable)
+            next(flowing) if takes else zero_cotangent(aval) for aval, takes in zip(outputs, taken)
         ]
-        checked = gradients_of_inputs(fun, args, grad_fn, arrays, dys)
+        try:
+            checked = gradients_of_inputs(fun, args, grad_fn, arrays, dys)
+        except TypeError as error:
+            if is_flowing:
+                raise
+            raise TypeError(_no_cotangent(fun, grad_fn, outputs)) from error
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
-    program, residuals = Program.of(
-        jax.make_jaxpr(gradients)(
-            *(aval.update(weak_type=False) for aval, real in zip(outputs, differentiable) if real)
-        )
-    )
+    avals = [aval.update(weak_type=False) for aval, takes in zip(outputs, taken) if takes]
+    traced = jax.make_jaxpr(gradients)(*avals)
+    if not is_flowing and avals:
+        if any(dependence(import_program(traced))):
+            raise TypeError(_no_cotangent(fun, grad_fn, outputs))
+        zeros = list(map(zero_cotangent, avals))
+        of_zeros = functools.partial(_jax.eval_program, traced, zeros)
+        traced = jax.make_jaxpr(of_zeros)()
+    program, residuals = Program.of(traced)
     return Pullback(program, differentiable, given), residuals
+
+
+def _no_cotangent(
+    fun: Callable[..., Any], grad_fn: Callable[..., Any], outputs: Sequence[Any]
+) -> str:
+    """Of a gradient function that uses a cotangent which is none."""
+    types = listed([_jax.type_text(aval) for aval in outputs], 3)
+    return (
+        f"The result of {described(fun)} is {types}, and what is no float has no gradient: the "
+        f"gradient function {described(grad_fn)} would be given zeros. Return floats, as "
+        "jnp.round(x) for jnp.round(x).astype('int8'), or convert back to floats inside of the "
+        "function with the custom gradient."
+    )
+
+
+def _is_number(aval: Any) -> bool:
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def zero_cotangent(aval: Any) -> Any:

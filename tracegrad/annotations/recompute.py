@@ -15,7 +15,10 @@ from tracegrad.annotations.calls import (
     named_after,
     require_callable,
 )
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
+from tracegrad.tracing import graph
+from tracegrad.tracing.user_errors import explain_rule
 from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
@@ -102,12 +105,14 @@ def _call(
         program = named_after(fun, run, _names(fun, args, kwargs, arguments))
         return jax.checkpoint(program, policy=policy)(*arguments.arrays)
     except Exception as error:
-        error.add_note(f"in {described(fun)}, which is recomputed in the backward pass")
+        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays))(*arguments.arrays))
+        add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
         if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
-            error.add_note(
+            add_note(
+                error,
                 "recompute_grad runs it once more for a gradient, so a side effect in it would "
                 "happen twice: move the io_callback out of it, or use jax.debug.callback, which "
-                "may run again, or jax.pure_callback, which has no side effect."
+                "may run again, or jax.pure_callback, which has no side effect.",
             )
         raise
 

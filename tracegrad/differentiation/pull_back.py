@@ -23,9 +23,10 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
 from tracegrad.ir.dependence import Masks, joined, spread
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.lowering import evaluate_node, read
-from tracegrad.tracing.user_errors import explain_loop
+from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
 Aggregation = Callable[[Sequence[Any]], Any]
@@ -212,8 +213,10 @@ def _jax_vjp(
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         explain_loop(error)
+        around = node.graph
+        explain_rule(error, None if around is None else lambda: around)
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
-            error.add_note(f"while differentiating {Occurrence((), node)}")
+            add_note(error, f"while differentiating {Occurrence((), node)}")
         raise
 
 

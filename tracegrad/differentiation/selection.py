@@ -360,6 +360,9 @@ def _first_argument(
     return first
 
 
+_NOT_PASSED = "was called without {name}; its default is not differentiated, so pass it"
+
+
 def _locate(
     fun: Callable[..., Any], which: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | str:
@@ -371,10 +374,10 @@ def _locate(
         ordered = positional(parameters_of(fun))
         if 0 <= position < len(ordered) and ordered[position].name in kwargs:
             return ordered[position].name
-        raise ValueError(
-            f"wrt={position}: {_described(fun)} was called with "
-            f"{counted(len(args), 'positional argument')}"
-        )
+        why = f"was called with {counted(len(args), 'positional argument')}"
+        if len(args) <= position < len(ordered):
+            why = _NOT_PASSED.format(name=ordered[position].name)
+        raise ValueError(f"wrt={position}: {_described(fun)} {why}")
     if which in kwargs:
         return which
     names = [p.name for p in positional(parameters_of(fun))]
@@ -382,7 +385,7 @@ def _locate(
         return names.index(which)
     for parameter in parameters_of(fun):
         if parameter.name == which:
-            why = "was called without it; its default is not differentiated, so pass it"
+            why = _NOT_PASSED.format(name="it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 why = "has any number of these; say which by position, argnums=, or by its name"
             raise ValueError(f"wrt={which!r}: {_described(fun)} {why}")

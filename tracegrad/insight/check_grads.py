@@ -33,6 +33,7 @@ from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import first_line, listed
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import function_name, graph, require_function
+from tracegrad.tracing.rule_errors import words_of
 
 MODES = ("fwd", "rev")
 _STOP = "stop_gradient"  # as `deliberate` names it
@@ -248,7 +249,7 @@ def _check_leaves(
         try:
             found = jax.jit(derivatives[mode])(leaves)
         except Exception as error:
-            note = first_line(error)
+            note = words_of(error)
             status = "none" if "no forward-mode derivative" in note else "wrong"
             yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
             continue

@@ -36,8 +36,8 @@ from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.ir.wording import first_line
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.tracing.rule_errors import words_at
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
@@ -102,8 +102,10 @@ class _Operands(MeasuredPass):
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
-    """Whether every branch on the way was taken (in a loop: at every step)."""
+    """Whether every branch on the way was taken (in a loop: at every step), and every loop ran."""
     for depth, (node, name) in enumerate(path):
+        if node.primitive is _jax.SCAN and node.params["length"] == 0:
+            return False
         index = taken.get(Occurrence(path[:depth], node))
         if index is not None and not np.all(index == list(node.regions).index(name)):
             return False
@@ -209,7 +211,7 @@ def _rule_along(
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed([vjp(cts)[active.index(i)]], [direction]), ""
     except Exception as error:
-        return math.nan, first_line(error)
+        return math.nan, words_at(node, error)
 
 
 def _own_derivative(

@@ -205,7 +205,7 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
         program, inputs = graph(run)(chosen, arrays), [*chosen, *arrays]
         paths = selection.names_of_all
         names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except _jax.NEEDS_VALUES:
         program, inputs = graph(run)(chosen, ()), list(chosen)
     for variable in program.variables:
         names[len(inputs)] = f"the Variable {variable.name}"

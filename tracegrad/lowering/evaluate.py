@@ -15,6 +15,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, RegionNode, Value
+from tracegrad.ir.notes import add_note
 from tracegrad.lowering import regions
 from tracegrad.lowering.closed_over import refuse_derivatives
 
@@ -101,7 +102,7 @@ def evaluate_node(node: Node, args: Sequence[Any], lowering: Lowering | None = N
     except Exception as error:
         # The innermost node only: a caller's node adds nothing that the traceback lacks.
         if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{_NOTE} {Occurrence((), node)}")
+            add_note(error, f"{_NOTE} {Occurrence((), node)}")
         raise
 
 

@@ -17,6 +17,7 @@ from tracegrad.differentiation.checks import wrt_or_argnums
 from tracegrad.differentiation.selection import Wrt, resolve
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
 from tracegrad.planning.fitting import fitted
@@ -208,7 +209,7 @@ class FitToBudget:
             try:
                 return replace(search.best(budget), measured_on=why_not)
             except BudgetTooSmall as error:
-                error.add_note(f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
+                add_note(error, f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
                 raise
 
     def _measured(

@@ -26,7 +26,9 @@ from tracegrad.ir import (
     grouping,
     scopes,
 )
+from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.errors import NoMatchError
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.occurrence import Path, is_of_nothing, is_own_file, is_under_rules
 from tracegrad.ir.selector import Selector
 
@@ -74,6 +76,15 @@ def matches_of(
 
 
 def _no_match(graph: Graph, where: Selector, rule: object) -> str:
+    around = getattr(where, "where", where)
+    if around is not where and (there := around.look(graph).matches):
+        _refuse_inside_of_rules(there[0], rule)
+        return (
+            f"{rule!r} concerns nothing in {graph.name}: {there[0]} matches, and is neither an "
+            "operation element by element with a derivative that may be infinite, nor a custom "
+            "gradient that the rule takes. For others there is rules.override_gradient; a rule "
+            "that may concern nothing is given missing_ok=True"
+        )
     names = where.names(graph)
     near: dict[str, None] = {}
     for pattern in where.patterns:
@@ -129,6 +140,13 @@ def _grad_call(node: Node) -> str:
 def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
     """Raises GraphError for what lies in the primal of a custom gradient or in a solve."""
     node = match.rule_around
+    if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
+        raise GraphError(
+            f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
+            "gives a gradient of its own: of the two the outer rule is taken, and the edit would "
+            "vanish. Leave out the outer rule, or what is in it: "
+            f"& ~match.call({node.name!r})"
+        )
     if isinstance(node, CustomGradient):
         raise GraphError(
             f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "

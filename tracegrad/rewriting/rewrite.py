@@ -12,7 +12,7 @@ from tracegrad.tracing.callable import call_traced, tap_zeros
 from tracegrad.tracing.graphs import Rule, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.static import Indices, Names, resolve
-from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.user_errors import explain, explain_rule
 
 
 class RewrittenFunction:
@@ -54,7 +54,11 @@ class RewrittenFunction:
         program = self._traced(args, kwargs)
         if has_taps and not program.taps:
             raise TypeError(f"{self!r} has no taps: no rule of it is a tap_gradient")
-        return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0], taps)
+        try:
+            return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0], taps)
+        except Exception as error:
+            explain_rule(error, lambda: program)
+            raise
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         def trace() -> Graph:

@@ -88,7 +88,8 @@ def override_gradient(
       missing_ok: whether it may match nothing.
 
     Returns:
-      A rule.
+      A rule. Where one match lies inside of another, by this rule or by one before, the outer one
+      is taken: its gradient stands for all that is in it.
 
     Raises, when the gradient is taken, ValueError or TypeError for a wrong number, shape or dtype
     of cotangents; naming the operation and its source line.

@@ -12,12 +12,13 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.notes import add_note
+from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving import dimensions, structure
 from tracegrad.saving.manifest import KIND_NAMES
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
-from tracegrad.tracing.user_errors import innermost_user_line
 from tracegrad.variables.modules import held_arrays
 from tracegrad.variables.statics import is_array, with_statics
 
@@ -36,9 +37,8 @@ def traced_for(name: str, fun: Function, specs: Any) -> Graph:
     try:
         return make(*args, **kwargs)
     except Exception as error:
-        line = innermost_user_line(error.__traceback__)
-        at = f", at {line}" if line else ""
-        error.add_note(f"while {name} was traced to be saved, for {_shown(args, kwargs)}{at}")
+        text = f"while {name} was traced to be saved, for {_shown(args, kwargs)}"
+        add_note(error, text, line_of_error(error.__traceback__))
         raise
 
 

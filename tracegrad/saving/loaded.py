@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.ir.notes import add_note
 from tracegrad.saving import dimensions
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import FunctionRecord
@@ -133,11 +134,11 @@ class LoadedFunction:
             return self._compiled(self._rebuilt(args), values)
         except ValueError as error:
             if "was exported for" in str(error):
-                error.add_note(
+                add_note(
+                    error,
                     "It can be saved for several platforms at once, save(..., platforms=[...]). "
-                    "What was traced for a mesh of devices (jax.shard_map, "
-                    "jax.lax.with_sharding_constraint) wants arguments and Variables that lie on "
-                    "as many: jax.device_put(x, sharding), tracegrad.load(path, sharding=...)."
+                    "What was traced for a mesh (jax.shard_map) wants arguments and Variables on "
+                    "as many devices: jax.device_put(x, sharding), load(path, sharding=...).",
                 )
             raise
 

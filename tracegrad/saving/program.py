@@ -35,6 +35,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import evaluate
 from tracegrad.saving import outside_calls
 from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
+from tracegrad.tracing import rule_errors
 from tracegrad.tracing.graphs import graph as trace_graph
 
 # Arrays that a function closes over are written into each of its programs.
@@ -113,6 +114,7 @@ class _Writer:
                         connected[j].add(i)
             graph = again() if refused else graph
             value = _value(graph, active) if _has_rules(graph) else None
+            refuse_leaked(gradient, graph)
         except Exception as error:
             raise ValueError(
                 f"the derivative of order {order + 1} of {self.name} cannot be saved, because JAX "
@@ -228,6 +230,14 @@ def _value(graph: Graph, active: Sequence[int]) -> Graph:
 
     value.__name__ = value.__qualname__ = graph.name
     return trace_graph(value)(*graph.in_avals)
+
+
+def refuse_leaked(gradient: Graph, graph: Graph) -> None:
+    """Raises for a gradient into which a rule has put a value of a trace that is over."""
+    constants = (c for region in gradient.regions_below for c in region.constants.values())
+    if any(map(_jax.is_tracer, constants)):
+        names = [each.name for each in rule_errors.closing_over(graph)]
+        raise ValueError(rule_errors.closing_over_advice(names))
 
 
 def _has_rules(graph: Graph) -> bool:

@@ -117,6 +117,15 @@ def _tap_values(graph: Graph, taps: Any) -> list[Any]:
                 f"the taps of {graph.name} are {expected}; it was called with {given}. Pass what "
                 "its .taps(...) returns"
             )
+        for tap in graph.taps:
+            got = jax.typeof(taps[tap.name][tap.place])
+            if (got.shape, got.dtype) != (tap.aval.shape, tap.aval.dtype):
+                raise TypeError(
+                    f"the tap {tap.name!r} of {graph.name} at {tap.place} is "
+                    f"{_jax.type_text(tap.aval)}; it was called with {_jax.type_text(got)}. Pass "
+                    "what its .taps(...) returns for the same arguments: under jax.vmap those of "
+                    "one example, made inside of the mapped function"
+                )
         values = taps
     return [values[tap.name][tap.place] for tap in graph.taps]
 

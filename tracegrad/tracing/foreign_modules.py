@@ -15,10 +15,9 @@ from tracegrad.variables.nnx_objects import is_module
 from tracegrad.variables.outside import paths_in
 
 CURE = (
-    "belongs to a module that was made outside of the function that changes it here, so that the "
-    "change could not come out. Give the module to the traced function as an argument, which is "
-    "changed by the call; in the body of a loop or a branch use nnx.scan, nnx.cond and the like. "
-    "Where nothing is to change, and the model uses nnx.remat and the like: nnx.clone(model)(x)"
+    "belongs to a module that was made outside of the function that changes it here. "
+    "Give it as an argument, or use nnx.scan, nnx.cond; where nothing is to change: "
+    "nnx.clone(model)(x)"
 )
 
 # What flax's own transformations say of a module that they are given: a ValueError of no own kind.

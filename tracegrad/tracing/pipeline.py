@@ -33,7 +33,7 @@ from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.rules_of_modules import refuse_rules_that_read
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments
-from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.user_errors import explain, explain_rule
 from tracegrad.tracing.variants import Use, Variant
 from tracegrad.variables.modules import Modules, Structure, modules_in
 from tracegrad.variables.outside import Fixture, Surroundings, surroundings
@@ -189,7 +189,11 @@ class Pipeline:
                 variant = self._variants.of(self, found[1])
                 around = self._looking_at(found[1].modules)
             with Attempt(self, found) as attempt:
-                result = action(variant, args, kwargs)
+                try:
+                    result = action(variant, args, kwargs)
+                except Exception as error:
+                    explain_rule(error, lambda: self.graph(args, kwargs))
+                    raise
                 fixed = *variables, *around
                 is_all = self._variants.remember(variant, fixed, (key, around))
                 if is_all and not self.takes_apart:

@@ -6,85 +6,97 @@ is added as a note.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import GraphError, match
+from tracegrad.ir import Graph, GraphError, match
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
-from tracegrad.tracing import foreign_modules
+from tracegrad.tracing import foreign_modules, rule_errors
 
-# Most special first: the first three are kinds of the last.
-_ADVICE: tuple[tuple[type[Exception], str], ...] = (
+# By the kind of the error and, where others are of that kind too, words of it; each at most 200
+# characters, so that there is room for the line above it.
+_ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
     (
         jax.errors.TracerBoolConversionError,
+        "",
         "This line branches in Python on an array whose value is known only when the compiled "
-        "program runs. To choose between values write `jnp.where(condition, a, b)`; between "
-        "computations `jax.lax.cond(condition, f, g, *args)`; to loop `jax.lax.while_loop`. If the "
-        "value decides what program to compile, make its argument static (`static_argnames`).",
+        "program runs. Write `jnp.where`, `jax.lax.cond`, `jax.lax.while_loop`; or make it static "
+        "(`static_argnames`).",
+    ),
+    *(
+        (
+            kind,
+            words,
+            "This line needs a Python integer (an index, a shape, the end of a range), but has an "
+            "array. Index with `jnp.take`, loop with `jax.lax.fori_loop`, or make it static "
+            "(`static_argnames`).",
+        )
+        for kind, words in (
+            (jax.errors.TracerIntegerConversionError, ""),
+            (TypeError, "Shapes must be 1D sequences of concrete values"),
+            (IndexError, "Array slice indices must have static start/stop/step"),
+            (IndexError, "Slice entries must be static integers"),
+        )
     ),
     (
-        jax.errors.TracerIntegerConversionError,
-        "This line needs a Python integer (an index, a shape, the end of a range), but has an "
-        "array whose value is known only when the compiled program runs. Index with "
-        "`jnp.take(table, i, axis=0)`, loop with `jax.lax.fori_loop`, or make the argument static "
-        "(`static_argnames`).",
+        jax.errors.NonConcreteBooleanIndexError,
+        "",
+        "This line selects by a mask, and how many it selects is known only when the compiled "
+        "program runs. Keep the shape: `jnp.where(mask, x, 0)`, `jnp.sum(x, where=mask)`.",
     ),
     (
         jax.errors.TracerArrayConversionError,
+        "",
         "This line hands a traced array to NumPy (or another library), which needs its "
         "numbers now. Use the function of the same name in `jax.numpy`.",
     ),
     (
         jax.errors.ConcretizationTypeError,
+        "",
         "This line needs the value of an array while the program is being traced, when only its "
-        "shape and dtype are known. Compute with it in `jax.numpy`, or make its argument static "
+        "shape and dtype are known. Compute in `jax.numpy`, or make it static "
         "(`static_argnames`).",
     ),
+)
+
+
+_NO_ARRAY = (
+    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
+    "`np.asarray(x, dtype=float)`; or pass a list or an object of your own, which is static."
 )
 
 
 # What `Variable`s have and arrays have not.
 _OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
 _NO_VARIABLE = (
-    "This line takes an array for a `Variable`. Transformations of JAX (jax.vmap, jax.grad, "
-    "jax.jit) hand on the value of a Variable among their arguments, and what is assigned to that "
-    "would be lost. Let the function close over the Variable, or transform a function of the other "
-    "arguments alone, as in `jax.vmap(lambda x: f(v, x))(xs)`; inside of them return a new value, "
-    "and assign it outside."
-)
-
-
-_NO_ARRAY = (
-    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
-    "`np.asarray(x, dtype=float)`; or pass what it holds in a list or an object of its own: leaves "
-    "of arguments that are no arrays are static."
+    "This line takes an array for a `Variable`: JAX hands on the value of a Variable among the "
+    "arguments. Let the function close over the Variable, or return the new value and assign it "
+    "outside."
 )
 
 
 _STATIC_INSIDE = (
-    "A function that jax.jit has compiled takes as static what is an array that is being traced "
-    "here. Say that it is static here too, as in `tracegrad.trace(f, static_argnums=1)` or "
-    "`tracegrad.graph(f, static_argnums=1)`; or let functools.partial fill it in."
+    "A function that jax.jit has compiled takes as static an array that is traced here. Make it "
+    "static here too, `tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
 )
 
 
 _NO_REVERSE = (
-    "How often this loop runs is known only when it has run, and reverse mode needs its states. A "
-    "rule keeps some of them and replays the rest, `tracegrad.rules.checkpointed_loop(where)`: in "
-    "`tracegrad.rewrite(loss, rule)` or `tracegrad.trace(step, rules=[rule])`, here with "
-    "`where={where}`. For what converges `rules.fixed_point` needs none of them. For a number of "
-    "steps that is known, `jax.lax.scan` has both modes."
+    "How often this loop runs is known only when it has run, and reverse mode needs its states. "
+    "For `jax.grad(tracegrad.rewrite(loss, tracegrad.rules.checkpointed_loop(where)))` "
+    "`where={where}`."
 )
 
 
 def explain_loop(error: Exception) -> None:
     """Adds to JAX's error about reverse mode through a while loop which it is, and the cure."""
     known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
-    if not known or any("checkpointed_loop" in note for note in getattr(error, "__notes__", ())):
+    if not known or any("checkpointed_loop" in note for note in _notes(error)):
         return
     # JAX hangs the lines in which the loop was traced on the error, as its cause.
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
@@ -93,17 +105,32 @@ def explain_loop(error: Exception) -> None:
     _advise(error, _NO_REVERSE.format(where=where), stack)
 
 
+def explain_rule(error: Exception, program: Callable[[], Graph] | None = None) -> None:
+    """Adds to JAX's error at a custom rule which rule it is, and the cure.
+
+    `program`: as of `rule_errors.advice`.
+    """
+    if not any("custom rule here" in n or "nondiff_argnums" in n for n in _notes(error)):
+        # Of an operation that is transformed JAX hangs the line on the error, as its cause.
+        stack = None if error.__cause__ is None else error.__cause__.__traceback__
+        if (found := rule_errors.advice(error, program)) is not None:
+            advice, origin = found
+            add_note(error, advice, origin or line_of_error(stack or error.__traceback__))
+
+
+def _notes(error: Exception) -> Sequence[str]:
+    return getattr(error, "__notes__", ())
+
+
 def _explain_module(error: Exception) -> None:
     """Adds to flax's error about a change that could not come out whose it is, and the cure."""
-    if not any(foreign_modules.CURE in note for note in getattr(error, "__notes__", ())):
+    if not any(foreign_modules.CURE in note for note in _notes(error)):
         _advise(error, foreign_modules.advice(error), error.__traceback__)
 
 
 def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
-    notes = getattr(error, "__notes__", ())
-    if advice is not None and not any(advice in note for note in notes):
-        line = innermost_user_line(stack)
-        error.add_note(f"{line}\n{advice}" if line else advice)
+    if advice is not None and not any(advice in note for note in _notes(error)):
+        add_note(error, advice, line_of_error(stack))
 
 
 @contextmanager
@@ -113,18 +140,24 @@ def explaining() -> Iterator[None]:
         yield
     except Exception as error:
         explain_loop(error)
+        explain_rule(error)
         _explain_module(error)
         raise
 
 
-def explain(error: Exception) -> Exception:
+def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
     """The same error with the user's line and the way out added, and without our frames.
 
     Raise what it returns at the outermost frame of this package, which then is the only one left
     between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
+    `program`: as of `rule_errors.advice`.
     """
     explain_loop(error)
-    advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), None)
+    explain_rule(error, program)
+    advice = next(
+        (text for kind, words, text in _ADVICE if isinstance(error, kind) and words in str(error)),
+        None,
+    )
     if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
         advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
     if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
@@ -140,14 +173,6 @@ def explain(error: Exception) -> Exception:
         if kept is not None or isinstance(error, GraphError):
             error = error.with_traceback(kept)
     return error
-
-
-def innermost_user_line(traceback: TracebackType | None) -> str:
-    """The last line of the user's in a traceback, with its place; empty if there is none."""
-    found = line_of_error(traceback)
-    if found is None:
-        return ""
-    return f"{found.file}:{found.line} in {found.function}: {found.code}"
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -13,7 +13,7 @@ from tracegrad.rewriting import rules
 from tracegrad.rewriting.kept_zeros import may_make_nan
 from tracegrad.rewriting.repairs import position_past
 
-_NOTHING = ByRule()
+NOTHING = ByRule()
 _PAST = (
     "the gradient goes past {name} as if that were the identity, where it was zero or there was "
     "none (a straight-through estimator)"
@@ -44,15 +44,15 @@ def not_finite(found: Occurrence, given: float) -> ByRule:
     around = _around(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
     if is_vjp and around.node.effects:  # which would happen again
-        return _NOTHING
+        return NOTHING
     if around.origin is None or not (is_vjp or may_make_nan(around)):
-        return _NOTHING
+        return NOTHING
     if given == 0 and not is_vjp:
         # Zero leaves it then, and arrives at what stands before it, often on the same line.
         return ByRule(rules.strong_zero(match.source(around.origin.place)))
     where = _here(around)
     if where is None or around.node.op in operations.FACTORS:
-        return _NOTHING  # what makes the other factor infinite is to be mended
+        return NOTHING  # what makes the other factor infinite is to be mended
     return ByRule(rules.finite_derivative(where))
 
 
@@ -62,14 +62,14 @@ def no_gradient(cause: str, found: Occurrence) -> ByRule:
         return own_derivative(found)
     if cause in ("rounding", "stop_gradient", "dead units", "clipped"):
         return straight_through(found)
-    return _NOTHING
+    return NOTHING
 
 
 def straight_through(found: Occurrence) -> ByRule:
     """Of a node with a zero derivative."""
     where, node = _here(found), found.node
     if where is None or position_past(node.inputs, node.outputs) is None:
-        return _NOTHING
+        return NOTHING
     return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
 
 
@@ -77,7 +77,7 @@ def own_derivative(found: Occurrence) -> ByRule:
     """Of a custom gradient that is not the derivative."""
     where = _here(found)
     if where is None:
-        return _NOTHING
+        return NOTHING
     return ByRule(
         rules.own_derivative(where),
         f"the gradient of {found.node.name} is the derivative of what it computes, not its rule's",
@@ -89,5 +89,5 @@ def refused(found: Occurrence) -> ByRule:
     where = _here(found)
     has_effects = bool(found.node.effects)  # which would happen again
     if found.node.op != "while" or has_effects or where is None:
-        return _NOTHING
+        return NOTHING
     return ByRule(rules.checkpointed_loop(where))

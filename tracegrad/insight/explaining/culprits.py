@@ -105,7 +105,7 @@ def _first_bad_step(
         if _lies_in(occurrence, path):
             here = stat[steps]
             here = (here[..., EDGE_NAN] + here[..., EDGE_INF]) > 0
-            here = here.reshape(here.shape[0], -1).any(axis=1)
+            here = here.any(axis=tuple(range(1, here.ndim)))
             bad = here if bad is None else bad | here
     if bad is None or not bad.any():
         return None
@@ -205,6 +205,12 @@ def _maker(
         k = node.outputs.index(value)
         if not is_entered(node):
             return _Made(place, k)
+        if node.primitive is _jax.SCAN and node.params["length"] == 0:
+            first, count = _jax.scan_split(node.params)
+            if k >= count:  # it stacks nothing
+                return _Made(place, k)
+            value = node.inputs[first + k]
+            continue
         name = next(iter(node.regions))
         if node.primitive is _jax.COND:
             name = next(iter(observed.branches(place)), name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,10 +21,11 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import CustomGradient
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
-from tracegrad.ir.occurrence import line_of_error
+from tracegrad.ir.occurrence import Path, line_of_error
+from tracegrad.tracing.rule_errors import CLOSES_OVER, dtype_advice
 
 if TYPE_CHECKING:
     from tracegrad.insight.explaining.measuring import MeasuredPass
@@ -54,6 +56,31 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------------------- what is measured
+
+
+def refuse_closed_over(
+    measured: MeasuredPass, graph: Graph, reached: AbstractSet[Value], path: Path
+) -> None:
+    """Notes which rules of a graph close over what is differentiated; to these a pass asks for no
+    cotangent, so that nothing else would say it."""
+    for node in graph.nodes:
+        if not isinstance(node, CustomGradient) or node.kind != "vjp":
+            continue
+        if not reached.isdisjoint(node.inputs[: node.closed_over]):
+            measured.refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
+
+
+def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:
+    """What a rule gives; in a loop, where JAX takes no other dtype than the input's, in that."""
+    node, found = visit.here.node, list(results)
+    if any(around.primitive is _jax.SCAN for around, _ in visit.here.path):
+        for k, (i, ct) in enumerate(zip(visit.active, results, strict=True)):
+            expected = node.inputs[i].aval.dtype
+            if ct is not None and ct.dtype != expected:
+                words = dtype_advice(node.name, expected, ct.dtype)
+                measured.refused[visit.here] = words
+                found[k] = ct.astype(expected)
+    return found
 
 
 def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:

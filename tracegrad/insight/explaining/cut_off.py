@@ -17,6 +17,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, 
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
+from tracegrad.tracing.rule_errors import is_about_closing_over
 from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
@@ -30,6 +31,10 @@ _CUT_CURES = {
     "custom rule": "let the rule return a cotangent for this input",
     "stop_gradient": "take it away, or move it to what is to be constant",
 }
+_INTEGER_CURE = (
+    "return floats: convert back inside of the function that has the rule, or put the rule around "
+    "both conversions"
+)
 _LOOP_CURE = (
     "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed; of a solver "
     "that converges `rules.fixed_point`"
@@ -42,6 +47,13 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
         text, origin = _words(cut), cut.occurrence.origin
+        cure = _CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op)
+        rule = by_rule.no_gradient(cause, cut.occurrence)
+        if cause == "custom rule" and (integers := _integer_results(cut.occurrence.node)):
+            text = (
+                f"{cut.occurrence.node.name} returns {integers}, integers, which have no gradient"
+            )
+            cure, rule = _INTEGER_CURE, by_rule.NOTHING
         if isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
@@ -51,10 +63,17 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
             (path,),
             origin=origin,
             whose=owner,
-            cure=_CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op),
+            cure=cure,
             operation=cut.occurrence.node.name,
-            by_rule=by_rule.no_gradient(cause, cut.occurrence),
+            by_rule=rule,
         )
+
+
+def _integer_results(node: Node) -> str:
+    """The types of what a function with a rule returns, if nothing of it is a float."""
+    if any(value.has_gradient for value in node.outputs):
+        return ""
+    return listed([_jax.type_text(value.aval) for value in node.outputs], 3)
 
 
 def _words(cut: Cut) -> str:
@@ -185,6 +204,9 @@ def refusals(observed: Observed) -> Iterator[Finding]:
     for found, words in observed.refused.items():
         op = found.node.op
         cause = "host conversion" if op in operations.CALLBACKS else "not differentiable"
+        if isinstance(found.node, CustomGradient) and is_about_closing_over(words):
+            yield _closing_over(found)
+            continue
         yield Finding(
             cause,
             f"JAX cannot differentiate {found.node.name}: {words}",
@@ -194,6 +216,21 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             operation=op,
             by_rule=by_rule.refused(found),
         )
+
+
+def _closing_over(found: Occurrence) -> Finding:
+    name = found.node.name
+    return Finding(
+        "closed over by a rule",
+        f"{name} closes over a value (or has an array in nondiff_argnums), and its rule has no "
+        f"gradient for that: JAX cannot differentiate {name} here",
+        (),
+        origin=found.origin,
+        whose=whose(found),
+        cure=f"make the value an argument of {name}, and let its rule return None or its gradient",
+        operation=name,
+        by_rule=by_rule.own_derivative(found),
+    )
 
 
 def no_gradient(path: str, leaf: Any) -> Finding:

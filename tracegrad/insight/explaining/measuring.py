@@ -25,7 +25,12 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
-from tracegrad.insight.explaining.custom_rules import compare_with_primal, look_into_rule
+from tracegrad.insight.explaining.custom_rules import (
+    compare_with_primal,
+    look_into_rule,
+    of_right_dtypes,
+    refuse_closed_over,
+)
 from tracegrad.insight.explaining.observed import Key
 from tracegrad.insight.explaining.statistics import edge, exact, norms, units
 from tracegrad.insight.explaining.visits import (
@@ -197,7 +202,8 @@ class MeasuredPass:
         return self._switch(args[0], [branch(name) for name in here.node.regions], args[1:])
 
     def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
-        """Runs a branch; what is measured in the others is NaN: they did not run."""
+        """Runs a branch; what is measured in the others is NaN, or 0 where there is no NaN: they
+        did not run."""
         # Each is traced once: a branch of a branch would else be traced twice for each time that
         # what is around it is.
         traced = [jax.make_jaxpr(branch, return_shape=True)(*operands) for branch in branches]
@@ -208,7 +214,9 @@ class MeasuredPass:
                 flat = _jax.eval_program(program, jax.tree.leaves(operands))
                 outs, found = jax.tree.unflatten(jax.tree.structure(results), flat)
                 missing = {
-                    key: jnp.full(shape.shape, jnp.nan, shape.dtype)
+                    key: jnp.full(
+                        shape.shape, jnp.nan if _jax.is_inexact(shape.dtype) else 0, shape.dtype
+                    )
                     for key, shape in shapes.items()
                     if key not in found
                 }
@@ -247,6 +255,7 @@ class MeasuredPass:
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
+        refuse_closed_over(self, graph, reached, path)
         results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
@@ -258,6 +267,8 @@ class MeasuredPass:
         except Exception as error:
             self.refused.setdefault(visit.here, first_line(error))
             return [None] * len(visit.active)
+        if isinstance(node, CustomGradient):
+            results = of_right_dtypes(self, visit, results)
         if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
             compare_with_primal(self, visit, results)
             if self.close:
@@ -314,7 +325,7 @@ class MeasuredPass:
             ]
             return (flowing, sums), ([or_zeros(ins[i], operands[i]) for i in scanned], found)
 
-        sums = [jnp.zeros(args[i].shape, args[i].dtype) for i in constants]
+        sums = [or_zeros(None, args[i]) for i in constants]
         (flowing, sums), (stacked, found) = _scan(
             node,
             step,

@@ -21,6 +21,7 @@ from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _ZERO_WORDS = {
     "untaken branch": "its branch is not taken in this call",
+    "no steps": "it takes no steps in this call",
     "dead units": "no unit of it is active on this batch",
     "clipped": "every element is outside of the bounds, where the derivative is zero",
     "multiplied by zero": "it is multiplied by zeros",
@@ -44,6 +45,7 @@ _ZERO_CURES = {
     "multiplied by zero": "initialise with small random numbers",
     "saturated": "normalise what goes in, or compute with the logarithm",
     "untaken branch": "arguments for which it is taken: a call that does not use it says nothing",
+    "no steps": "arguments for which it takes some: a call without steps says nothing",
     "index out of bounds": 'an index in bounds; `jnp.take(..., mode="fill")` is for padding',
     "overwritten": "write to another part of it, or read it before",
     "not read": "an index in bounds, of a place that is read",
@@ -121,6 +123,9 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
             else:
                 is_cond = node.primitive is _jax.COND
                 ran = observed.branches(Place(here)) if is_cond else node.regions
+                if node.primitive is _jax.SCAN and node.params["length"] == 0:
+                    found[here] = "no steps"
+                    continue
                 for path_inside, inner in inside(here, value):
                     if path_inside[-1][1] in ran:
                         pending.append((path_inside, inner))

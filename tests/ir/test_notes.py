@@ -1,0 +1,164 @@
+"""Notes on errors are short, say the user's line, and are all added in one place."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import tracegrad as tg
+from tracegrad.ir.notes import NOTE, add_note
+from tracegrad.ir.occurrence import Origin
+from tracegrad.planning import BudgetTooSmall
+from tracegrad.tracing import foreign_modules, user_errors
+
+PACKAGE = pathlib.Path(tg.__file__).parent
+LONG = "a_name_that_its_author_wanted_to_say_all_that_there_is_to_say_about_it" * 4
+
+
+def test_notes_are_added_in_one_place():
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            adds = isinstance(node, ast.Attribute) and node.attr == "add_note"
+            assert not adds or file == PACKAGE / "ir" / "notes.py", file
+
+
+def test_advice_leaves_room_for_the_line_above_it():
+    texts = [text for *_, text in user_errors._ADVICE]
+    texts += [
+        user_errors._NO_VARIABLE,
+        user_errors._NO_ARRAY,
+        user_errors._STATIC_INSIDE,
+        foreign_modules.CURE,
+    ]
+    for text in texts:
+        assert len(text) <= 200, text
+
+
+@pytest.mark.parametrize("length", [1, 150, 200, 250, 300, 5_000])
+@pytest.mark.parametrize("file", ["/a/model.py", f"/home/{LONG}/model.py", f"/home/{LONG}.py"])
+@pytest.mark.parametrize("function", ["loss", LONG])
+def test_a_note_has_its_line_and_ends_of_its_text_however_long_both_are(length, file, function):
+    text = "<" + "x" * (length - 2) + ">" * (length > 1)
+    origin = Origin(file, 12, function)
+    error = ValueError()
+    add_note(error, text, origin)
+    add_note(error, text, origin)  # which says nothing new
+    (note,) = error.__notes__
+    assert len(note) <= NOTE
+    assert length > 200 or text in note
+    assert note.endswith(text[-1])
+    assert "\n<" in note
+    folder, _, name = file.rpartition("/")
+    assert note.startswith((folder, name[:20]))
+
+
+def branching(x):
+    return x if x > 0 else -x
+
+
+def long_names(x):
+    return lax.while_loop(lambda c: c < 9, lambda c: c * x, x)
+
+
+def an_array(x):
+    return np.sin(x)
+
+
+def masked(x):
+    return jnp.sum(x[x > 0])
+
+
+def sliced(x):
+    return x[: jnp.argmax(x)]
+
+
+def shaped(x):
+    return jnp.zeros(jnp.argmax(x)) * x
+
+
+def counting(x):
+    return [x for _ in range(jnp.argmax(x))]
+
+
+def assigning(x):
+    return x.assign(3)
+
+
+def measuring_itself(x):
+    return float(x) * x
+
+
+# With the words of the advice that belongs to each.
+REFUSED = {
+    branching: "jnp.where",
+    long_names: "checkpointed_loop",
+    an_array: "jax.numpy",
+    masked: "by a mask",
+    sliced: "a Python integer",
+    shaped: "a Python integer",
+    counting: "a Python integer",
+    assigning: "takes an array for a `Variable`",
+    measuring_itself: "static_argnames",
+}
+WAYS = {
+    "trace": lambda f, x: tg.trace(jax.grad(f))(x),
+    "graph": lambda f, x: tg.graph(jax.grad(f))(x),
+    "explain": lambda f, x: tg.explain(f, x),
+    "save": lambda f, x: tg.save(jax.grad(f), "never written", [x]),
+    "recompute": lambda f, x: tg.trace(jax.grad(tg.recompute_grad(f)))(x),
+}
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("fun", REFUSED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_has_the_line_and_what_to_write(fun, way):
+    if fun is long_names and way == "explain":
+        pytest.skip("it goes past a loop without reverse mode and says so in its report")
+    x = jnp.float32(1.5) if fun in (branching, long_names, measuring_itself) else jnp.arange(3.0)
+    with pytest.raises(Exception) as caught:
+        WAYS[way](fun, x)
+    notes = caught.value.__notes__
+    assert all(len(note) <= NOTE for note in notes), notes
+    (note,) = [note for note in notes if REFUSED[fun] in note]
+    assert f"test_notes.py:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" in note
+
+
+def test_the_arguments_of_what_is_saved_are_not_all_written_out():
+    def of_params(params):
+        return branching(params["layer 7"])
+
+    params = {f"layer {i}": jnp.float32(i) for i in range(200)}
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        tg.save(of_params, "never written", [params])
+    (note,) = [note for note in caught.value.__notes__ if "was traced to be saved" in note]
+    assert len(note) <= NOTE
+    assert f"test_notes.py:{branching.__code__.co_firstlineno + 1}" in note
+    assert "for ({layer 0: float32[]" in note
+
+
+def test_a_node_of_many_operands_is_named_with_its_line():
+    def loss(x):
+        return jnp.sum(jnp.concatenate([x * i for i in range(60)]))
+
+    graph = tg.graph(loss)(jnp.ones(3))
+    (found,) = graph.find(tg.match.op("concatenate"))
+    text = f"while lowering {found}"
+    assert len(text) > NOTE
+    error = ValueError()
+    add_note(error, text)
+    assert error.__notes__[0].startswith("while lowering <Apply concatenate")
+    assert f"test_notes.py:{loss.__code__.co_firstlineno + 1}" in error.__notes__[0]
+
+
+def test_why_a_budget_is_by_the_model_is_short():
+    (rows,) = jax.export.symbolic_shape("rows")
+    with pytest.raises(BudgetTooSmall) as caught:
+        tg.plan_recompute(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w))), 1)(
+            jnp.ones((4, 4)), jax.ShapeDtypeStruct((rows, 4), "float32")
+        )
+    assert all(len(note) <= NOTE for note in caught.value.__notes__)

@@ -1,0 +1,134 @@
+"""Rules whose match is no place for them, and taps of another shape, say so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+A = jnp.arange(12.0).reshape(3, 4) / 7 + jnp.eye(3, 4)
+X = jnp.arange(3.0)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * jnp.sqrt(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), x), lambda x, g: (g / jnp.sqrt(x),))
+
+
+def singular_values(a):
+    return jnp.sum(jnp.linalg.svd(a, compute_uv=False))
+
+
+def with_rule(x):
+    return jnp.sum(doubled(x))
+
+
+@pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
+def test_what_is_there_and_not_concerned_is_not_said_to_be_missing(rule):
+    assert tg.graph(singular_values)(A).find(match.op("svd"))
+    with pytest.raises(tg.NoMatchError, match=r"concerns nothing .*<Apply svd.* matches"):
+        tg.rewrite(singular_values, rule(match.op("svd")))(A)
+    with pytest.raises(tg.NoMatchError, match="matches nothing"):
+        tg.rewrite(singular_values, rule(match.op("qr")))(A)
+    allowed = tg.rewrite(singular_values, rule(match.op("svd"), missing_ok=True))
+    np.testing.assert_array_equal(jax.grad(allowed)(A), jax.grad(singular_values)(A))
+
+
+@pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
+def test_an_operation_inside_of_a_custom_rule_is_not_said_to_be_missing(rule):
+    assert tg.graph(with_rule)(X + 1).find(match.op("sqrt"))
+    with pytest.raises(tg.GraphError, match=r"lies inside of the custom gradient doubled"):
+        tg.rewrite(with_rule, rule(match.op("sqrt")))(X + 1)
+
+
+@jax.jit
+def block(x):
+    return jnp.sin(x) * x
+
+
+def of_block(x):
+    return jnp.sum(block(x))
+
+
+def override(where, by):
+    return rules.override_gradient(where, lambda op, dy: by * dy)
+
+
+OUTER, INNER = match.call("block"), match.op("sin")
+
+
+def test_of_an_inner_and_an_outer_rule_the_outer_one_is_taken():
+    for taken in (
+        [override(INNER, 5.0), override(OUTER, 3.0)],
+        [override(OUTER | INNER, 3.0)],
+    ):
+        got = jax.grad(tg.rewrite(of_block, *taken))(X)
+        np.testing.assert_array_equal(got, jnp.full(3, 3.0))
+
+
+def test_an_inner_rule_behind_an_outer_one_is_told_which_is_taken():
+    both = tg.rewrite(of_block, override(OUTER, 3.0), override(INNER, 5.0))
+    with pytest.raises(tg.GraphError, match=r"an earlier rule .* the outer rule is taken"):
+        jax.grad(both)(X)
+
+
+def with_default(x, scale=2.0, *, shift=1.0):
+    return x * scale + shift
+
+
+@pytest.mark.parametrize("wrt", ["scale", 1, "shift", ("x", "scale"), (0, 1)])
+@pytest.mark.parametrize("ask", [tg.grad, tg.value_and_grad, tg.jacobian])
+def test_an_argument_that_the_call_leaves_out_is_named(ask, wrt):
+    name = "shift" if wrt == "shift" else "scale" if wrt in (1, (0, 1)) else "it"
+    with pytest.raises(ValueError, match=r"was called without .*so pass it") as caught:
+        ask(with_default, wrt=wrt)(1.0)
+    assert name in str(caught.value)
+    with pytest.raises(ValueError, match=r"was called without .*so pass it"):
+        tg.explain(with_default, 1.0, wrt=wrt)
+
+
+def test_a_position_behind_all_parameters_is_counted():
+    with pytest.raises(ValueError, match="was called with 1 positional argument"):
+        tg.grad(with_default, wrt=7)(1.0)
+    np.testing.assert_array_equal(tg.grad(with_default, wrt=1)(3.0, 2.0), 3.0)
+
+
+def squared_sine(x):
+    return jnp.sum(jnp.sin(x) ** 2)
+
+
+def test_taps_and_intermediates_under_vmap_are_those_of_each_example():
+    want, values = 2 * jnp.sin(X), jnp.sin(X)
+    found = jax.vmap(tg.intermediate_gradients(squared_sine, INNER))(X)
+    np.testing.assert_allclose(found["sin"], want, rtol=1e-6)
+    _, found = jax.vmap(tg.intermediates(squared_sine, INNER))(X)
+    np.testing.assert_allclose(found["sin"], values, rtol=1e-6)
+    tapped = tg.rewrite(squared_sine, rules.tap_gradient(INNER, "hidden"))
+    _, taps = jax.vmap(lambda x: tg.grad(tapped, ("x", "taps"))(x, taps=tapped.taps(x)))(X)
+    np.testing.assert_allclose(taps["hidden"]["sin"], want, rtol=1e-6)
+    # The zeros of all examples are mapped as the examples are.
+    _, taps = jax.vmap(tg.grad(lambda x, taps: tapped(x, taps=taps), (0, 1)))(X, tapped.taps(X))
+    np.testing.assert_allclose(taps["hidden"]["sin"], want, rtol=1e-6)
+
+
+def test_a_callback_under_vmap_is_called_for_each_example():
+    met = []
+    tap = rules.tap_gradient(INNER, "hidden", lambda place, array: met.append((place, array)))
+    jax.vmap(jax.grad(tg.rewrite(squared_sine, tap)))(X)
+    jax.effects_barrier()
+    assert {place for place, _ in met} == {"sin"}
+    np.testing.assert_allclose(sorted(float(a) for _, a in met), sorted(2 * np.sin(X)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("transformed", [lambda f: jax.vmap(f, (0, None)), lambda f: f])
+def test_taps_of_another_shape_are_refused(transformed):
+    tapped = tg.rewrite(squared_sine, rules.tap_gradient(INNER, "hidden"))
+    run = transformed(jax.grad(lambda x, taps: tapped(x, taps=taps), (0, 1)))
+    x = X if transformed(squared_sine) is not squared_sine else X[0]
+    with pytest.raises(TypeError, match=r"the tap 'hidden' .* f32\[\]; it was called with f32\[3"):
+        run(x, tapped.taps(X))

@@ -1,0 +1,136 @@
+"""What to write where JAX fails at a custom rule with an error that does not name the rule."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import CodeType, TracebackType
+
+import jax
+
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Origin, Value
+from tracegrad.ir.wording import code_of, first_line, listed
+
+CLOSES_OVER = "closes over a value that is differentiated"
+_CLOSING_OVER = ("closed-over value", "No constant handler for type", CLOSES_OVER)
+_INDICATED = "indicated by nondiff_argnums"
+_DTYPES = (
+    re.compile(r"\(ShapedArray\((\w+)\[.*?\]\), ShapedArray\((\w+)\[.*?\]\)\)"),
+    re.compile(
+        r"has type (\w+)\[.*?\] but the corresponding output carry component has type (\w+)"
+    ),
+)
+
+
+def advice(
+    error: Exception, program: Callable[[], Graph] | None = None
+) -> tuple[str, Origin | None] | None:
+    """What to write in the place of a rule that JAX refused; None for another error.
+
+    Args:
+      error: of JAX, at a `jax.custom_vjp` or a `jax.custom_jvp`.
+      program: gives the program that was differentiated, if that is known; called for an error at a
+        rule only.
+
+    Returns:
+      The words, and the line where the rule is called if the program has told it.
+    """
+    words = str(error)
+    if _INDICATED in words:
+        return (
+            "A custom rule here has an array in nondiff_argnums: make it an argument, with None "
+            "for its gradient."
+        ), None
+    if (dtypes := _dtypes(error)) is not None:
+        return dtype_advice("A custom rule here", *dtypes), None
+    is_unexpected = isinstance(error, jax.errors.UnexpectedTracerError)
+    if not is_unexpected and not any(text in words for text in _CLOSING_OVER):
+        return None
+    if (name := rule_in(error.__traceback__)) is not None:
+        return closing_over_advice([name]), None
+    found = [] if program is None else closing_over(program())
+    if not found and is_unexpected:  # any value of a trace that is over
+        return None
+    return closing_over_advice([each.name for each in found]), found[0].origin if found else None
+
+
+def words_at(node: CustomGradient, error: Exception) -> str:
+    """The error of a rule in one line."""
+    if is_about_closing_over(str(error)):
+        return closing_over_advice([node.name])
+    return words_of(error)
+
+
+def words_of(error: Exception, program: Callable[[], Graph] | None = None) -> str:
+    """An error in one line: the advice, where JAX's own words name no rule."""
+    found = advice(error, program)
+    return first_line(error) if found is None else found[0]
+
+
+def dtype_advice(who: str, expected: object, got: object) -> str:
+    """What to write in a rule that returns a gradient of another dtype than its input."""
+    return (
+        f"{who} returned a gradient {got} for an input {expected}. A gradient has the dtype of its "
+        "input: convert it, .astype(x.dtype)."
+    )
+
+
+def closing_over_advice(names: Sequence[str]) -> str:
+    """What to write in the place of rules whose functions close over a traced array."""
+    where = f"tracegrad.match.call({names[0]!r})" if names else "where"
+    who = listed([f"`{each}`" for each in names], 2) if names else "A custom rule here"
+    return (
+        f"{who} may not close over a traced array, nor have one in nondiff_argnums. Make it an "
+        f"argument; or `tracegrad.rewrite(f, tracegrad.rules.own_derivative({where}))`."
+    )
+
+
+def is_about_closing_over(words: str) -> bool:
+    """Whether an error at a rule is about what its function closes over, by the error's words."""
+    return "unexpected tracer" in words or any(text in words for text in _CLOSING_OVER)
+
+
+def closing_over(graph: Graph) -> list[Occurrence]:
+    """The custom gradients in a graph that close over values, each name once."""
+    found: dict[str, Occurrence] = {}
+    for each in graph.walk():
+        node = each.node
+        if not isinstance(node, CustomGradient):
+            continue
+        if any(isinstance(v, Value) for v in node.inputs[: node.closed_over]):
+            found.setdefault(node.name, each)
+    return list(found.values())
+
+
+def rule_in(stack: TracebackType | None) -> str | None:
+    """The name of the innermost function with a rule of JAX's that an error came through.
+
+    JAX takes its own frames away, which know the rule, and those of what was traced are without
+    their variables. They have their code; whose code it is, all the rules that there are tell.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(stack)]
+    rules: dict[CodeType | None, str] = {}
+    # What was frozen (`gc.freeze`) the collector does not list.
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    for each in itertools.chain(gc.get_objects(), *(list(space.values()) for space in spaces)):
+        if issubclass(type(each), jax.custom_vjp | jax.custom_jvp):
+            functions = (getattr(each, name, None) for name in ("fun", "fwd", "bwd", "jvp"))
+            name = str(getattr(each, "__name__", "a rule"))
+            rules.update((code_of(function), name) for function in functions if function)
+    return next((rules[code] for code in reversed(codes) if code in rules), None)
+
+
+def _dtypes(error: Exception) -> tuple[str, str] | None:
+    """The dtypes that the transpose of a program expected and got, where they alone differ."""
+    # The lines of what is transformed; a loop that is wrong by itself has none.
+    if error.__cause__ is None or not isinstance(error, AssertionError | TypeError):
+        return None
+    for pattern in _DTYPES:
+        found = pattern.search(str(error))
+        if found is not None and found[1] != found[2]:
+            return found[1], found[2]
+    return None
