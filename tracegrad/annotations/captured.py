@@ -31,10 +31,8 @@ class Captured:
     primal: Callable[..., Any]  # from the inputs to the output
 
     def message(self, inputs: Sequence[Any]) -> str:
-        kind = _jax.type_text(jax.typeof(inputs[self.position]))
-        what = f"a value ({kind})" if self.name is None else f"{self.name} ({kind})"
         return (
-            f"{self.function}, which has a custom gradient, depends on {what}, which is being "
+            f"{dependence_text(self.function, self.name, inputs[self.position])}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
             "cannot return a gradient for it, so it would silently be zero. Make it a positional "
             "argument and return its gradient as well or, if it is meant as a constant, use "
@@ -59,6 +57,13 @@ def unwrapped(
 
 
 # ------------------------------------------------------------------------------------- naming
+
+
+def dependence_text(function: str, name: str | None, value: Any) -> str:
+    """The beginning of a message: which function depends on what that it closes over."""
+    kind = _jax.type_text(jax.typeof(value))
+    what = f"a value ({kind})" if name is None else f"{name} ({kind})"
+    return f"{function}, which has a custom gradient, depends on {what}"
 
 
 def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
