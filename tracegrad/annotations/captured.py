@@ -31,8 +31,9 @@ class Captured:
     primal: Callable[..., Any]  # from the inputs to the output
 
     def message(self, inputs: Sequence[Any]) -> str:
+        what = value_text(self.name, inputs[self.position])
         return (
-            f"{dependence_text(self.function, self.name, inputs[self.position])}, which is being "
+            f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
             "cannot return a gradient for it, so it would silently be zero. Make it a positional "
             "argument and return its gradient as well or, if it is meant as a constant, use "
@@ -59,11 +60,10 @@ def unwrapped(
 # ------------------------------------------------------------------------------------- naming
 
 
-def dependence_text(function: str, name: str | None, value: Any) -> str:
-    """The beginning of a message: which function depends on what that it closes over."""
+def value_text(name: str | None, value: Any) -> str:
+    """What a message calls a value of this name, or of none: its name and its type."""
     kind = _jax.type_text(jax.typeof(value))
-    what = f"a value ({kind})" if name is None else f"{name} ({kind})"
-    return f"{function}, which has a custom gradient, depends on {what}"
+    return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
 
 def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:

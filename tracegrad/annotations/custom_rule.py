@@ -20,8 +20,8 @@ from tracegrad.annotations.calls import (
 from tracegrad.annotations.captured import (
     Captured,
     captured_name,
-    dependence_text,
     unwrapped,
+    value_text,
 )
 from tracegrad.annotations.pullback import (
     Program,
@@ -62,10 +62,10 @@ class Call:
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
-    def depends_on(self, value: Any) -> str:
+    def depends_on(self, value: Any) -> tuple[str, str]:
         """What the function is, and what it calls a value that it closes over."""
         name = captured_name(value, self.fun, self.kwargs)
-        return dependence_text(described(self.fun), name, value)
+        return described(self.fun), value_text(name, value)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function."""

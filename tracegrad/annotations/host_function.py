@@ -286,7 +286,8 @@ def _number_as(result: Any, dtype: Any) -> Any:
     """A Python number, which has no dtype of its own, as an array of a dtype of its kind or of a
     wider kind; None for all else. Raises OverflowError for an integer that the dtype has not."""
     if type(result) is int and jnp.issubdtype(dtype, np.integer):
-        limits = jnp.iinfo(dtype)
+        limits_of: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know integers of 4 bits
+        limits = limits_of(dtype)
         if not int(limits.min) <= result <= int(limits.max):
             raise OverflowError(f"{dtype} has the integers from {limits.min} to {limits.max}")
         return np.asarray(result).astype(dtype)

@@ -216,7 +216,7 @@ class MadeOf(NamedTuple):
 
     programs: tuple[Any, ...]
     settings: tuple[Any, ...]
-    closed_over: tuple[tuple[int, str], ...] = ()
+    closed_over: tuple[tuple[int, tuple[str, str]], ...] = ()
 
 
 def parts_of_rule(params: Mapping[str, Any]) -> MadeOf | None:
@@ -225,9 +225,9 @@ def parts_of_rule(params: Mapping[str, Any]) -> MadeOf | None:
     return parts if isinstance(parts, MadeOf) else None
 
 
-def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, str]]:
+def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, tuple[str, str]]]:
     """Which operands of a call of a rule that this package has made are arrays that its function
-    closes over, with what the user calls them; none of another operation."""
+    closes over, with what the user calls function and array; none of another operation."""
     parts = parts_of_rule(params) if primitive is _jax.CUSTOM_VJP else None
     if parts is None or not parts.closed_over:
         return []

@@ -84,7 +84,7 @@ def lose_in(
         return
     types, of_results = (tuple(map(jax.typeof, arrays)) for arrays in (operands, results))
     key = lose_in, computation.keys[1], types
-    found: Sequence[tuple[int, str, tuple[int, ...]]] | None = PROGRAMS.get(key)
+    found: Sequence[tuple[int, tuple[str, str], tuple[int, ...]]] | None = PROGRAMS.get(key)
     if found is None:
         found = PROGRAMS.put(key, _lost_operands(computation, types, of_results))
     info = _jax.current_source_info() if found else None
@@ -95,7 +95,7 @@ def lose_in(
 
 def _lost_operands(
     computation: Computation, types: Sequence[Any], results: Sequence[Any]
-) -> list[tuple[int, str, tuple[int, ...]]]:
+) -> list[tuple[int, tuple[str, str], tuple[int, ...]]]:
     """Each operand of an operation that a function with a rule in it closes over: its position,
     what the user calls it, and the results that are connected to a result of that function."""
     source = Source(None, None)
@@ -115,7 +115,7 @@ class _ClosedOver(Walk):
 
     def __init__(self, count: int):
         self._count = count
-        self.found: dict[tuple[int, str], int] = {}
+        self.found: dict[tuple[int, tuple[str, str]], int] = {}
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         outs = super().rule(node, ins)

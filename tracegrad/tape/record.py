@@ -45,20 +45,21 @@ class LostGradient(NamedTuple):
     inside: tuple[int, int, tuple[int, ...]] | None = None
 
 
-def lost_gradient_text(what: str, info: Any) -> str:
+def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
     """What the user is told of a lost gradient.
 
     Args:
-      what: the function and what it depends on.
+      what: the function, and the array on which it depends.
       info: JAX's source info of the call.
     """
+    function, array = what
     line, is_users = origin_in(_jax.frames(info))
     return (
-        f"{what}, which it closes over or is given by keyword, and which is watched or computed "
-        "from what is watched. Its gradient function returns no gradient for it, so a part of the "
-        f"gradient is missing: what goes through the call{at(line if is_users else None)}. Make it "
-        "a positional argument and return its gradient as well or, if it is meant as a constant, "
-        "use stop_gradient of it"
+        f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
+        "given by keyword, and which is watched or computed from what is watched. Its gradient "
+        "function returns no gradient for it, so a part of the gradient is missing: what goes "
+        f"through the call{at(line if is_users else None)}. Make it a positional argument and "
+        "return its gradient as well or, if it is meant as a constant, use stop_gradient of it"
     )
 
 
@@ -207,7 +208,7 @@ class Record:
         self.rules[self.step.results[0]] = rule
         self.lost += [each._replace(results=self.step.results) for each in lost]
 
-    def lose(self, array: Any, results: Sequence[Any], what: str, info: Any) -> None:
+    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
         """Hears that a rule in an operation gives none to an array that these results depend on."""
         if id(array) in self.tracked:
             slots = tuple([self.slots[id(result)] for result in results])

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     name: str
     traced: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], list[Any]]
-    describe: Callable[[Any], str]
+    describe: Callable[[Any], tuple[str, str]]
 
 
 def is_on_values(operation: Operation) -> bool:

@@ -87,7 +87,7 @@ class Tangents(Record):
         if id(of) in self._primals:
             self.move(stand_in, self.get(of))
 
-    def lose(self, array: Any, results: Sequence[Any], what: str, info: Any) -> None:
+    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
         if self._tangents.get(id(array)) is not None:
             warn_where_called(lost_gradient_text(what, info), UserWarning)
 
