@@ -619,6 +619,36 @@ def test_results_come_as_tout_says():
     np.testing.assert_array_equal(jax.jit(lambda: numpy_function(lambda: 7, [], "float32"))(), 7.0)
 
 
+def test_python_numbers_take_every_dtype_that_has_them():
+    dtypes = ["uint8", "int4", "uint32", "float16", "bfloat16", "complex64", "float32"]
+    numbers = [255, -8, 2**32 - 1, 2.5, 3, 1, 2**70]
+    got = numpy_function(lambda: numbers, [], dtypes)
+    for result, dtype, number in zip(got, dtypes, numbers, strict=True):
+        assert result.dtype == jnp.dtype(dtype)
+        assert complex(result) == pytest.approx(complex(number), rel=1e-6)
+
+
+def test_results_of_several_dtypes_have_the_gradients_of_those_that_have_one():
+    ids = jnp.array([3, 4, 5, 6])
+
+    def scaled(x):
+        return numpy_function(
+            lambda x, i: (x * i.astype(np.float32), i + 1),
+            [x, ids],
+            ["float32", "int32"],
+            grad=lambda op, dy, _: (dy * op.inputs[1], None),
+        )
+
+    y, after = scaled(X)
+    np.testing.assert_allclose(y, X * ids, rtol=1e-6)
+    np.testing.assert_array_equal(after, ids + 1)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(scaled(x)[0]))(X), ids)
+    with tg.GradientTape() as tape:
+        tape.watch(X)
+        y, after = scaled(X)
+    np.testing.assert_allclose(tape.gradient([y, after], X), ids)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize(
@@ -627,6 +657,14 @@ def test_results_come_as_tout_says():
         (lambda x: np.zeros(3, np.float32), "float32", r"float32\[3\].*Tout says float32\[4\]"),
         (lambda x: np.float64(x), "float32", r"float64\[4\].*Tout says float32\[4\].*astype"),
         (lambda x: 1.5, jax.ShapeDtypeStruct((), "int32"), r"float64\[\].*Tout says int32\[\]"),
+        (lambda x: 300, jax.ShapeDtypeStruct((), "int8"), "returned 300 as the result: int8 has"),
+        (lambda x: -1, jax.ShapeDtypeStruct((), "uint8"), "returned -1 as the result: uint8 has"),
+        (lambda x: 2**40, jax.ShapeDtypeStruct((), "int32"), r"int32 has the integers from -2"),
+        (lambda x: 9, jax.ShapeDtypeStruct((), "int4"), "int4 has the integers from -8 to 7"),
+        (lambda x: (x, None), ["float32", "int32"], r"None as result 1, .*Tout says int32\[4\]"),
+        (lambda x: None, "float32", r"None as the result, which is no array, where Tout says"),
+        (lambda x: [x, [1, [2]]], "float32", "returned a list: .* which is no array"),
+        (lambda x: "a", "float32", "returned a str: 'a' as the result, which is no array"),
         (lambda x: x, ["float32", "float32"], "2 results by Tout; it returned an array"),
         (lambda x: [x], ["float32", "float32"], "2 results by Tout; it returned 1 results"),
         (lambda x: 1 / 0, "float32", "raised ZeroDivisionError: division by zero"),

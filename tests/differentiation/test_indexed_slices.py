@@ -643,3 +643,29 @@ def test_a_dense_gradient_has_no_rows_to_apply():
     table = jnp.ones((4, 2))
     with pytest.raises(TypeError, match="sparse=True gives; it was given an array float32"):
         tg.apply_rows(table, table, lambda rows, gradients: rows - gradients)
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda t: t[IDS],
+        lambda t: jnp.take(t, IDS.reshape(3, 1), axis=0),
+        lambda t: jax.lax.dynamic_index_in_dim(t, IDS[1]),
+        lambda t: t[7],
+        lambda t: jnp.take(t, ANY, axis=0),
+    ],
+)
+def test_slices_need_no_promotion_of_ranks(lookup):
+    with jax.numpy_rank_promotion("raise"):
+        slices = grad(squares(lookup), sparse=True)(TABLE)
+        assert isinstance(slices, IndexedSlices)
+        dense = (slices + slices.deduplicated()).to_dense()
+        stepped = apply_rows(TABLE, slices, lambda rows, gradients: rows - gradients)
+        with tg.GradientTape() as tape:
+            tape.watch(TABLE)
+            loss = squares(lookup)(TABLE)
+        on_tape = tape.gradient(loss, TABLE, sparse=True).to_dense()
+        want = jax.grad(squares(lookup))(TABLE)
+    np.testing.assert_allclose(dense, 2 * want)
+    np.testing.assert_allclose(stepped, TABLE - want, rtol=1e-6)
+    np.testing.assert_allclose(on_tape, want)

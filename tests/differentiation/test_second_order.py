@@ -84,6 +84,32 @@ def test_a_jacobian_is_what_finite_differences_give():
     np.testing.assert_allclose(jacobian(f)(X), np.stack(columns, 1), atol=1e-8)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("wrap", [lambda f: f, tg.trace], ids=["plain", "traced"])
+def test_a_jacobian_of_complex_results_of_real_arguments_is_that_of_forward_mode(wrap):
+    def f(x, k):
+        return {"z": (x + 1j * jnp.sin(x)) * k, "real": jnp.sum(x) * k[0], "of none": 1j + k[1]}
+
+    k = jnp.array([2.0, 3.0, 5.0])
+    got = jacobian(wrap(f), (0, 1))(X, k)
+    assert_trees_close(got, jax.jacfwd(f, (0, 1))(X, k))
+    assert got["real"][0].dtype == jnp.float64
+    linked = jacobian(wrap(f), (0, 1), unconnected="none")(X, k)
+    assert linked["of none"][0] is None
+    np.testing.assert_allclose(linked["z"][0], got["z"][0])
+
+    def scalar(x):
+        return jnp.sum(x**3) * (1 + 2j) + jnp.prod(x)
+
+    assert_trees_close(hessian(wrap(scalar))(X), jax.jacfwd(jax.jacfwd(scalar))(X))
+    by_integer = jacobian(lambda n, x: n * x * 1j, (0, 1), allow_int=True)(3, 2.0)
+    of_real = jacobian(lambda n, x: n * x, (0, 1), allow_int=True)(3, 2.0)
+    assert by_integer[0] == of_real[0]
+    assert by_integer[1] == 3j
+    with pytest.raises(TypeError, match="holomorphic"):  # of what is no real argument
+        jacobian(wrap(lambda z: z * jnp.conj(z)))(1.0 + 2.0j)
+
+
 def test_leaves_that_are_not_selected_get_blocks_of_zeros():
     tree = {"a": jnp.ones(2), "b": jnp.ones(3), "n": jnp.arange(4), "k": 2.0, "f": jnp.sin}
 

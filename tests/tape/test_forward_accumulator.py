@@ -526,10 +526,12 @@ def test_a_custom_gradient_has_nothing_for_what_it_closes_over():
     def scaled(x):
         return c * x, lambda dy: 7.0 * dy
 
-    with ForwardAccumulator([x, c], [1.0, 1.0]) as accumulator:
+    told = pytest.warns(UserWarning, match="depends on 'c' .*, which it closes over")
+    with ForwardAccumulator([x, c], [1.0, 1.0]) as accumulator, told:
         y = scaled(x)
     assert accumulator.jvp(y) == 7.0
-    with ForwardAccumulator(c, 1.0) as accumulator:
+    told = pytest.warns(UserWarning, match="depends on 'c' .*, which it closes over")
+    with ForwardAccumulator(c, 1.0) as accumulator, told:
         y = scaled(x)
     assert accumulator.jvp(y) is None
     of_jax = jax.custom_vjp(lambda x: c * x)

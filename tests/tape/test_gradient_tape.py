@@ -367,6 +367,40 @@ def test_output_gradients_weigh_the_targets():
     assert tape.gradient([y, z], x, output_gradients=[seed, None]).tolist() == [5.0, 52.0]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("seed", [2, 2.0, np.int64(2), np.uint8(2), np.array(2)], ids=repr)
+def test_numbers_take_the_dtype_of_what_they_are_the_gradient_of(seed, dtype):
+    x = jnp.asarray(3.0, dtype)
+
+    def of_second_order(x):
+        return tg.hessian_vector_product(x**3, x, seed)[0]
+
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = x * x
+    with tg.ForwardAccumulator(x, seed) as accumulator:
+        z = x * x
+    got = [
+        tape.gradient(y, x, output_gradients=seed),
+        tg.trace(lambda x: tg.gradients(x * x, x, grad_ys=seed)[0])(x),
+        accumulator.jvp(z),
+    ]
+    assert [(each.dtype, complex(each)) for each in got] == [(x.dtype, 12.0)] * 3
+    if dtype != "complex64":
+        product = tg.hvp(lambda x: x**3, (x,), seed), tg.trace(of_second_order)(x)
+        assert [(each.dtype, float(each)) for each in product] == [(x.dtype, 36.0)] * 2
+
+
+def test_a_number_of_another_kind_is_no_gradient():
+    x = jnp.float16(3.0)
+    for seed, kind in [(2j, "complex"), (np.float32(2), "float32"), (jnp.int32(2), "int32")]:
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = x * x
+        with pytest.raises(TypeError, match=f"{kind}.*its target float16"):
+            tape.gradient(y, x, output_gradients=seed)
+
+
 def test_output_gradients_are_checked():
     x = jnp.array([1.0, 2.0])
     with GradientTape() as tape:

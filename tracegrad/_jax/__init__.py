@@ -48,7 +48,7 @@ from tracegrad._jax.compiled import account_of as account_of
 from tracegrad._jax.compiled import saying_why_not as saying_why_not
 from tracegrad._jax.derivatives import grad as grad
 from tracegrad._jax.derivatives import jacfwd as jacfwd
-from tracegrad._jax.derivatives import jacrev as jacrev
+from tracegrad._jax.derivatives import jacobian_rows as jacobian_rows
 from tracegrad._jax.derivatives import jvp as jvp
 from tracegrad._jax.derivatives import linearize as linearize
 from tracegrad._jax.derivatives import of_some as of_some

@@ -10,15 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import grad as grad
 from jax import jacfwd as jacfwd
-from jax import jacrev as jacrev
+from jax import jacrev
 from jax import jvp as jvp
 from jax import linearize as linearize
 from jax import value_and_grad as value_and_grad
 from jax import vjp as vjp
 
+from tracegrad._jax.arrays import is_inexact
+
 Run = Callable[[list[Any]], Any]  # a list of operands -> a list of results
+
+
+def jacobian_rows(
+    run: Callable[[list[Any]], tuple[list[Any], Any]], leaves: list[Any], **options: bool
+) -> tuple[list[list[Any]], Any]:
+    """The derivatives by all leaves of each output of ``run(leaves) -> (outputs, aux)``, in reverse
+    mode; and ``aux``.
+
+    As `jax.jacrev` with these options, and of complex outputs of real leaves too, where that
+    raises: as `jax.jacfwd` has it, the derivatives of the real part plus i times those of the
+    imaginary part.
+    """
+    is_split: list[bool] = []
+
+    def in_parts(leaves: list[Any]) -> tuple[list[Any], Any]:
+        outputs, aux = run(leaves)
+        is_split[:] = [are_real and jnp.iscomplexobj(output) for output in outputs]
+        parts = [
+            (output.real, output.imag) if split else (output,)
+            for output, split in zip(outputs, is_split, strict=True)
+        ]
+        return [part for each in parts for part in each], aux
+
+    are_real = not options.get("holomorphic") and not any(map(jnp.iscomplexobj, leaves))
+    rows, aux = jacrev(in_parts, has_aux=True, **options)(leaves)
+    each = iter(rows)
+    return [_complex(next(each), next(each)) if split else next(each) for split in is_split], aux
+
+
+def _complex(real: list[Any], imaginary: list[Any]) -> list[Any]:
+    return [
+        jax.lax.complex(re, im) if is_inexact(re.dtype) else re  # zeros, of an integer
+        for re, im in zip(real, imaginary, strict=True)
+    ]
 
 
 def of_some(

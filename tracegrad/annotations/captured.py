@@ -31,8 +31,7 @@ class Captured:
     primal: Callable[..., Any]  # from the inputs to the output
 
     def message(self, inputs: Sequence[Any]) -> str:
-        kind = _jax.type_text(jax.typeof(inputs[self.position]))
-        what = f"a value ({kind})" if self.name is None else f"{self.name} ({kind})"
+        what = value_text(self.name, inputs[self.position])
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
@@ -59,6 +58,12 @@ def unwrapped(
 
 
 # ------------------------------------------------------------------------------------- naming
+
+
+def value_text(name: str | None, value: Any) -> str:
+    """What a message calls a value of this name, or of none: its name and its type."""
+    kind = _jax.type_text(jax.typeof(value))
+    return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
 
 def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:

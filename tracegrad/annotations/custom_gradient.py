@@ -128,8 +128,9 @@ def custom_gradient(f: Any = None) -> Any:
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it, with arrays that can be printed, branched on and given to NumPy.
     What they do is recorded by the tapes around, so that derivatives of higher order follow. What
-    ``f`` closes over has no gradient there, and None is the answer for it. In a Jacobian
-    ``grad_fn`` runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
+    ``f`` closes over has no gradient there, and None is the answer for it; a ``UserWarning`` says
+    so where a part of the gradient that is asked for is missing. In a Jacobian ``grad_fn`` runs
+    once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
     in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
     are in compiled functions, loops and under `jax.vmap`; once more where a gradient of a tape is
     differentiated in its turn, and a function with a rule of JAX's comes before. (On tapes in one
@@ -181,6 +182,7 @@ def _call_on_values(
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
         for each in call.arguments.arrays
     ]
+    begun = {} if recorder is None else recorder.before_rule()
     with reads.around():
         y, grad_fn = call.run(*arrays)
     variables = reads.trainable
@@ -209,8 +211,8 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
-    rule = Rule(name_of(fun), traced, pull_back)
-    return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results))
+    rule = Rule(name_of(fun), traced, pull_back, call.depends_on)
+    return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results, begun))
 
 
 def _call_traced(

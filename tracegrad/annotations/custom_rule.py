@@ -17,7 +17,12 @@ from tracegrad.annotations.calls import (
     named_after,
     noted,
 )
-from tracegrad.annotations.captured import Captured, captured_name, unwrapped
+from tracegrad.annotations.captured import (
+    Captured,
+    captured_name,
+    unwrapped,
+    value_text,
+)
 from tracegrad.annotations.pullback import (
     Program,
     Pullback,
@@ -56,6 +61,11 @@ class Call:
     reads: Operands | None = None  # the Variables that become inputs
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
+
+    def depends_on(self, value: Any) -> tuple[str, str]:
+        """What the function is, and what it calls a value that it closes over."""
+        name = captured_name(value, self.fun, self.kwargs)
+        return described(self.fun), value_text(name, value)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function."""
@@ -180,7 +190,13 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
         for i, value in enumerate(values)
         if _jax.is_tracer(value)  # nothing else is ever differentiated, but on a tape
     ]
+    on_tapes = tuple(
+        (given + i, call.depends_on(value))
+        for i, value in enumerate(values)
+        if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
+    )
     made_of = _made_of(traced, given, inputs_read, captured, pullbacks[0])
+    made_of = made_of._replace(closed_over=on_tapes)
     closed_over = len(values)
     output = _output_rule(call.fun, pullbacks, captured, closed_over, made_of)
 
@@ -252,7 +268,8 @@ def _output_rule(
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
     if made_of is not None:
-        tell_made_of(backward, made_of._replace(settings=("output", *made_of.settings)))
+        settings = "output", *made_of.settings
+        tell_made_of(backward, MadeOf(made_of.programs, settings))
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return lambda *inputs: _bound(rule, primal, inputs)
 

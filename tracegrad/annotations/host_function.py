@@ -252,16 +252,19 @@ class _Host:
     def _checked(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
         expected = self.types[i]
         kind = f"result {i}" if self.several else "the result"
-        array = np.asarray(result)
+        try:
+            array = _number_as(result, expected.dtype)
+        except OverflowError as error:
+            raise OverflowError(f"{who} returned {result} as {kind}: {error}") from None
+        if array is None:
+            array = _array_of(result)
+        if array is None:
+            raise TypeError(
+                f"{who} returned {brief(result)} as {kind}, which is no array, where Tout says "
+                f"{_text(expected)}"
+            )
         # Inputs of another precision than usual: double, where derivatives are checked.
         if array.dtype in given and array.dtype.kind == expected.dtype.kind == "f":
-            array = array.astype(expected.dtype)
-        # A Python number has no dtype of its own.
-        if type(result) in (bool, int, float, complex) and np.can_cast(
-            {"b": "?", "i": "i1", "f": "f2", "c": "c8"}[array.dtype.kind],
-            expected.dtype,
-            "safe" if array.dtype.kind == "b" else "same_kind",
-        ):
             array = array.astype(expected.dtype)
         if array.shape == expected.shape and array.dtype == expected.dtype:
             return array
@@ -277,6 +280,31 @@ class _Host:
         raise (ValueError if is_shape else TypeError)(
             f"{who} returned {_text(array)} as {kind}, where Tout says {_text(expected)}{hint}"
         )
+
+
+def _number_as(result: Any, dtype: Any) -> Any:
+    """A Python number, which has no dtype of its own, as an array of a dtype of its kind or of a
+    wider kind; None for all else. Raises OverflowError for an integer that the dtype has not."""
+    if type(result) is int and jnp.issubdtype(dtype, np.integer):
+        limits_of: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know integers of 4 bits
+        limits = limits_of(dtype)
+        if not int(limits.min) <= result <= int(limits.max):
+            raise OverflowError(f"{dtype} has the integers from {limits.min} to {limits.max}")
+        return np.asarray(result).astype(dtype)
+    kinds = {bool: "?", int: "i1", float: "f2", complex: "c8"}
+    kind = kinds.get(type(result))
+    if kind is None or not np.can_cast(kind, dtype, "safe" if kind == "?" else "same_kind"):
+        return None
+    return np.asarray(float(result) if type(result) is int else result).astype(dtype)
+
+
+def _array_of(result: Any) -> Any:
+    """What a function returned as an array of numbers; None if it is none."""
+    try:
+        array = np.asarray(result)
+    except ValueError:  # lists of different lengths
+        return None
+    return array if is_array_like(array) else None
 
 
 def _text(array: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.variables.nnx_objects import refuse_hijax
@@ -29,6 +30,19 @@ def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
     if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
         return zeros
     return jnp.zeros((*shape, *jnp.shape(zeros)), jnp.result_type(zeros))
+
+
+def as_inexact(given: Any, dtype: Any) -> Any:
+    """A cotangent or tangent as it was given; of numbers an array of the dtype that it is to have.
+
+    A Python number, which has no dtype of its own, and integers of NumPy take it, if it is one of
+    floats, or of complex numbers.
+    """
+    is_number = isinstance(given, int | float | complex | np.integer)
+    is_integers = isinstance(given, np.ndarray) and given.dtype.kind in "iu"
+    kinds = np.complexfloating if isinstance(given, complex) else np.inexact
+    takes_it = (is_number or is_integers) and jnp.issubdtype(dtype, kinds)
+    return jnp.asarray(given, dtype) if takes_it else given
 
 
 def is_numeric(leaf: Any) -> bool:

@@ -334,7 +334,7 @@ def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> 
         starts = jnp.clip(starts, 0, count - size)
     else:
         inside = inside & (starts >= 0) & (starts <= count - size)
-    rows = starts[:, None] + jnp.arange(size, dtype=starts.dtype)
+    rows = starts[:, None] + jnp.arange(size, dtype=starts.dtype)[None]
     if not clips:
         rows = jnp.where(inside[:, None], rows, count)
         flags = inside.reshape(inside.shape + (1,) * (windows.ndim - 1))

@@ -198,7 +198,8 @@ def jacobian(
     """The Jacobian of a function, by reverse mode: one pass backward, batched over the outputs.
 
     Args:
-      fun: a traced or plain function that returns a pytree of float arrays.
+      fun: a traced or plain function that returns a pytree of float arrays, or of complex arrays
+        if what is selected is real.
       wrt, argnums, holomorphic, allow_int: as in `grad`, but for random keys.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       unconnected: as in `grad`, for each pair of an output leaf and a selected leaf by itself.
@@ -207,7 +208,8 @@ def jacobian(
       A function of the same arguments. It returns a tree like `fun`'s result, in which each leaf
       is a tree like the selected argument(s); of an output ``f32[m]`` and a leaf ``f32[n]`` it
       holds ``f32[m, n]``: the shape of the output followed by that of the leaf. With `has_aux`
-      ``(jacobian, aux)``. Complex numbers follow JAX's convention, as in `jax.jacrev`.
+      ``(jacobian, aux)``. Complex numbers follow JAX's convention, as in `jax.jacrev`; the Jacobian
+      of a complex output by a real leaf is complex, as in `jax.jacfwd`.
 
     Raises:
       as `grad`, save that the result need be no scalar.
@@ -236,9 +238,10 @@ def jacobian(
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
         leaves = call.chosen.leaves
         if leaves:
-            run = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
             with explaining(), differentiating():
-                rows, beside = run(leaves)
+                rows, beside = _jax.jacobian_rows(
+                    flat, leaves, holomorphic=holomorphic, allow_int=allow_int
+                )
         else:  # which `jax.jacrev` does not take
             outputs, beside = flat([])
             rows = [[] for _ in outputs]

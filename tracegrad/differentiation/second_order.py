@@ -20,7 +20,7 @@ from tracegrad.differentiation.checks import (
     wrt_or_argnums,
 )
 from tracegrad.differentiation.forward import jvp
-from tracegrad.differentiation.gradient_types import zero_block
+from tracegrad.differentiation.gradient_types import as_inexact, zero_block
 from tracegrad.differentiation.selection import Wrt
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.forward_mode import with_forward_mode
@@ -69,7 +69,10 @@ def hessian(
         call = DifferentiatedCall(fun, wrt, args, kwargs)
         shape_of_result: list[Any] = []
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
-        first = _jax.jacrev(flat, has_aux=True, holomorphic=holomorphic)
+
+        def first(leaves: list[Any]) -> Any:
+            return _jax.jacobian_rows(flat, leaves, holomorphic=holomorphic)
+
         leaves = call.chosen.leaves
         with differentiating():
             program = to_callable(with_forward_mode(graph(first)(leaves)))
@@ -162,10 +165,10 @@ def hvp(
 
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:
-    """The entry of `v` for one leaf, checked; a Python number takes the leaf's dtype."""
+    """The entry of `v` for one leaf, checked; a number takes the leaf's dtype."""
     expected = jax.typeof(leaf)
     try:
-        given = jnp.asarray(entry)
+        given = jnp.asarray(as_inexact(entry, expected.dtype))
     except (TypeError, ValueError):
         raise ValueError(
             f"v has {brief(entry)} for {path}, which is {expected.shape}. It has the structure of "

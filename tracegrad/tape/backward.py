@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
+from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import (
     Aggregation,
@@ -254,7 +255,10 @@ def _seed(target: Any, seed: Any) -> Any:
                 "real and imaginary part to differentiate"
             )
         return None
-    seed = seed.dense_as(jax.typeof(target)) if is_slices(seed) else jnp.asarray(seed)
+    aval = jax.typeof(target)
+    if is_slices(seed):
+        seed = seed.dense_as(aval)
+    seed = jnp.asarray(as_inexact(seed, aval.dtype))
     if seed.shape != jnp.shape(target):
         raise ValueError(
             f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"

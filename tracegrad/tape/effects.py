@@ -8,6 +8,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 from tracegrad.rewriting.host_calls import would_run_again
+from tracegrad.tape.keys import parts_of_rule
 
 
 def reads_the_host(params: Mapping[str, Any]) -> bool:
@@ -41,7 +42,7 @@ def silence(node: Node, depth: int = 3) -> None:
     derivatives of higher order, and so on for ever; that many are looked at.
     """
     if isinstance(node, CustomGradient):
-        if depth == 0:
+        if depth == 0 or _has_no_effects(node):
             return
         face = node.face("jvp" if node.kind == "jvp" else "forward")
         if face.effects:
@@ -50,6 +51,15 @@ def silence(node: Node, depth: int = 3) -> None:
         for region in node.regions.values():
             if region.effects:
                 silence_in(region, depth)
+
+
+def _has_no_effects(node: CustomGradient) -> bool:
+    """Whether it is known without a trace of a rule's faces that it has no effects. (A trace takes
+    the derivatives of all operands, and the rule refuses those that its function closes over.)"""
+    parts = None if node.kind == "jvp" else parts_of_rule(node.params)
+    return parts is not None and not any(
+        _jax.program_facts(program).has_effects for program in parts.programs
+    )
 
 
 def silence_in(graph: Graph, depth: int = 3) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
@@ -174,8 +175,7 @@ def _direction(primal: Any, tangent: Any) -> Any:
     if not _jax.has_gradient(primal):
         raise ValueError(f"a primal has a float or complex dtype; this one is {primal.dtype}")
     if not isinstance(tangent, jax.Array):  # an array must stay the very object that it is
-        is_real = isinstance(tangent, int | float)  # such a number has no dtype of its own
-        tangent = jnp.asarray(tangent, primal.dtype if is_real else None)
+        tangent = jnp.asarray(as_inexact(tangent, primal.dtype))
     if tangent.shape != primal.shape:
         raise ValueError(f"a tangent has the shape {tangent.shape}, its primal {primal.shape}")
     if tangent.dtype != primal.dtype:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import (
     Aggregation,
@@ -27,6 +28,7 @@ from tracegrad.tape.backward import seeds_for
 from tracegrad.tape.block import on_the_way
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
 from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
+from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tracing.attempts import trace_again, tracing_depth
@@ -225,7 +227,7 @@ def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
 
     Args:
       ys, xs: as for `gradients`.
-      v: one array for each x, of its shape and dtype; a constant.
+      v: one array (or number) for each x, of its shape and dtype; a constant.
 
     Returns:
       One array for each x, of its shape; None for an x that nothing connects.
@@ -242,7 +244,7 @@ def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
         raise ValueError(f"{len(vectors)} arrays in v for {len(sources)} xs: give one for each")
     firsts = gradients(ys, sources)
     pairs = [
-        (first, jax.lax.stop_gradient(vector))
+        (first, jax.lax.stop_gradient(as_inexact(vector, first.dtype)))
         for first, vector in zip(firsts, vectors, strict=True)
         if first is not None
     ]
@@ -346,6 +348,7 @@ def _pull_back_here(
     stopped = frozenset(record.slots[id(array)] for array in stops if id(array) in record.slots)
     ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
     record.refuse_to_stop(stopped, ends[1])
+    warn_of_lost(record, sources, targets)
     recorder = recorder_around()
     inline = recorder is None or not recorder.is_top
     return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated, inline)

@@ -210,10 +210,39 @@ class MadeOf(NamedTuple):
     Attributes:
       programs: what the rule runs.
       settings: how it puts them together; hashable.
+      closed_over: the positions of arrays that its function closes over, each with what the
+        function is and what it calls the array.
     """
 
     programs: tuple[Any, ...]
     settings: tuple[Any, ...]
+    closed_over: tuple[tuple[int, tuple[str, str]], ...] = ()
+
+
+def parts_of_rule(params: Mapping[str, Any]) -> MadeOf | None:
+    """What a `jax.custom_vjp` in a program was made of; None if it was not told."""
+    parts = getattr(_jax.backward_function(params["bwd"]), "made_of", None)
+    return parts if isinstance(parts, MadeOf) else None
+
+
+def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, tuple[str, str]]]:
+    """Which operands of a call of a rule that this package has made are arrays that its function
+    closes over, with what the user calls function and array; none of another operation."""
+    parts = parts_of_rule(params) if primitive is _jax.CUSTOM_VJP else None
+    if parts is None or not parts.closed_over:
+        return []
+    first = _jax.closed_over(params)
+    return [(first + position, what) for position, what in parts.closed_over]
+
+
+@of_program
+def closes_over_arrays(program: Any) -> bool:
+    """Whether there is such an operand in a program or in those that it calls."""
+    return any(
+        closed_over_by(equation.primitive, equation.params)
+        or any(closes_over_arrays(inner) for _, inner in _jax.sub_programs(equation.params))
+        for equation in _jax.opened(program).eqns
+    )
 
 
 def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
@@ -243,7 +272,8 @@ def _made_rule_key(params: Mapping[str, Any], enclosing: Enclosing | None) -> St
     parts, around = known
     programs = tuple([program_key(program, enclosing) for program in parts.programs])
     rest = [(name, _items_key(params[name], enclosing)) for name in sorted(params.keys() - _TOLD)]
-    return Structure((MadeOf, programs, parts.settings, _items_key(around, enclosing), tuple(rest)))
+    own = parts.settings, parts.closed_over
+    return Structure((MadeOf, programs, own, _items_key(around, enclosing), tuple(rest)))
 
 
 def _items_key(value: Any, enclosing: Enclosing | None) -> Any:

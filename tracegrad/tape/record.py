@@ -11,19 +11,56 @@ again.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad import _jax
+from tracegrad.ir.occurrence import at, origin_in
 from tracegrad.tape.block import Operation, on_the_way
 from tracegrad.tape.computations import Computation, when_forgetting
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
+
+
+class LostGradient(NamedTuple):
+    """A followed array that a function with a rule closes over, so that the rule gives it none.
+
+    Attributes:
+      array: its slot.
+      results: the slots of the results that depend on it.
+      text: what the user is told.
+      inside: for a rule on values the first and the last step of what the function has done, and
+        the slots of what it has computed; else the results are known to depend on the array.
+    """
+
+    array: int
+    results: tuple[int, ...]
+    text: Callable[[], str]
+    inside: tuple[int, int, tuple[int, ...]] | None = None
+
+
+def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
+    """What the user is told of a lost gradient.
+
+    Args:
+      what: the function, and the array on which it depends.
+      info: JAX's source info of the call.
+    """
+    function, array = what
+    line, is_users = origin_in(_jax.frames(info))
+    return (
+        f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
+        "given by keyword, and which is watched or computed from what is watched. Its gradient "
+        "function returns no gradient for it, so a part of the gradient is missing: what goes "
+        f"through the call{at(line if is_users else None)}. Make it a positional argument and "
+        "return its gradient as well or, if it is meant as a constant, use stop_gradient of it"
+    )
 
 
 class Record:
@@ -41,6 +78,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "arrays",
+        "lost",
         "orders",
         "reads",
         "rules",
@@ -63,6 +101,7 @@ class Record:
         self.steps: list[Step] = []
         self.source_infos: list[Any] = []  # of each step
         self.rules: dict[int, Rule] = {}  # on values, by the slot of the first result
+        self.lost: list[LostGradient] = []
         # What was used where nothing was followed, weakly, by identity.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
         # Every Variable that is watched, and what it gave at each read, by identity.
@@ -161,10 +200,20 @@ class Record:
         args: Sequence[Any],
         results: Sequence[Any],
         info: Any,
+        lost: Sequence[LostGradient] = (),
     ) -> None:
-        """Adds what has run on values, and has a rule."""
+        """Adds what has run on values, and has a rule; `lost`: of the arrays that it closes over,
+        which have none by the rule, but are followed through it, to be missed."""
         self.add(computation, args, results, info)
         self.rules[self.step.results[0]] = rule
+        self.lost += [each._replace(results=self.step.results) for each in lost]
+
+    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
+        """Hears that a rule in an operation gives none to an array that these results depend on."""
+        if id(array) in self.tracked:
+            slots = tuple([self.slots[id(result)] for result in results])
+            text = functools.partial(lost_gradient_text, what, info)
+            self.lost.append(LostGradient(self.slots[id(array)], slots, text))
 
     # ---------------------------------------------------------------------------------- Variables
 
@@ -222,6 +271,7 @@ class Record:
         self.slots.clear()
         self.tracked.clear()
         self.unfollowed.clear()
+        self.lost.clear()
         self.rules.clear()
         self.stand_ins.clear()
         for reads in self.reads.values():

@@ -32,6 +32,7 @@ from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.keys import PROGRAMS
 from tracegrad.tape.lifting import closes_over_watched, lift
+from tracegrad.tape.lost_gradients import lose_in, lost_around
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules_on_values import ON_VALUES, Rule
 from tracegrad.tape.running import PLAIN, Running, are_plain, refuse_references
@@ -225,6 +226,7 @@ class Recorder(Running):
             results = out if primitive.multiple_results else [out]
             refuse_references(primitive, results)
             results = self.record(computation, operands, results, watching)
+        lose_in(watching, computation, operands, results)
         return results if primitive.multiple_results else results[0]
 
     # ---------------------------------------------------------------------------- rules on values
@@ -235,22 +237,34 @@ class Recorder(Running):
         the tangents of a `ForwardAccumulator` need its transpose, so that it is traced."""
         return self.is_top and all(record.keeps_operations for record in self.records)
 
+    def before_rule(self) -> dict[Record, tuple[int, int]]:
+        """How far each record is, before a function with a rule runs on values."""
+        return {record: (len(record.steps), len(record.lost)) for record in self.records}
+
     def with_rule(
-        self, rule: Rule, operands: Sequence[Any], results: Sequence[Any]
+        self,
+        rule: Rule,
+        operands: Sequence[Any],
+        computed: Sequence[Any],
+        begun: Mapping[Record, tuple[int, int]],
     ) -> Sequence[Any]:
         """What a function has computed of operands, as results that have a rule.
 
         They are other arrays than those that it has computed, and connected to operands only.
+        `begun`: from `before_rule`.
         """
         watching = [record for record in self.records if record.tracks(operands)]
-        if not results or not (watching or self.tracks(results)):
-            return results
-        results = [self.alias(result) for result in results]
+        if not computed or not (watching or self.tracks(computed)):
+            return computed
+        results = [self.alias(result) for result in computed]
         types = tuple(map(jax.typeof, results))
         params = {"name": rule.name, "results": types}
         computation, info = computation_of(ON_VALUES, params), current_source_info()
-        for record in watching:
-            record.add_rule(rule, computation, operands, results, info)
+        for record in self.records:
+            of = begun.get(record)
+            lost = [] if of is None else lost_around(record, of, rule, operands, computed, info)
+            if lost or record in watching:
+                record.add_rule(rule, computation, operands, results, info, lost)
         return results
 
     def _new_jitted_call(self, params: dict[str, Any]) -> JittedCall:
@@ -371,12 +385,13 @@ class Recorder(Running):
         args = self.own_operands(primitive, args)
         known = None if is_new else rule_computation(primitive, params, constants)
         computation = known or own_computation(equation)
-        found = self.run_and_save(computation, args, watching)
-        if found is not None:
-            return found
-        with set_current_trace(self.parent_trace):
-            results = _jax.bind(primitive, args, params)
-        return self.record(computation, args, results, watching)
+        results = self.run_and_save(computation, args, watching)
+        if results is None:
+            with set_current_trace(self.parent_trace):
+                results = _jax.bind(primitive, args, params)
+            results = self.record(computation, args, results, watching)
+        lose_in(watching, computation, args, results)
+        return results
 
 
 # A function whose arguments are watched in so many ways has no faster way for further ones.

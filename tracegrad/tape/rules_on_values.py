@@ -30,11 +30,14 @@ class Rule(NamedTuple):
         program. It runs the user's functions once more.
       pull_back: from the cotangents of the results (None for one that has none), and for each input
         whether it may get slices, to the gradients of the inputs; None for one that has none.
+      describe: of an array that the function closes over: what the function is, and what it calls
+        the array.
     """
 
     name: str
     traced: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], list[Any]]
+    describe: Callable[[Any], tuple[str, str]]
 
 
 def is_on_values(operation: Operation) -> bool:

@@ -15,6 +15,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
 from tracegrad.tape.linearised import Linearised
+from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
@@ -65,6 +66,7 @@ def _of_arrays(
     kind: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
+    warn_of_lost(record, sources, targets)
     tracked = record.tracked
     # A source that is a target has its seed for a gradient, watched or not.
     ends = {id(target) for target in targets}

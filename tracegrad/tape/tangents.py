@@ -14,12 +14,13 @@ from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, GraphError, Source
 from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import lone_node
+from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.keys import PROGRAMS
-from tracegrad.tape.record import Record
+from tracegrad.tape.record import Record, lost_gradient_text
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.in_force import rules_in_force
 
@@ -85,6 +86,10 @@ class Tangents(Record):
     def add_stand_in(self, stand_in: Any, of: Any) -> None:
         if id(of) in self._primals:
             self.move(stand_in, self.get(of))
+
+    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
+        if self._tangents.get(id(array)) is not None:
+            warn_where_called(lost_gradient_text(what, info), UserWarning)
 
     def _forget(self, identity: int) -> None:
         self._primals.discard(identity)

@@ -1,0 +1,261 @@
+"""What a function with a custom gradient closes over gets none on a tape, and a tape says so."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+
+X = jnp.array([0.5, -1.2, 2.0])
+W = jnp.float32(2.0)
+# Of sum(f(X) * w), f(X) = X * w, with f as a constant: what a rule of f leaves of 2 * w * sum(X).
+PARTIAL = float(jax.grad(lambda w: jnp.sum(X * jax.lax.stop_gradient(w) * w))(2.0))
+
+
+def scaled_by(w):
+    @tg.custom_gradient
+    def scaled(a):
+        return a * w, lambda dy: dy * w
+
+    return scaled
+
+
+@tg.custom_gradient
+def scaled_by_keyword(a, *, w):
+    return a * w, lambda dy: dy * w
+
+
+class Layer:
+    def __init__(self, w):
+        self.w = w
+
+    @tg.custom_gradient
+    def scaled(self, a):
+        return a * self.w, lambda dy: dy * self.w
+
+
+def doubled_by_rule(a, w):
+    return tg.custom_gradient(lambda a: (scaled_by(w)(a), lambda dy: 2 * dy))(a)
+
+
+CLOSING_OVER = {
+    "variable": lambda w: scaled_by(w)(X),
+    "keyword": lambda w: scaled_by_keyword(X, w=w),
+    "attribute": lambda w: Layer(w).scaled(X),
+    "intermediate": lambda w: scaled_by(w * 1.0)(X),
+    "pass_through": lambda w: tg.grad_pass_through(lambda a: a * w)(X),
+    "in another": lambda w: doubled_by_rule(X, w),
+    "jit": lambda w: jax.jit(scaled_by(w))(X),
+    "trace": lambda w: tg.trace(scaled_by(w))(X),
+    "vmap": lambda w: jax.vmap(scaled_by(w))(X),
+    "map": lambda w: jax.lax.map(scaled_by(w), X),
+    "cond": lambda w: jax.lax.cond(X[0] > 0, scaled_by(w), lambda a: a, X),
+    "checkpoint": lambda w: jax.checkpoint(scaled_by(w))(X),
+}
+# None of these lets a derivative by w into what it returns.
+HEALTHY = {
+    "stopped": lambda w: scaled_by(tg.stop_gradient(w))(X),
+    "stopped in it": lambda w: tg.custom_gradient(
+        lambda a: (a * tg.stop_gradient(w), lambda dy: dy * w)
+    )(X),
+    "rounded": lambda w: tg.custom_gradient(lambda a: (a * jnp.round(w), lambda dy: dy * w))(X),
+    "only in the gradient": lambda w: tg.custom_gradient(lambda a: (a * 2.0, lambda dy: dy * w))(X),
+    "an argument": lambda w: tg.custom_gradient(
+        lambda a, w: (a * w, lambda dy: (dy * w, jnp.sum(dy * a)))
+    )(X, w),
+    "a constant": lambda w: scaled_by(jnp.float32(3.0))(X),
+    "stopped, jit": lambda w: jax.jit(scaled_by(tg.stop_gradient(w)))(X),
+    "stopped in it, jit": lambda w: jax.jit(
+        tg.custom_gradient(lambda a: (a * tg.stop_gradient(w), lambda dy: dy * w))
+    )(X),
+}
+
+
+def by_tape(f):
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        y = jnp.sum(f(W) * W)
+    return tape.gradient(y, W)
+
+
+def by_accumulator(f):
+    with tg.ForwardAccumulator(W, jnp.float32(1.0)) as accumulator:
+        y = jnp.sum(f(W) * W)
+    return accumulator.jvp(y)
+
+
+WARNED = r"depends on .* \(f32\[\]\), which it closes over .*positional argument"
+
+
+@pytest.mark.parametrize("derivative", [by_tape, by_accumulator])
+@pytest.mark.parametrize("form", CLOSING_OVER)
+def test_a_watched_array_that_a_rule_closes_over_is_told_of(form, derivative):
+    with pytest.warns(UserWarning, match=WARNED) as said:
+        got = derivative(CLOSING_OVER[form])
+    np.testing.assert_allclose(got, PARTIAL, rtol=1e-6)
+    (warning,) = said
+    assert warning.filename == __file__
+    assert re.search(r"through the call at test_lost_gradients\.py:\d+ ", str(warning.message))
+    with pytest.raises(ValueError, match=r"depends on .*positional argument"):
+        jax.grad(lambda w: jnp.sum(CLOSING_OVER[form](w) * w))(W)
+
+
+@pytest.mark.parametrize("derivative", [by_tape, by_accumulator])
+@pytest.mark.parametrize("form", HEALTHY)
+def test_nothing_is_said_where_no_gradient_is_lost(form, derivative):
+    got = derivative(HEALTHY[form])
+    np.testing.assert_allclose(got, jax.grad(lambda w: jnp.sum(HEALTHY[form](w) * w))(W), rtol=1e-6)
+
+
+def test_nothing_is_said_where_what_it_returns_is_stopped():
+    def stopped(w):
+        return tg.stop_gradient(scaled_by(w)(X))
+
+    def stopped_in_jit(w):
+        return jax.jit(lambda a: tg.stop_gradient(scaled_by(w)(a)))(X)
+
+    for got in (by_tape(stopped), by_tape(stopped_in_jit), by_accumulator(stopped_in_jit)):
+        np.testing.assert_allclose(got, PARTIAL, rtol=1e-6)
+
+
+def test_it_is_named_as_the_user_names_it():
+    names = {"variable": "'w'", "keyword": "keyword argument 'w'", "attribute": "'self.w'"}
+    for form, name in names.items():
+        with pytest.warns(UserWarning, match=rf"depends on {name} \(f32\[\]\)"):
+            by_tape(CLOSING_OVER[form])
+
+
+def test_what_only_goes_through_it_is_none():
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        y = scaled_by(W)(X)
+    with pytest.warns(UserWarning, match=WARNED):
+        assert tape.gradient(y, W) is None
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        y = jnp.sum(jnp.sin(scaled_by(W)(X))) + 0.0 * W
+    with pytest.warns(UserWarning, match=WARNED):
+        assert tape.gradient(y, W) == 0.0
+
+
+def test_only_whoever_asks_for_the_gradient_is_told():
+    x = X * 1.0
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch([W, x])
+        f = scaled_by(W)
+        y, other = f(x), W * jnp.sum(x)
+    np.testing.assert_allclose(tape.gradient(y, x), np.full(3, 2.0))
+    np.testing.assert_allclose(tape.gradient(other, W), jnp.sum(x))
+    with pytest.warns(UserWarning, match=WARNED):
+        assert tape.gradient(y, [x, W])[1] is None
+    with pytest.warns(UserWarning, match=WARNED):
+        assert tape.jacobian(y, W) is None
+
+
+def test_every_step_of_a_loop_is_told_of_and_the_records_stay_small(compilations):
+    before = None
+    for step in range(4):
+        with pytest.warns(UserWarning, match=WARNED):
+            by_tape(CLOSING_OVER["variable"])
+        if step == 1:
+            before = compilations()
+    assert compilations() == before
+
+
+def test_variables_that_are_read_in_it_are_inputs_and_read_around_it_are_closed_over():
+    v = tg.Variable(2.0)
+
+    def gradient_of(f):
+        with tg.GradientTape() as tape:
+            y = jnp.sum(f(X) * v)
+        return tape.gradient(y, v)
+
+    @tg.custom_gradient
+    def reads(a):
+        def gradient(dy, variables):
+            return dy * variables[0], [jnp.sum(dy * a)]
+
+        return a * v, gradient
+
+    np.testing.assert_allclose(gradient_of(reads), 2 * PARTIAL, rtol=1e-6)
+    with pytest.warns(UserWarning, match=WARNED):
+        np.testing.assert_allclose(gradient_of(lambda a: scaled_by(v.value)(a)), PARTIAL, rtol=1e-6)
+    fixed = tg.Variable(2.0, trainable=False)
+    with tg.GradientTape() as tape:
+        tape.watch(fixed)
+        y = jnp.sum(tg.custom_gradient(lambda a: (a * fixed, lambda dy: dy))(X) * fixed)
+    with pytest.warns(UserWarning, match=WARNED):
+        np.testing.assert_allclose(tape.gradient(y, fixed), PARTIAL, rtol=1e-6)
+
+
+def test_a_jitted_function_that_was_traced_before_is_told_of():
+    f = jax.jit(scaled_by(W))
+    f(X)
+    with pytest.warns(UserWarning, match=WARNED):
+        assert by_tape(lambda w: f(X)) == pytest.approx(PARTIAL)
+
+
+def test_of_several_results_those_count_that_depend_on_it():
+    @jax.jit
+    def loss_and_metric(a):
+        return jnp.sum(a * W), scaled_by(W)(a)
+
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(W)
+        loss, metric = loss_and_metric(X)
+    np.testing.assert_allclose(tape.gradient(loss, W), jnp.sum(X), rtol=1e-6)
+    with pytest.warns(UserWarning, match=WARNED):
+        assert tape.gradient(metric, W) is None
+
+
+def test_gradients_by_name_are_told_of_too():
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        y = jnp.sum(scaled_by(W)(X) * W)
+        with pytest.warns(UserWarning, match=WARNED):
+            (got,) = tg.gradients(y, [W])
+    np.testing.assert_allclose(got, PARTIAL, rtol=1e-6)
+
+
+def test_a_tape_in_a_traced_function_takes_what_was_stopped_in_its_block():
+    @tg.trace
+    def gradient(w):
+        return by_tape_of(w, lambda w: scaled_by(tg.stop_gradient(w))(X))
+
+    def by_tape_of(w, f):
+        with tg.GradientTape() as tape:
+            tape.watch(w)
+            y = jnp.sum(f(w) * w)
+        return tape.gradient(y, w)
+
+    np.testing.assert_allclose(gradient(W), PARTIAL, rtol=1e-6)
+    with pytest.raises(ValueError, match="depends on 'w'"):
+        tg.trace(lambda w: by_tape_of(w, CLOSING_OVER["variable"]))(W)
+
+
+def test_a_parameter_of_a_module():
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    @tg.custom_gradient
+    def applied(a):
+        return a @ layer.kernel[...], lambda dy: dy @ layer.kernel[...].T
+
+    with tg.GradientTape() as tape:
+        tape.watch(layer)
+        y = jnp.sum(applied(X)) + jnp.sum(layer.kernel[...])
+    with pytest.warns(UserWarning, match=r"depends on .*\(f32\[3,2\]\), which it closes over"):
+        found = tape.gradient(y, layer)
+    np.testing.assert_allclose(found.kernel[...], np.ones((3, 2)))
+
+
+def test_there_is_no_warning_by_default_more_than_once_for_a_place():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            by_tape(CLOSING_OVER["variable"])
+    assert len(said) == 1
