@@ -337,6 +337,35 @@ def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
     assert [c.what for c in report.deliberate] == ["clip_gradient, input 0", "sin, input 0"]
 
 
+def test_rules_for_graphs_that_change_tangents_count_as_deliberate_too():
+    def loss(x):
+        return jnp.sum(jnp.tanh(x) * jnp.sin(x) + jnp.round(x) * x)
+
+    match, rules = tg.match, tg.rules
+    scaled = rules.scale_gradient(match.op("tanh"), 2.0)
+    entering = rules.scale_gradient(match.op("sin"), 3.0, inputs=0)
+    past = rules.straight_through(match.op("round"))
+    report = check_grads(tg.rewrite(loss, scaled, entering, past), (X,), order=1)
+    assert [(c.what, c.status) for c in report.rules if c.what.endswith("input 0")] == [
+        ("scaled, input 0", "deliberate"),
+        ("scaled, input 0", "deliberate"),
+        ("straight_through, input 0", "deliberate"),
+    ]
+    assert [c.status for c in report.leaves] == ["right"] * 2
+
+
+def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():
+    tangent = jax.custom_jvp(jnp.tanh)
+    tangent.defjvp(lambda x, dx: (tangent(*x), dx[0]))
+    by_defjvps = jax.custom_jvp(lambda x: jnp.sin(x))
+    by_defjvps.defjvps(lambda dx, sine, x: dx)
+    for function, name in ((tangent, "tanh"), (by_defjvps, "<lambda>")):
+        with pytest.raises(GradientError) as caught:
+            check_grads(lambda x, f=function: jnp.sum(f(x)), (X,), order=1, modes=["rev"])
+        assert caught.value.report.wrong[0].what == f"{name}, input 0"
+    check_grads(lambda x: jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)), (X,), order=1)
+
+
 def test_a_declared_rule_does_not_hide_another():
     clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
     with pytest.raises(GradientError):

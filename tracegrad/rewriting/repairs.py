@@ -25,6 +25,7 @@ from tracegrad.ir import (
     match,
 )
 from tracegrad.ir.dependence import mask_of, spread_below
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.selector import Found, Selector, within
@@ -287,6 +288,7 @@ def _past(node: Node, position: int) -> Any:
         return evaluate_node(node, operands)
 
     @straight_through.defjvp
+    @CHANGES_GRADIENT
     def _(primals: Any, tangents: Any) -> Any:
         return _jax.keeping_rule(straight_through, primals), [tangents[position]]
 
