@@ -391,13 +391,28 @@ def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no
     assert [c.status for c in alone.leaves] == ["not smooth"]
 
 
-def test_what_has_no_reverse_derivative_is_wrong_and_says_so():
-    def f(x):
+def test_what_has_no_derivative_is_not_judged_and_says_so():
+    def loop(x):
         return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
 
-    assert check_grads(f, (3.0,), order=1, modes=["fwd"]).wrong == ()
-    with pytest.raises(GradientError, match="Reverse-mode differentiation does not work"):
-        check_grads(f, (3.0,), order=1, modes=["rev"])
+    report = check_grads(loop, (3.0,), order=1)
+    assert [(c.mode, c.status) for c in report.leaves] == [("fwd", "right"), ("rev", "none")]
+    assert "Reverse-mode differentiation does not work" in report.leaves[1].note
+    for function in (
+        lambda x: jax.pure_callback(np.sin, jax.typeof(x), x),
+        lambda x: jax.scipy.special.betainc(x, x, 0.3),
+        lambda x: jax.lax.linalg.schur(jnp.outer(x, x))[0],
+    ):
+        report = check_grads(function, (jnp.array([0.3, 0.7]),), order=1)
+        assert [check.status for check in report.leaves] == ["none"] * 2
+        assert str(report).startswith("derivatives of <lambda>: not judged")
+
+
+def test_a_rule_that_fails_is_wrong():
+    failing = jax.custom_vjp(lambda x: x)
+    failing.defvjp(lambda x: (x, None), lambda _, dy: (dy[:1],))
+    with pytest.raises(GradientError, match=r"<lambda>, input 0 .*: .*shape"):
+        check_grads(failing, (X,), order=1, modes=["rev"])
 
 
 def test_single_precision_inside_widens_the_limits():

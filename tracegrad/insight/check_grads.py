@@ -25,6 +25,7 @@ from tracegrad.insight.finite_differences import (
     judge,
     limits_of,
     random_like,
+    status_of,
     weighed,
 )
 from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient
@@ -249,7 +250,7 @@ def _check_leaves(
             found = jax.jit(derivatives[mode])(leaves)
         except Exception as error:
             note = first_line(error)
-            status = "none" if "no forward-mode derivative" in note else "wrong"
+            status = status_of(error)
             yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
             continue
         if mode == "rev":

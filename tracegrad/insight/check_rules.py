@@ -21,8 +21,10 @@ from tracegrad.insight.finite_differences import (
     along_smooth,
     judge,
     random_like,
+    status_of,
     weighed,
 )
+from tracegrad.insight.perturbed import Perturbed
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -33,7 +35,6 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
-from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.ir.wording import first_line
@@ -66,10 +67,10 @@ def check_rules(
       limits: for the differences.
       random: of NumPy.
     """
-    flows = spread_below(program, [1] * len(program.inputs))
+    perturbed = Perturbed(program)
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
-            yield from _check_rule(rule, given, flows, declared, limits, random)
+            yield from _check_rule(rule, given, perturbed, declared, limits, random)
 
 
 class _Operands(MeasuredPass):
@@ -113,18 +114,19 @@ def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
 def _check_rule(
     rule: Occurrence,
     stacked: Sequence[Any],
-    flows: Mapping[Value, int],
+    perturbed: Perturbed,
     declared: Callable[[str], Any],
     limits: Limits,
     random: Any,
-    active: list[int] | None = None,
 ) -> Iterator[Checked]:
-    """`flows`: the values that depend on a leaf; `active`: the operands by which the rule is
-    checked, default: all."""
+    """By the operands, and of the results, that the program differentiates: a rule may refuse what
+    is a constant there, and give zeros for what nothing comes back from."""
     node = rule.node
     assert isinstance(node, CustomGradient)
-    if active is None:
-        active = [i for i, v in enumerate(node.inputs) if i >= node.closed_over and v.has_gradient]
+    varying, wanted = perturbed.of(rule)
+    active = [i for i in varying if i >= node.closed_over and node.inputs[i].has_gradient]
+    if not active or not any(wanted):
+        return
     # In scans the operands of all steps are stacked along leading axes.
     steps: tuple[int, ...] = ()
     if stacked:
@@ -134,19 +136,16 @@ def _check_rule(
     compiled = jax.jit(function)
     for step in dict.fromkeys((first, last)):
         args = [arg[step] for arg in stacked]
-        weights = random_like(random, [value.aval for value in node.outputs])
+        drawn = random_like(random, [value.aval for value in node.outputs])
+        weights = [w if is_wanted else None for w, is_wanted in zip(drawn, wanted, strict=True)]
         for i in of:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            number, note = _rule_along(node, args, active, i, want.direction, weights)
-            varying = [k for k in active if mask_of(node.inputs[k], flows)] if note else active
-            if varying != active:  # it may refuse what is a constant here, as those of equinox do
-                yield from _check_rule(rule, stacked, flows, declared, limits, random, varying)
-                return
-            status = "wrong" if note else judge([want], number, limits)
+            number, error = _rule_along(node, args, active, i, want.direction, weights)
+            status = judge([want], number, limits) if error is None else status_of(error)
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
-            if status == "wrong" and not note:
+            if status == "wrong" and error is None:
                 # What the function stops on the way is as little a matter of the rule as what the
                 # rules inside of it give.
                 own = _own_derivative(node, args, i, want.direction, weights)
@@ -161,7 +160,7 @@ def _check_rule(
                 status,
                 rule.origin,
                 _definition(node),
-                note,
+                "" if error is None else first_line(error),
             )
 
 
@@ -190,7 +189,7 @@ def _rule_along(
     i: int,
     direction: Any,
     weights: Sequence[Any],
-) -> tuple[float, str]:
+) -> tuple[float, Exception | None]:
     """What a rule gives for the derivative along an input, while all that can vary does, as a rule
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
@@ -204,12 +203,12 @@ def _rule_along(
                 for j, x in zip(active, operands, strict=True)
             ]
             _, outs = _jax.jvp(run, operands, tangents)
-            return weighed(outs, [weights[k] for k in flowing]), ""
+            return weighed(outs, [weights[k] for k in flowing]), None
         outs, vjp = _jax.vjp(run, *operands)
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
-        return weighed([vjp(cts)[active.index(i)]], [direction]), ""
+        return weighed([vjp(cts)[active.index(i)]], [direction]), None
     except Exception as error:
-        return math.nan, first_line(error)
+        return math.nan, error
 
 
 def _own_derivative(

@@ -60,9 +60,11 @@ class GradCheck:
         return tuple(c for c in self.rules if c.status == "deliberate")
 
     def __str__(self) -> str:
+        is_judged = any(check.status == "right" for check in self.leaves)
+        verdict = "right" if is_judged else "not judged"
         lines = [
             f"derivatives of {self.function}: "
-            + (f"{len(self.wrong)} wrong" if self.wrong else "right")
+            + (f"{len(self.wrong)} wrong" if self.wrong else verdict)
             + (f" ({self.note})" if self.note else "")
         ]
         marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "not smooth": "?", "none": "–"}

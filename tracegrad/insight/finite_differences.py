@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,3 +189,18 @@ def judge(expected: Sequence[Estimate], got: float, limits: Limits) -> str:
     error = sum(e.error for e in expected)
     near = limits.rtol * max(abs(want), abs(got)) + limits.atol + 10 * error
     return "right" if abs(want - got) <= near else "wrong"
+
+
+# What JAX says, mostly in a ValueError, of what has no derivative; `jvp` of this package as well.
+_NO_DERIVATIVE = re.compile(
+    "no forward-mode derivative|forward-mode autodiff|does not work for lax.while_loop|"
+    "does not support reverse-mode|transpose_solve required|callbacks do not support JVP|"
+    "gradient .*not supported"
+)
+
+
+def status_of(error: Exception) -> str:
+    """The verdict on a derivative that could not be computed: ``"none"`` where there is none, and
+    ``"wrong"`` where a rule failed."""
+    is_none = isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error))
+    return "none" if is_none else "wrong"
