@@ -302,6 +302,34 @@ def test_what_this_package_changes_on_demand_counts_as_deliberate():
     assert [c.what for c in report.deliberate] == ["round, input 0"]
 
 
+def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
+    key = jax.random.key(0)
+
+    def f(a, scale, function=jnp.sin):
+        drawn = jax.random.gamma(key, a, (3,)) + jax.random.beta(key, a, 2.0, (3,))
+        return jnp.sum(function(scale) * drawn + jax.random.dirichlet(key, jnp.stack([a] * 3)))
+
+    report = check_grads(f, (1.5, X), order=2)
+    lines = [check.origin.line - line_of(f) for check in report.deliberate]
+    assert ({check.what for check in report.deliberate}, lines) == ({"random_gamma"}, [1, 2])
+    assert {check.status for check in report.leaves} == {"right"}
+    wrong = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
+    with pytest.raises(GradientError, match="product, input 0"):
+        check_grads(lambda a, s: f(a, s, lambda s: wrong(s, 2 * s)), (1.5, X), order=1)
+
+
+def test_with_a_sample_in_a_loop_there_is_no_verdict():
+    def f(a, x):
+        def step(total, key):
+            return total + jax.random.gamma(key, a) * x, None
+
+        return jax.lax.scan(step, 0 * x, jax.random.split(jax.random.key(0), 3))[0]
+
+    report = check_grads(f, (1.5, 2.0), order=1, modes=["rev"])
+    assert [(c.what, c.status) for c in report.leaves] == [("a", "none"), ("x", "right")]
+    assert "random_gamma at test_check_grads.py" in report.leaves[0].note
+
+
 @pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
 def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(tmp_path, name):
     file = tmp_path / f"{name}.py"

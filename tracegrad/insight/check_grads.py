@@ -28,7 +28,7 @@ from tracegrad.insight.finite_differences import (
     status_of,
     weighed,
 )
-from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient
+from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient, operations
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import first_line, listed
@@ -83,7 +83,9 @@ def check_grads(
       deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
         a name, several, or a predicate on the name of the function with the rule. They are listed
         and not failed, and the whole function is checked with the derivatives of their functions.
-        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`) are.
+        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`,
+        `rules.scale_gradient`) are, and samples with an implicit derivative (`jax.random.gamma`,
+        `beta`, `dirichlet`), which are held as they are.
         With ``"stop_gradient"`` what the function stops is held as it is at `args`, but in loops:
         differences go through it else.
       rtol, atol: how far the numbers may be apart; default: by the least precise dtype that the
@@ -148,10 +150,13 @@ def check_grads(
             for found, given in operands.items()
             if isinstance(found.node, StopGradient) and whose(found) != "jax"
         }
+        samples = {found: given[0] for found, given in operands.items() if _is_sample(found)}
         rules = tuple(check_rules(program, operands, declared, limits, random))
-        held: tuple[Checked, ...] = ()
+        program, held = _holding(program, samples)
         if declared(_STOP):
-            program, held = _holding(program, stops)
+            program, more = _holding(program, stops)
+            held += more
+        free = next(iter(program.find(_is_sample)), None)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
 
@@ -161,7 +166,10 @@ def check_grads(
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:
             checks = tuple(
-                _check_leaves(run, leaves, paths, order, tuple(modes), limits, random, begin)
+                check if free is None else _without_verdict(check, free)
+                for check in _check_leaves(
+                    run, leaves, paths, order, tuple(modes), limits, random, begin
+                )
             )
     report = GradCheck(function_name(fun), (*rules, *held), checks, note)
     if report.wrong:
@@ -278,24 +286,43 @@ def _as_type_of(value: Any, numbers: Any) -> Any:
 
 
 def _holding(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
-    """The program with what it stops as it is now; where that is. What is left is in loops."""
+    """The program with what it stops, or samples, as it is now; where that is. What is left is in
+    loops."""
     program = program.copy()
     held = dict[str, Checked]()
     for found, value in list(stops.items()):
         if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
             here, nan = program.own(found), math.nan
             here.graph.replace(here.node, functools.partial(_constant, value))
-            said = "deliberate", found.origin, "", "held as it is"
+            why = f", since {_IMPLICIT}" if _is_sample(found) else ""
+            said = "deliberate", found.origin, "", f"held as it is{why}"
             held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
             del stops[found]
     return program, tuple(held.values())
 
 
-def _constant(value: Any, _: Any) -> Any:
+_IMPLICIT = "its derivative is that of the distribution, not of how it was drawn"
+
+
+def _is_sample(found: Occurrence) -> bool:
+    return found.node.op in operations.IMPLICIT
+
+
+def _without_verdict(check: Checked, sample: Occurrence) -> Checked:
+    """A comparison that may be wrong for a sample that is not held."""
+    if check.status != "wrong" or check.note:
+        return check
+    note = f"it may go through {_stop(sample)}, and {_IMPLICIT}"
+    return dataclasses.replace(check, status="none", got=math.nan, note=note)
+
+
+def _constant(value: Any, *_: Any) -> Any:
     return jnp.asarray(value)
 
 
 def _name(found: Occurrence) -> str:
+    if _is_sample(found):
+        return found.name
     author = whose(found)
     return _STOP if author == "yours" else f"{_STOP} of {author}"
 

@@ -42,8 +42,8 @@ from tracegrad.lowering import evaluate, evaluate_node
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-    """What each custom rule and each `stop_gradient` that runs is given; in a scan stacked over the
-    steps. JAX's own rules are left out.
+    """What each custom rule and each `stop_gradient` that runs is given, and what each of
+    `operations.IMPLICIT` gives; in a scan stacked over the steps. JAX's own rules are left out.
 
     Args:
       program: a program in double precision.
@@ -74,7 +74,7 @@ def check_rules(
 
 
 class _Operands(MeasuredPass):
-    """A forward pass that keeps what each custom rule and each `stop_gradient` is given."""
+    """The forward pass of `operands_in`."""
 
     def __init__(self, program: Graph):
         super().__init__(program, [True] * len(program.inputs), close=False)
@@ -94,12 +94,15 @@ class _Operands(MeasuredPass):
     def is_measured(self, node: Node) -> bool:
         if isinstance(node, CustomGradient):
             return not is_jaxs_rule(node)
-        return isinstance(node, StopGradient)
+        return isinstance(node, StopGradient) or node.op in operations.IMPLICIT
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        for i, operand in enumerate(operands):
-            self.note("operand", here, i, jnp.asarray, operand)
-        return evaluate_node(here.node, operands)
+        results = evaluate_node(here.node, operands)
+        # One of the operands of a sample is a key, which is no array of numbers.
+        kept = results if here.node.op in operations.IMPLICIT else operands
+        for i, value in enumerate(kept):
+            self.note("operand", here, i, jnp.asarray, value)
+        return results
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
