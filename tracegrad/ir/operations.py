@@ -96,8 +96,8 @@ LINEAR = REARRANGES | _names(
 )
 # The cotangent of an operand is that of the result.
 PASSES_ON = RESHAPES | COPIES | _names("add add_any sub")
-# Samples of a distribution, whose derivative is that of the distribution's quantile, and not that of
-# how the sample was drawn (by rejection).
+# Samples of a distribution: their derivative is that of its quantiles (implicit), and not that of
+# how they are drawn (by rejection).
 IMPLICIT = _names("random_gamma")
 # Of each of these a complex number differs from a real one by its derivative alone.
 ANALYTIC = RESHAPES | _names(
