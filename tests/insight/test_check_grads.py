@@ -436,6 +436,62 @@ def test_what_has_no_derivative_is_not_judged_and_says_so():
         assert str(report).startswith("derivatives of <lambda>: not judged")
 
 
+def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
+    """The condition is given the array that counts, and the body: each alone, one is left behind."""
+
+    @jax.custom_vjp
+    def power(x, last, step):
+        def body(state):
+            i, y = state
+            return i + step, jax.lax.fori_loop(0, jnp.int32(i > -1), lambda _, y: x * y, y)
+
+        return jax.lax.while_loop(lambda state: state[0] != 3 * last, body, (0 * step, 0 * x + 1))[
+            1
+        ]
+
+    def backward(kept, ct):
+        x, last, step = kept
+        return 3 * ct * x**2, 0 * last, 0 * step
+
+    power.defvjp(lambda *args: (power(*args), args), backward)
+    report = check_grads(lambda x, n: power(x, n, n), (1.5, 2.0), order=1, modes=["rev"])
+    assert {c.what: c.status for c in report.rules} == {
+        "power, input 0": "right",
+        "power, input 1": "not smooth",
+        "power, input 2": "not smooth",
+    }
+    assert [c.status for c in report.leaves] == ["right", "right"]
+
+
+def test_a_long_loop_is_no_reason_for_a_verdict_to_be_missing():
+    def f(x):
+        def body(state):
+            i, y = state
+            y = jax.lax.scan(lambda y, _: (jnp.sin(y) + x, None), y, length=2)[0]
+            return i + 1, jax.lax.cond(i > 2000, jnp.tanh, lambda y: y, y)
+
+        return jax.lax.while_loop(lambda state: state[0] < 3000, body, (0, x))[1]
+
+    report = check_grads(f, (jnp.array([0.3, 0.7]),), order=2, modes=["fwd"])
+    assert [c.status for c in report.leaves] == ["right"] * 2
+
+
+def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_mode():
+    @jax.custom_vjp
+    def solve(a, b):
+        return jnp.linalg.solve(a, b)
+
+    def backward(kept, ct):
+        a, x = kept
+        y = solve(a.T, ct)
+        return -jnp.outer(y, x), y
+
+    solve.defvjp(lambda a, b: ((x := solve(a, b)), (a, x)), backward)
+    a = jnp.array([[2.0, 1.0], [0.5, 3.0]])
+    report = check_grads(lambda a: solve(a, jnp.ones(2)), (a,), order=1)
+    assert [c.status for c in (*report.rules, *report.leaves)] == ["right", "none", "right"]
+
+
 def test_a_rule_that_fails_is_wrong():
     failing = jax.custom_vjp(lambda x: x)
     failing.defvjp(lambda x: (x, None), lambda _, dy: (dy[:1],))

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.bounded import bounded
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
@@ -136,9 +136,9 @@ def _check_rule(
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
     of, function = _function_of(node, active)
-    compiled = jax.jit(function)
     for step in dict.fromkeys((first, last)):
         args = [arg[step] for arg in stacked]
+        compiled = bounded(function, args)
         drawn = random_like(random, [value.aval for value in node.outputs])
         weights = [w if is_wanted else None for w, is_wanted in zip(drawn, wanted, strict=True)]
         for i in of:

@@ -131,8 +131,8 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
 
 # The rules that are being transposed now, the outermost first, by their code and their function.
 _transposed_now: ContextVar[tuple[Any, ...]] = ContextVar("transposed_now", default=())
-# So many times the transpose of a rule may ask for its own. More than one may be of other rules that
-# a library makes by one function.
+# So many times the transpose of a rule may ask for its own. More than one may be of other rules
+# that a library makes by one function.
 _MOST_IN_ITSELF = 4
 
 
@@ -147,7 +147,9 @@ def _transposing(found: Occurrence) -> Iterator[None]:
     assert isinstance(node, CustomGradient)
     rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
     if around.count(rule) == _MOST_IN_ITSELF:
-        raise ValueError(_refusal(found, "calls it again, whose transpose is asked for without end"))
+        raise ValueError(
+            _refusal(found, "calls it again, whose transpose is asked for without end")
+        )
     token = _transposed_now.set((*around, rule))
     try:
         yield
