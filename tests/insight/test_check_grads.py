@@ -152,6 +152,70 @@ def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
     assert any(check.what.startswith("fn_wrapped") for check in report.rules)
 
 
+def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():
+    @jax.custom_vjp
+    def root(x, scale):
+        return jnp.sqrt(x) * scale, x * x
+
+    def forward(x, scale):
+        if scale.perturbed:
+            raise NotImplementedError("the scale has no gradient")
+        return root(x.value, scale.value), (x.value, scale.value)
+
+    def backward(kept, cts):
+        x, scale = kept
+        return cts[0] * scale * 0.5 / jnp.sqrt(x), None
+
+    root.defvjp(forward, backward, symbolic_zeros=True)
+
+    def loss(x, y):
+        def step(carry, scale):
+            new, squares = jax.jit(root)(carry, scale)
+            new = jax.lax.cond(squares > 1e6, jnp.negative, lambda new: new, new)
+            return new, jax.lax.stop_gradient(squares)
+
+        last, squares = jax.lax.scan(step, x, jnp.array([2.0, 3.0]))
+        held = jax.lax.stop_gradient(y)
+        return root(last, held)[0] * y + jnp.sum(jnp.round(squares))
+
+    report = check_grads(loss, (4.0, 2.5), order=1, deliberate="stop_gradient")
+    assert {(c.what, c.status) for c in report.rules if c.what[0] == "r"} == {
+        ("root, input 0", "right")
+    }
+    assert [c.status for c in report.leaves] == ["right"] * 3
+    with pytest.raises(GradientError, match="root, input 0"):  # its second result is used
+        check_grads(lambda x: sum(root(x, 2.0)), (4.0,), order=1, modes=["rev"])
+
+
+def test_of_a_solver_what_nobody_differentiates_is_not_judged():
+    @jax.custom_jvp
+    def solve(a, guess):  # the root, the steps to it, and how far it is off
+        def newton(state):
+            y, steps = state
+            return y - (y * y - a) / (2 * y), steps + 1.0
+
+        y, steps = jax.lax.while_loop(
+            lambda state: jnp.abs(state[0] ** 2 - a) > 1e-12, newton, (guess, 0.0 * a)
+        )
+        return y, steps, y * y * guess
+
+    @solve.defjvp
+    def _(primals, tangents):
+        y, *statistics = solve(*primals)
+        zeros = list(map(jnp.zeros_like, statistics))
+        return (y, *statistics), (tangents[0] / (2 * y), *zeros)
+
+    def loss(a):
+        y, steps, off = solve(a, jnp.ones_like(a))
+        return jnp.where(off < 100, y, jnp.nan) ** 3 + jnp.floor(steps)
+
+    report = check_grads(loss, (2.0,), order=2)
+    assert [(c.what, c.status) for c in report.rules] == [("solve, input 0", "right")]
+    assert {c.status for c in report.leaves} == {"right"}
+    with pytest.raises(GradientError, match="solve, input 0"):
+        check_grads(lambda a: sum(solve(a, jnp.ones_like(a))), (2.0,), order=1)
+
+
 def test_a_wrong_custom_jvp_is_named():
     @jax.custom_jvp
     def cube(x):
@@ -437,7 +501,7 @@ def test_what_has_no_derivative_is_not_judged_and_says_so():
 
 
 def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
-    """The condition is given the array that counts, and the body: each alone, one is left behind."""
+    """The condition and the body are given one array: where one of the two moves, it runs on."""
 
     @jax.custom_vjp
     def power(x, last, step):
@@ -445,9 +509,8 @@ def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
             i, y = state
             return i + step, jax.lax.fori_loop(0, jnp.int32(i > -1), lambda _, y: x * y, y)
 
-        return jax.lax.while_loop(lambda state: state[0] != 3 * last, body, (0 * step, 0 * x + 1))[
-            1
-        ]
+        start = (0 * step, 0 * x + 1)
+        return jax.lax.while_loop(lambda state: state[0] != 3 * last, body, start)[1]
 
     def backward(kept, ct):
         x, last, step = kept
