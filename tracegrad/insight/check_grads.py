@@ -102,7 +102,9 @@ def check_grads(
         the function returns.
 
     Where a function has a kink or a jump nearby, differences say nothing, and it is not judged,
-    unless it is NaN where differences are finite.
+    unless it is NaN where differences are finite. Nor is a derivative that does not exist, as that
+    of a `while` loop in reverse mode. Of a rule that counts which the program differentiates: the
+    inputs that vary with a leaf, and the results that lead to one of the function's.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads

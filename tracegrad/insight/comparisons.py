@@ -16,8 +16,9 @@ class Checked:
     `mode` the derivative (``"rev"``, ``"fwd"``, ``"fwd of rev"``), `expected` is the number by
     finite differences and `got` the derivative's; both are of the results, weighed by random
     numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near
-    that differences say nothing), ``"none"`` (there is no such derivative; `got` is NaN) or
-    ``"deliberate"``; `note` says why there is none. Of a `stop_gradient` that was declared nothing
+    that differences say nothing, or a loop does not end beside the arguments), ``"none"`` (there is
+    no such derivative, or none that differences give; `got` is NaN) or ``"deliberate"``; `note`
+    says why there is none. Of a `stop_gradient` that was declared nothing
     is compared, and `mode` is empty. `origin` is the user's line of a rule's call, `defined` where
     the rule is.
     """
