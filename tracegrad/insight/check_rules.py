@@ -39,6 +39,7 @@ from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.ir.wording import first_line
 from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.rewriting.implicit import is_fixed_point
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
@@ -255,7 +256,8 @@ def _is_meant(node: CustomGradient) -> bool:
     """Whether this package has put a rule in to change a gradient."""
     codes = [] if node.source is None else _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
-    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
+    changes = any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
+    return changes or is_fixed_point(node)  # which is not the derivative of the steps to it
 
 
 def _definition(node: CustomGradient) -> str:
