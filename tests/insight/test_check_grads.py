@@ -553,6 +553,29 @@ def test_a_long_loop_is_no_reason_for_a_verdict_to_be_missing():
     assert [c.status for c in report.leaves] == ["right"] * 2
 
 
+def test_loops_that_end_one_by_one_under_vmap_are_judged_in_branches_and_scans():
+    def doubled(x, row):
+        def body(y):
+            return y * 2 + x * row
+
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 10, body, x * row)
+
+    def f(x):
+        def step(carry, _):
+            branch = jax.checkpoint(
+                jax.vmap(lambda x: jnp.tanh(doubled(x, jnp.ones(2)).sum() / 20))
+            )
+            return jax.lax.cond(carry[0] > 0, branch, jnp.sin, carry), None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    x = jnp.array([0.3, 2.0])
+    slope = jax.jvp(f, (x,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(slope, (f(x + 1e-2) - f(x - 1e-2)) / 2e-2, rtol=1e-2)
+    report = check_grads(f, (x,), order=1)
+    assert [c.status for c in report.leaves] == ["right", "none"]
+
+
 def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_mode():
     @jax.custom_vjp
     def solve(a, b):

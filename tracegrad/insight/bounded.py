@@ -68,16 +68,23 @@ class _CountingPass(MeasuredPass):
         start = split + node.params["body_nconsts"]
         condition, body = node.region("cond_jaxpr"), node.region("body_jaxpr")
 
+        def runs_on(carry: list[Any]) -> Any:
+            (more,) = evaluate(condition, [*operands[:split], *carry])
+            return more
+
         def again(state: Any) -> Any:
             steps, longest, carry = state
-            (more,) = evaluate(condition, [*operands[:split], *carry])
+            more = jnp.any(runs_on(carry))
             return more & (steps < self._limit) & (longest < self._limit)
 
         def step(state: Any) -> Any:
             steps, longest, carry = state
             inside = [*operands[split:start], *carry]
             outs, inner = self._run(body, inside, here.into("body_jaxpr"))
-            return steps + 1.0, jnp.maximum(longest, inner), list(map(strong, outs))
+            outs = list(map(strong, outs))
+            if condition.outputs[0].aval.shape:  # under vmap what has ended stays as it is
+                outs = _where(runs_on(carry), outs, carry)
+            return steps + 1.0, jnp.maximum(longest, inner), outs
 
         zero = jnp.zeros((), float)
         init = list(map(strong, operands[start:]))
@@ -92,3 +99,13 @@ class _CountingPass(MeasuredPass):
         for steps in found.values():  # NaN: of a branch that was not taken
             longest = jnp.maximum(longest, jnp.nanmax(steps, initial=0.0))
         return outs, longest
+
+
+def _where(more: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new ones where `more`, which has their first axes, says so."""
+
+    def choose(new: Any, old: Any) -> Any:
+        axes = tuple(range(more.ndim, jnp.ndim(new)))
+        return jnp.where(jnp.expand_dims(more, axes), new, old)
+
+    return list(map(choose, new, old))
