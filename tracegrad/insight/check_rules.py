@@ -17,12 +17,18 @@ from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Estimate,
+    Function,
     Limits,
+    Numbers,
+    Weighed,
     along_smooth,
+    beside,
+    difference,
     judge,
     random_like,
     weighed,
 )
+from tracegrad.insight.raising import AsItIs, in_double
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -37,7 +43,7 @@ from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.ir.wording import first_line
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering import evaluate_node
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
@@ -55,7 +61,7 @@ def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
     declared: Callable[[str], Any],
-    limits: Limits,
+    limits: Callable[[Graph], Limits],
     random: Any,
 ) -> Iterator[Checked]:
     """Compares each rule's derivative with finite differences of its function.
@@ -63,13 +69,14 @@ def check_rules(
     Args:
       program, operands: of and as of `operands_in`.
       declared: of the name of a rule's function, whether it is meant to differ.
-      limits: for the differences.
+      limits: of a graph those for it alone, whatever the rest of the program is computed in.
       random: of NumPy.
     """
     flows = spread_below(program, [1] * len(program.inputs))
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
-            yield from _check_rule(rule, given, flows, declared, limits, random)
+            own = limits(rule.node.primal)
+            yield from _check_rule(rule, given, flows, declared, own, random)
 
 
 class _Operands(MeasuredPass):
@@ -130,26 +137,29 @@ def _check_rule(
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    of, function = _function_of(node, active)
+    of, function = _function_of(node, active, limits.arithmetic)
     compiled = jax.jit(function)
     for step in dict.fromkeys((first, last)):
-        args = [arg[step] for arg in stacked]
+        args = in_double(arg[step] for arg in stacked)
         weights = random_like(random, [value.aval for value in node.outputs])
         for i in of:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            number, note = _rule_along(node, args, active, i, want.direction, weights)
+            along = want.direction, weights, limits.arithmetic
+            number, note = _rule_along(node, args, active, i, *along)
             varying = [k for k in active if mask_of(node.inputs[k], flows)] if note else active
             if varying != active:  # it may refuse what is a constant here, as those of equinox do
                 yield from _check_rule(rule, stacked, flows, declared, limits, random, varying)
                 return
-            status = "wrong" if note else judge([want], number, limits)
+            here = compiled, node, args, active, i, along, limits, random
+            again = functools.partial(_beside, *here)
+            status = "wrong" if note else judge([want], number, limits, again)
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
             if status == "wrong" and not note:
                 # What the function stops on the way is as little a matter of the rule as what the
                 # rules inside of it give.
-                own = _own_derivative(node, args, i, want.direction, weights)
+                own = _own_derivative(node, args, i, *along)
                 if judge([own], number, limits) == "right":
                     want, status = own, "right"
             yield Checked(
@@ -157,7 +167,7 @@ def _check_rule(
                 1,
                 "rev" if node.kind == "vjp" else "fwd",
                 want.value,
-                number,
+                number.value,
                 status,
                 rule.origin,
                 _definition(node),
@@ -166,12 +176,12 @@ def _check_rule(
 
 
 def _function_of(
-    node: CustomGradient, active: list[int]
+    node: CustomGradient, active: list[int], arithmetic: AsItIs
 ) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
     """What a rule is the derivative of, as a function of all of its operands, and by which of those
     that have a gradient."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: evaluate(node.primal, given)
+        return active, lambda given: arithmetic.evaluate(node.primal, given)
     # Its operands are those of the call, the results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
@@ -180,7 +190,7 @@ def _function_of(
             break
     else:  # a mapped call is in a loop of its own; then there is the check of the whole function
         return [], lambda given: []
-    return [i for i in active if i < count], lambda given: evaluate_node(call, given[:count])
+    return [i for i in active if i < count], lambda given: arithmetic.run(call, given[:count])
 
 
 def _rule_along(
@@ -190,12 +200,13 @@ def _rule_along(
     i: int,
     direction: Any,
     weights: Sequence[Any],
-) -> tuple[float, str]:
+    arithmetic: AsItIs,
+) -> tuple[Weighed, str]:
     """What a rule gives for the derivative along an input, while all that can vary does, as a rule
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(evaluate_node, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(arithmetic.run, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}
@@ -209,24 +220,45 @@ def _rule_along(
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed([vjp(cts)[active.index(i)]], [direction]), ""
     except Exception as error:
-        return math.nan, first_line(error)
+        return Weighed(math.nan, 0.0), first_line(error)
+
+
+def _beside(
+    compiled: Function,
+    node: CustomGradient,
+    args: Sequence[Any],
+    active: Sequence[int],
+    i: int,
+    along: tuple[Any, Sequence[Any], AsItIs],
+    limits: Limits,
+    random: Any,
+) -> Numbers:
+    """What differences and a rule give along an input, beside these operands."""
+    there = beside(args, limits, random)
+    want = difference(compiled, there, i, along[0], along[1], limits)
+    return [want], _rule_along(node, there, active, i, *along)[0]
 
 
 def _own_derivative(
-    node: CustomGradient, args: Sequence[Any], i: int, direction: Any, weights: Sequence[Any]
+    node: CustomGradient,
+    args: Sequence[Any],
+    i: int,
+    direction: Any,
+    weights: Sequence[Any],
+    arithmetic: AsItIs,
 ) -> Estimate:
     """What JAX has for the derivative of a rule's function along an input; none is NaN."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
-        outs = evaluate(own, [*args[:i], operand, *args[i + 1 :]])
+        outs = arithmetic.evaluate(own, [*args[:i], operand, *args[i + 1 :]])
         return [outs[k] for k in flowing]
 
     operand = jnp.asarray(args[i])
     try:
         _, outs = _jax.jvp(along, [operand], [jnp.asarray(direction, operand.dtype)])
-        value = weighed(outs, [weights[k] for k in flowing])
+        value = weighed(outs, [weights[k] for k in flowing]).value
     except Exception:
         value = math.nan
     return Estimate(direction, value, 0.0, True)
