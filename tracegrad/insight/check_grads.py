@@ -66,9 +66,12 @@ def check_grads(
     atol: float | None = None,
     seed: int = 0,
 ) -> GradCheck:
-    """Checks the derivatives of a function against finite differences, in double precision; in
-    single precision where that cannot be, since the function makes arrays of a dtype of its own
-    (the first state of flax's recurrent layers). The report says so.
+    """Checks the derivatives of a function against finite differences, in double precision.
+
+    What the function computes in another dtype is computed in double precision, too, so that the
+    verdict is on the mathematics and not on how bfloat16 rounds. A function that cannot be traced
+    with arguments in double precision, since it makes arrays of a dtype of its own (the first state
+    of flax's recurrent layers), is traced in single precision, and the report says so.
 
     First each custom rule in it (`jax.custom_vjp`, `jax.custom_jvp`, `tracegrad.custom_gradient`;
     JAX's own are left out) by itself, at the values that flow there, inside of loops at the first
@@ -91,8 +94,10 @@ def check_grads(
         Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`) are.
         With ``"stop_gradient"`` what the function stops is held as it is at `args`, but in loops:
         differences go through it else.
-      rtol, atol: how far the numbers may be apart; default: by the least precise dtype that the
-        function computes in, 1e-5 and 1e-7 for float64.
+      rtol: how far the numbers may be apart, as a part of the larger one; default: 1e-5, or more
+        where a part of the function cannot be computed in double precision (a callback that
+        returns float32).
+      atol: the same as a number; default: 0.
       seed: of the random numbers.
 
     Returns:
@@ -103,8 +108,9 @@ def check_grads(
       ValueError: another mode or an order below 1; no floating leaf in the arguments, or in what
         the function returns.
 
-    Where a function has a kink or a jump nearby, differences say nothing, and it is not judged,
-    unless it is NaN where differences are finite.
+    A verdict is right, or there is none: where a function has a kink or a jump nearby, or rounding
+    leaves too little of a number, a derivative is not judged, unless it is NaN where differences
+    are finite. A report with nothing wrong may have such lines; its first line says so.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads

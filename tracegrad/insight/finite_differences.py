@@ -4,7 +4,8 @@ A verdict compares two numbers of one direction, each with a bound on its error.
 taken at ever smaller steps, each a quarter of the last; two neighbours give an extrapolated
 estimate (Richardson), and the change from one estimate to the next, plus what rounding does at that
 step, bounds the error. A bend that does not shrink with the step is a kink. The derivative's own
-error is that of rounding the terms it is a sum of. All limits are relative to these numbers:
+error is that of rounding the terms it is a sum of, and the constants of narrow dtypes in it, which
+its function may have rounded otherwise. All limits are relative to these numbers:
 
 - *right*: the numbers differ by no more than ``rtol`` and the errors, and the errors are so small
   that another number would have been seen;
@@ -74,6 +75,7 @@ class Weighed(NamedTuple):
 
     value: float
     size: float
+    norm: float = 0.0  # of the numbers: what it comes to if each is off by a part of itself
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,15 @@ def _complex_step(
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
     """The real part of the sum of the floating results, each element by its weight."""
-    value = size = 0.0
-    for out, weight in zip(outs, weights, strict=True):
-        if weight is not None:
-            terms = np.real(in_numpy(out) * weight)
-            value, size = value + float(np.sum(terms)), size + float(np.sum(np.abs(terms)))
-    return Weighed(value, size)
+    terms = [
+        np.ravel(np.real(in_numpy(out) * weight))
+        for out, weight in zip(outs, weights, strict=True)
+        if weight is not None
+    ]
+    every = np.concatenate(terms) if terms else np.zeros(0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        size, norm = np.sum(np.abs(every)), np.linalg.norm(every)
+        return Weighed(float(np.sum(every)), float(size), float(norm))
 
 
 def _change(before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
@@ -248,12 +253,14 @@ def judge(
     if math.isinf(got.value):
         return "wrong"
     difference, size = want - got.value, max(abs(want), abs(got.value))
-    error = sum(e.error for e in expected) + 16 * limits.eps * got.size
+    # All directions are random: what each term is off by adds up as a norm does.
+    constants = limits.arithmetic.constant_eps * got.norm
+    error = sum(e.error for e in expected) + 16 * limits.eps * got.size + constants
     near = limits.rtol * size + limits.atol
     if abs(difference) <= near + error:
         zero = sum(e.zero for e in expected)
         return "right" if error <= max(near, _RESOLUTION * size, zero) else "not judged"
-    if abs(difference) <= near + 10 * error:
+    if abs(difference) <= near + 10 * error - 7 * constants:
         return "not judged"
     for _ in range(2 if beside else 0):
         assert beside is not None

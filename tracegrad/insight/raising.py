@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, RegionNode, Value
 from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.ir.nodes import copied
 from tracegrad.lowering import (
@@ -46,12 +46,13 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 class AsItIs:
     """Runs graphs in the dtypes that they are in, which are of double precision.
 
-    `eps`: of the least precise dtype in which an operation had to run so far. Tracing is enough
-    for that.
+    `eps`: of the least precise dtype in which an operation had to run so far; `constant_eps`: of
+    that in which numbers stand in the program, but round ones. Tracing is enough for both.
     """
 
     def __init__(self) -> None:
         self.eps = EPS
+        self.constant_eps = 0.0
 
     def evaluate(
         self, graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
@@ -79,6 +80,9 @@ class Raised(AsItIs):
     def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
         if any(value.is_reference for value in (*node.operands, *node.outputs)):
             return self._as_it_is(node, args)
+        for v in node.inputs:
+            if isinstance(v, Literal) and not _is_round(v.value):
+                self.constant_eps = max(self.constant_eps, _eps(v))
         operands = [_raised(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
         if isinstance(node, RegionNode):
             return self._run_regions(node, operands)
@@ -120,7 +124,8 @@ def arithmetic_for(graph: Graph) -> type[AsItIs]:
     def is_other_than_jaxs(node: CustomGradient) -> bool:
         return not is_jaxs_rule(node)
 
-    if all(_eps(value) <= EPS for value in _values_below(graph, is_other_than_jaxs)):
+    values = _values_below(graph, is_other_than_jaxs)
+    if "reduce_precision" not in graph.operations and all(_eps(v) <= EPS for v in values):
         return AsItIs
     list(_values_below(graph, lambda node: True))
     return Raised
@@ -162,7 +167,13 @@ def _values_below(
             seen.update(region for region, _ in below)
 
 
-def _eps(value: Value) -> float:
+def _is_round(value: Any) -> bool:
+    """Whether a number has no more than four bits, as 1, 0.5 and 10 do: no dtype rounds these."""
+    mantissa, _ = np.frexp(np.asarray(value).astype(float))
+    return bool(np.all((mantissa * 16) % 1 == 0) or not np.all(np.isfinite(mantissa)))
+
+
+def _eps(value: Value | Literal) -> float:
     dtype = getattr(value.aval, "dtype", None)
     finfo: Any = jnp.finfo
     return float(finfo(dtype).eps) if _jax.is_inexact(dtype) else 0.0
