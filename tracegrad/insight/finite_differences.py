@@ -189,7 +189,9 @@ def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
         return Weighed(float(np.sum(every)), float(size), float(norm))
 
 
-def _change(before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
+def _change(
+    before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]
+) -> tuple[float, float]:
     """The same of how the results differ from those before, and what rounding is relative to. An
     element that is what it was adds nothing to either, however large it is, or infinite."""
     value = size = 0.0
@@ -201,7 +203,7 @@ def _change(before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]) 
         with np.errstate(invalid="ignore"):
             value += float(np.sum(np.real(np.where(moved, now - was, 0) * weight)))
             size += float(np.sum(np.abs(np.where(moved, was, 0) * weight)))
-    return Weighed(value, size)
+    return value, size
 
 
 def random_like(random: Any, avals: Sequence[Any]) -> list[Any]:

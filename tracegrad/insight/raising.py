@@ -169,8 +169,9 @@ def _values_below(
 
 def _is_round(value: Any) -> bool:
     """Whether a number has no more than four bits, as 1, 0.5 and 10 do: no dtype rounds these."""
-    mantissa, _ = np.frexp(np.asarray(value).astype(float))
-    return bool(np.all((mantissa * 16) % 1 == 0) or not np.all(np.isfinite(mantissa)))
+    number = np.asarray(value).astype(float)
+    mantissa, _ = np.frexp(np.where(np.isfinite(number), number, 0.0))
+    return bool(np.all((mantissa * 16) % 1 == 0))
 
 
 def _eps(value: Value | Literal) -> float:
