@@ -17,14 +17,20 @@ from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Estimate,
+    Function,
     Limits,
+    Numbers,
+    Weighed,
     along_smooth,
+    beside,
+    difference,
     judge,
     random_like,
     status_of,
     weighed,
 )
 from tracegrad.insight.perturbed import Perturbed
+from tracegrad.insight.raising import AsItIs, in_double
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -38,7 +44,7 @@ from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.ir.wording import first_line
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering import evaluate_node
 from tracegrad.rewriting.implicit import is_fixed_point
 
 
@@ -57,7 +63,7 @@ def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
     declared: Callable[[str], Any],
-    limits: Limits,
+    limits: Callable[[Graph], Limits],
     random: Any,
 ) -> Iterator[Checked]:
     """Compares each rule's derivative with finite differences of its function.
@@ -65,13 +71,14 @@ def check_rules(
     Args:
       program, operands: of and as of `operands_in`.
       declared: of the name of a rule's function, whether it is meant to differ.
-      limits: for the differences.
+      limits: of a graph those for it alone, whatever the rest of the program is computed in.
       random: of NumPy.
     """
     perturbed = Perturbed(program)
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
-            yield from _check_rule(rule, given, perturbed, declared, limits, random)
+            own = limits(rule.node.primal)
+            yield from _check_rule(rule, given, perturbed, declared, own, random)
 
 
 class _Operands(MeasuredPass):
@@ -136,23 +143,26 @@ def _check_rule(
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    of, function = _function_of(node, active)
+    of, function = _function_of(node, active, limits.arithmetic)
     for step in dict.fromkeys((first, last)):
-        args = [arg[step] for arg in stacked]
+        args = in_double(arg[step] for arg in stacked)
         compiled = bounded(function, args)
         drawn = random_like(random, [value.aval for value in node.outputs])
         weights = [w if is_wanted else None for w, is_wanted in zip(drawn, wanted, strict=True)]
         for i in of:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            number, error = _rule_along(node, args, active, i, want.direction, weights)
-            status = judge([want], number, limits) if error is None else status_of(error)
+            along = want.direction, weights, limits.arithmetic
+            number, error = _rule_along(node, args, active, i, *along)
+            here = compiled, node, args, active, i, along, limits, random
+            again = functools.partial(_beside, *here)
+            status = judge([want], number, limits, again) if error is None else status_of(error)
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
             if status == "wrong" and error is None:
                 # What the function stops on the way is as little a matter of the rule as what the
                 # rules inside of it give.
-                own = _own_derivative(node, args, i, want.direction, weights)
+                own = _own_derivative(node, args, i, *along)
                 if judge([own], number, limits) == "right":
                     want, status = own, "right"
             yield Checked(
@@ -160,7 +170,7 @@ def _check_rule(
                 1,
                 "rev" if node.kind == "vjp" else "fwd",
                 want.value,
-                number,
+                number.value,
                 status,
                 rule.origin,
                 _definition(node),
@@ -169,12 +179,12 @@ def _check_rule(
 
 
 def _function_of(
-    node: CustomGradient, active: list[int]
+    node: CustomGradient, active: list[int], arithmetic: AsItIs
 ) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
     """What a rule is the derivative of, as a function of all of its operands, and by which of those
     that have a gradient."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: evaluate(node.primal, given)
+        return active, lambda given: arithmetic.evaluate(node.primal, given)
     # Its operands are those of the call, the results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
@@ -183,7 +193,7 @@ def _function_of(
             break
     else:  # a mapped call is in a loop of its own; then there is the check of the whole function
         return [], lambda given: []
-    return [i for i in active if i < count], lambda given: evaluate_node(call, given[:count])
+    return [i for i in active if i < count], lambda given: arithmetic.run(call, given[:count])
 
 
 def _rule_along(
@@ -193,12 +203,13 @@ def _rule_along(
     i: int,
     direction: Any,
     weights: Sequence[Any],
-) -> tuple[float, Exception | None]:
+    arithmetic: AsItIs,
+) -> tuple[Weighed, Exception | None]:
     """What a rule gives for the derivative along an input, while all that can vary does, as a rule
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(evaluate_node, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(arithmetic.run, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}
@@ -212,24 +223,45 @@ def _rule_along(
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
         return weighed([vjp(cts)[active.index(i)]], [direction]), None
     except Exception as error:
-        return math.nan, error
+        return Weighed(math.nan, 0.0), error
+
+
+def _beside(
+    compiled: Function,
+    node: CustomGradient,
+    args: Sequence[Any],
+    active: Sequence[int],
+    i: int,
+    along: tuple[Any, Sequence[Any], AsItIs],
+    limits: Limits,
+    random: Any,
+) -> Numbers:
+    """What differences and a rule give along an input, beside these operands."""
+    there = beside(args, limits, random)
+    want = difference(compiled, there, i, along[0], along[1], limits)
+    return [want], _rule_along(node, there, active, i, *along)[0]
 
 
 def _own_derivative(
-    node: CustomGradient, args: Sequence[Any], i: int, direction: Any, weights: Sequence[Any]
+    node: CustomGradient,
+    args: Sequence[Any],
+    i: int,
+    direction: Any,
+    weights: Sequence[Any],
+    arithmetic: AsItIs,
 ) -> Estimate:
     """What JAX has for the derivative of a rule's function along an input; none is NaN."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
-        outs = evaluate(own, [*args[:i], operand, *args[i + 1 :]])
+        outs = arithmetic.evaluate(own, [*args[:i], operand, *args[i + 1 :]])
         return [outs[k] for k in flowing]
 
     operand = jnp.asarray(args[i])
     try:
         _, outs = _jax.jvp(along, [operand], [jnp.asarray(direction, operand.dtype)])
-        value = weighed(outs, [weights[k] for k in flowing])
+        value = weighed(outs, [weights[k] for k in flowing]).value
     except Exception:
         value = math.nan
     return Estimate(direction, value, 0.0, True)
