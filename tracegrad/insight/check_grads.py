@@ -34,16 +34,15 @@ from tracegrad.insight.finite_differences import (
     status_of,
     weighed,
 )
+from tracegrad.insight.held import STOP, hint_of, hold, is_sample, without_verdict
 from tracegrad.insight.raising import arithmetic_for, in_double
-from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient, operations
+from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
-from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import first_line, listed
+from tracegrad.ir.wording import first_line
 from tracegrad.lowering import Lowering
 from tracegrad.tracing.graphs import function_name, graph, require_function
 
 MODES = ("fwd", "rev")
-_STOP = "stop_gradient"  # as `deliberate` names it
 Declared = str | Collection[str] | Callable[[str], Any]
 
 
@@ -200,17 +199,17 @@ def _check(
             for found, given in operands.items()
             if isinstance(found.node, StopGradient) and whose(found) != "jax"
         }
-        samples = {found: given[0] for found, given in operands.items() if _is_sample(found)}
+        samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
 
         def limits_for(graph: Graph) -> Limits:
             return limits_of(graph, arithmetic(), *tolerances)
 
         rules = tuple(check_rules(program, operands, declared, limits_for, random))
-        program, held = _holding(program, samples)
-        if declared(_STOP):
-            program, more = _holding(program, stops)
+        program, held = hold(program, samples)
+        if declared(STOP):
+            program, more = hold(program, stops)
             held += more
-        free = next(iter(program.find(_is_sample)), None)
+        free = next(iter(program.find(is_sample)), None)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
         limits = limits_for(whole)
@@ -221,12 +220,12 @@ def _check(
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:
             checks = tuple(
-                check if free is None else _without_verdict(check, free)
+                check if free is None else without_verdict(check, free)
                 for check in _check_leaves(run, leaves, paths, order, modes, limits, random, begin)
             )
     is_whole = any(check.status == "wrong" for check in checks)
     report = GradCheck(function_name(fun), (*rules, *held), checks)
-    return report, _hint(stops) if is_whole else ""
+    return report, hint_of(stops) if is_whole else ""
 
 
 def _predicate(declared: Declared) -> Callable[[str], Any]:
@@ -343,63 +342,6 @@ def _check_leaves(
 def _as_type_of(value: Any, numbers: Any) -> Any:
     """Numbers as an array that is split over an explicit mesh as a value is."""
     return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
-
-
-def _holding(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
-    """The program with what it stops, or samples, as it is now; where that is. What is left is in
-    loops."""
-    program = program.copy()
-    held = dict[str, Checked]()
-    for found, value in list(stops.items()):
-        if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
-            here, nan = program.own(found), math.nan
-            here.graph.replace(here.node, functools.partial(_constant, value))
-            why = f", since {_IMPLICIT}" if _is_sample(found) else ""
-            said = "deliberate", found.origin, "", f"held as it is{why}"
-            held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
-            del stops[found]
-    return program, tuple(held.values())
-
-
-_IMPLICIT = "its derivative is that of the distribution, not of how it was drawn"
-
-
-def _is_sample(found: Occurrence) -> bool:
-    return found.node.op in operations.IMPLICIT
-
-
-def _without_verdict(check: Checked, sample: Occurrence) -> Checked:
-    """A comparison that may be wrong for a sample that is not held."""
-    if check.status != "wrong" or check.note:
-        return check
-    note = f"it may go through {_stop(sample)}, and {_IMPLICIT}"
-    return dataclasses.replace(check, status="none", got=math.nan, note=note)
-
-
-def _constant(value: Any, *_: Any) -> Any:
-    return jnp.asarray(value)
-
-
-def _name(found: Occurrence) -> str:
-    if _is_sample(found):
-        return found.name
-    author = whose(found)
-    return _STOP if author == "yours" else f"{_STOP} of {author}"
-
-
-def _stop(found: Occurrence) -> str:
-    return f"{_name(found)}{at(found.origin)}"
-
-
-def _hint(stops: Collection[Occurrence]) -> str:
-    """What to do about what differences go through, and derivatives do not."""
-    if not stops:
-        return ""
-    return (
-        "\nDifferences go through what is stopped, derivatives do not: "
-        f"{listed(list(dict.fromkeys(map(_stop, stops))), most=4)}. If that is meant, "
-        f'deliberate="{_STOP}" holds it as it is, but in loops.'
-    )
 
 
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
