@@ -121,7 +121,7 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
             try:
                 flowing = passes.transposed(residuals, outs, tangents)
             except Exception as error:  # JAX's words are about reverse mode, which nobody asked for
-                if _HAS_NONE in str(error):
+                if "has no forward-mode derivative" in str(error):
                     raise
                 raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
         return marked, _jax.align(out_avals, flowing)
@@ -284,13 +284,10 @@ def _not_linear(found: Occurrence, reason: str) -> str:
     return _refusal(found, f"is not linear in the cotangent ({reason})")
 
 
-_HAS_NONE = "has no forward-mode derivative"
-
-
 def _refusal(found: Occurrence, reason: str) -> str:
     assert isinstance(found.node, CustomGradient)
     return (
-        f"the custom gradient {found.node.name}{place_of(found)} {_HAS_NONE}: "
+        f"the custom gradient {found.node.name}{place_of(found)} has no forward-mode derivative: "
         f"that is the transpose of its backward, which {reason}"
     )
 
