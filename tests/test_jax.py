@@ -411,9 +411,9 @@ def test_the_users_functions_are_found_in_a_rule_that_stands_in_a_program(around
         again = jax.make_jaxpr(lambda x: _jax.eval_program(program, [x]))(x)
         once, twice = (_jax.inside_of_rule(p.eqns[0].params[parameter]) for p in (program, again))
         assert once == twice
-        if parameter == "bwd":
-            for p in program, again:
-                assert _jax.backward_function(p.eqns[0].params["bwd"]) is backward
+        users = {"bwd": backward, "jvp_jaxpr_fun": rule}.get(parameter)
+        for p in (program, again) if users else ():
+            assert _jax.users_function(p.eqns[0].params[parameter]) is users
         return once
 
     for fun, parameter, function in (

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 
 import tracegrad as tg
 from tracegrad import custom_gradient, grad, jvp
@@ -361,6 +362,30 @@ def test_a_backward_that_is_not_linear_is_refused_by_name_and_line(backward):
         jvp(f, (jnp.array(X, "float32"),), (jnp.ones(3),))
     with pytest.raises(ValueError, match=message):
         jvp(jax.jit(f), (jnp.array(X, "float32"),), (jnp.ones(3),))
+
+
+def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
+    """Its transpose is that of the next one's backward, and so on; JAX's odeint is such, too."""
+
+    @jax.custom_vjp
+    def solve(a, b):
+        return jnp.linalg.solve(a, b)
+
+    def forward(a, b):
+        x = solve(a, b)
+        return x, (a, x)
+
+    def backward(kept, ct):
+        a, x = kept
+        y = solve(a.T, ct)
+        return -jnp.outer(y, x), y
+
+    solve.defvjp(forward, backward)
+    a = jnp.array([[2.0, 1.0], [0.5, 3.0]])
+    with pytest.raises(ValueError, match=r"solve at test_forward.*calls it again, whose transpose"):
+        jvp(lambda a: solve(a, jnp.ones(2)), (a,), (a,))
+    with pytest.raises(ValueError, match=r"_odeint .*calls it again, whose transpose"):
+        jvp(lambda a: odeint(lambda y, t: -a * y, 1.0, jnp.arange(2.0)), (1.3,), (1.0,))
 
 
 @pytest.mark.parametrize(

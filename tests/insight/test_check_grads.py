@@ -148,6 +148,70 @@ def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
     assert any(check.what.startswith("fn_wrapped") for check in report.rules)
 
 
+def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():
+    @jax.custom_vjp
+    def root(x, scale):
+        return jnp.sqrt(x) * scale, x * x
+
+    def forward(x, scale):
+        if scale.perturbed:
+            raise NotImplementedError("the scale has no gradient")
+        return root(x.value, scale.value), (x.value, scale.value)
+
+    def backward(kept, cts):
+        x, scale = kept
+        return cts[0] * scale * 0.5 / jnp.sqrt(x), None
+
+    root.defvjp(forward, backward, symbolic_zeros=True)
+
+    def loss(x, y):
+        def step(carry, scale):
+            new, squares = jax.jit(root)(carry, scale)
+            new = jax.lax.cond(squares > 1e6, jnp.negative, lambda new: new, new)
+            return new, jax.lax.stop_gradient(squares)
+
+        last, squares = jax.lax.scan(step, x, jnp.array([2.0, 3.0]))
+        held = jax.lax.stop_gradient(y)
+        return root(last, held)[0] * y + jnp.sum(jnp.round(squares))
+
+    report = check_grads(loss, (4.0, 2.5), order=1, deliberate="stop_gradient")
+    assert {(c.what, c.status) for c in report.rules if c.what[0] == "r"} == {
+        ("root, input 0", "right")
+    }
+    assert [c.status for c in report.leaves] == ["right"] * 3
+    with pytest.raises(GradientError, match="root, input 0"):  # its second result is used
+        check_grads(lambda x: sum(root(x, 2.0)), (4.0,), order=1, modes=["rev"])
+
+
+def test_of_a_solver_what_nobody_differentiates_is_not_judged():
+    @jax.custom_jvp
+    def solve(a, guess):  # the root, the steps to it, and how far it is off
+        def newton(state):
+            y, steps = state
+            return y - (y * y - a) / (2 * y), steps + 1.0
+
+        y, steps = jax.lax.while_loop(
+            lambda state: jnp.abs(state[0] ** 2 - a) > 1e-12, newton, (guess, 0.0 * a)
+        )
+        return y, steps, y * y * guess
+
+    @solve.defjvp
+    def _(primals, tangents):
+        y, *statistics = solve(*primals)
+        zeros = list(map(jnp.zeros_like, statistics))
+        return (y, *statistics), (tangents[0] / (2 * y), *zeros)
+
+    def loss(a):
+        y, steps, off = solve(a, jnp.ones_like(a))
+        return jnp.where(off < 100, y, jnp.nan) ** 3 + jnp.floor(steps)
+
+    report = check_grads(loss, (2.0,), order=2)
+    assert [(c.what, c.status) for c in report.rules] == [("solve, input 0", "right")]
+    assert {c.status for c in report.leaves} == {"right"}
+    with pytest.raises(GradientError, match="solve, input 0"):
+        check_grads(lambda a: sum(solve(a, jnp.ones_like(a))), (2.0,), order=1)
+
+
 def test_a_wrong_custom_jvp_is_named():
     @jax.custom_jvp
     def cube(x):
@@ -297,6 +361,34 @@ def test_what_this_package_changes_on_demand_counts_as_deliberate():
     assert [c.what for c in report.deliberate] == ["round, input 0"]
 
 
+def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
+    key = jax.random.key(0)
+
+    def f(a, scale, function=jnp.sin):
+        drawn = jax.random.gamma(key, a, (3,)) + jax.random.beta(key, a, 2.0, (3,))
+        return jnp.sum(function(scale) * drawn + jax.random.dirichlet(key, jnp.stack([a] * 3)))
+
+    report = check_grads(f, (1.5, X), order=2)
+    lines = [check.origin.line - line_of(f) for check in report.deliberate]
+    assert ({check.what for check in report.deliberate}, lines) == ({"random_gamma"}, [1, 2])
+    assert {check.status for check in report.leaves} == {"right"}
+    wrong = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
+    with pytest.raises(GradientError, match="product, input 0"):
+        check_grads(lambda a, s: f(a, s, lambda s: wrong(s, 2 * s)), (1.5, X), order=1)
+
+
+def test_with_a_sample_in_a_loop_there_is_no_verdict():
+    def f(a, x):
+        def step(total, key):
+            return total + jax.random.gamma(key, a) * x, None
+
+        return jax.lax.scan(step, 0 * x, jax.random.split(jax.random.key(0), 3))[0]
+
+    report = check_grads(f, (1.5, 2.0), order=1, modes=["rev"])
+    assert [(c.what, c.status) for c in report.leaves] == [("a", "none"), ("x", "right")]
+    assert "random_gamma at test_check_grads.py" in report.leaves[0].note
+
+
 @pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
 def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(tmp_path, name):
     file = tmp_path / f"{name}.py"
@@ -332,6 +424,49 @@ def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
     assert [c.what for c in report.deliberate] == ["clip_gradient, input 0", "sin, input 0"]
 
 
+def test_rules_for_graphs_that_change_tangents_count_as_deliberate_too():
+    def loss(x):
+        return jnp.sum(jnp.tanh(x) * jnp.sin(x) + jnp.round(x) * x)
+
+    match, rules = tg.match, tg.rules
+    scaled = rules.scale_gradient(match.op("tanh"), 2.0)
+    entering = rules.scale_gradient(match.op("sin"), 3.0, inputs=0)
+    past = rules.straight_through(match.op("round"))
+    report = check_grads(tg.rewrite(loss, scaled, entering, past), (X,), order=1)
+    assert [(c.what, c.status) for c in report.rules if c.what.endswith("input 0")] == [
+        ("scaled, input 0", "deliberate"),
+        ("scaled, input 0", "deliberate"),
+        ("straight_through, input 0", "deliberate"),
+    ]
+    assert [c.status for c in report.leaves] == ["right"] * 2
+
+
+def test_the_rule_that_differentiates_a_loop_as_a_fixed_point_is_deliberate():
+    def f(a, x):
+        def body(state):
+            return jnp.cos(state[0]) * a, state[0]
+
+        start = jnp.sin(x), x + 1.0
+        return jax.lax.while_loop(lambda s: jnp.abs(s[0] - s[1]) > 1e-4, body, start)[0]
+
+    fixed = tg.rewrite(f, tg.rules.fixed_point(tg.match.op("while")))
+    report = check_grads(fixed, (0.7, 0.3), order=1)
+    assert {c.what for c in report.deliberate} == {"fixed_point, input 0", "fixed_point, input 1"}
+    assert [c.status for c in report.leaves] == ["right", "none"]  # by the steps to it
+
+
+def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():
+    tangent = jax.custom_jvp(jnp.tanh)
+    tangent.defjvp(lambda x, dx: (tangent(*x), dx[0]))
+    by_defjvps = jax.custom_jvp(lambda x: jnp.sin(x))
+    by_defjvps.defjvps(lambda dx, sine, x: dx)
+    for function, name in ((tangent, "tanh"), (by_defjvps, "<lambda>")):
+        with pytest.raises(GradientError) as caught:
+            check_grads(lambda x, f=function: jnp.sum(f(x)), (X,), order=1, modes=["rev"])
+        assert caught.value.report.wrong[0].what == f"{name}, input 0"
+    check_grads(lambda x: jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)), (X,), order=1)
+
+
 def test_a_declared_rule_does_not_hide_another():
     clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
     with pytest.raises(GradientError):
@@ -357,13 +492,106 @@ def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no
     assert [c.status for c in alone.leaves] == ["not smooth"]
 
 
-def test_what_has_no_reverse_derivative_is_wrong_and_says_so():
-    def f(x):
+def test_what_has_no_derivative_is_not_judged_and_says_so():
+    def loop(x):
         return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
 
-    assert check_grads(f, (3.0,), order=1, modes=["fwd"]).wrong == ()
-    with pytest.raises(GradientError, match="Reverse-mode differentiation does not work"):
-        check_grads(f, (3.0,), order=1, modes=["rev"])
+    report = check_grads(loop, (3.0,), order=1)
+    assert [(c.mode, c.status) for c in report.leaves] == [("fwd", "right"), ("rev", "none")]
+    assert "Reverse-mode differentiation does not work" in report.leaves[1].note
+    for function in (
+        lambda x: jax.pure_callback(np.sin, jax.typeof(x), x),
+        lambda x: jax.scipy.special.betainc(x, x, 0.3),
+        lambda x: jax.lax.linalg.schur(jnp.outer(x, x))[0],
+    ):
+        report = check_grads(function, (jnp.array([0.3, 0.7]),), order=1)
+        assert [check.status for check in report.leaves] == ["none"] * 2
+        assert str(report).startswith("derivatives of <lambda>: not judged")
+
+
+def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
+    """The condition and the body are given one array: where one of the two moves, it runs on."""
+
+    @jax.custom_vjp
+    def power(x, last, step):
+        def body(state):
+            i, y = state
+            return i + step, jax.lax.fori_loop(0, jnp.int32(i > -1), lambda _, y: x * y, y)
+
+        start = (0 * step, 0 * x + 1)
+        return jax.lax.while_loop(lambda state: state[0] != 3 * last, body, start)[1]
+
+    def backward(kept, ct):
+        x, last, step = kept
+        return 3 * ct * x**2, 0 * last, 0 * step
+
+    power.defvjp(lambda *args: (power(*args), args), backward)
+    report = check_grads(lambda x, n: power(x, n, n), (1.5, 2.0), order=1, modes=["rev"])
+    assert {c.what: c.status for c in report.rules} == {
+        "power, input 0": "right",
+        "power, input 1": "not smooth",
+        "power, input 2": "not smooth",
+    }
+    assert [c.status for c in report.leaves] == ["right", "right"]
+
+
+def test_a_long_loop_is_no_reason_for_a_verdict_to_be_missing():
+    def f(x):
+        def body(state):
+            i, y = state
+            y = jax.lax.scan(lambda y, _: (jnp.sin(y) + x, None), y, length=2)[0]
+            return i + 1, jax.lax.cond(i > 2000, jnp.tanh, lambda y: y, y)
+
+        return jax.lax.while_loop(lambda state: state[0] < 3000, body, (0, x))[1]
+
+    report = check_grads(f, (jnp.array([0.3, 0.7]),), order=2, modes=["fwd"])
+    assert [c.status for c in report.leaves] == ["right"] * 2
+
+
+def test_loops_that_end_one_by_one_under_vmap_are_judged_in_branches_and_scans():
+    def doubled(x, row):
+        def body(y):
+            return y * 2 + x * row
+
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 10, body, x * row)
+
+    def f(x):
+        def step(carry, _):
+            branch = jax.checkpoint(
+                jax.vmap(lambda x: jnp.tanh(doubled(x, jnp.ones(2)).sum() / 20))
+            )
+            return jax.lax.cond(carry[0] > 0, branch, jnp.sin, carry), None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    x = jnp.array([0.3, 2.0])
+    slope = jax.jvp(f, (x,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(slope, (f(x + 1e-2) - f(x - 1e-2)) / 2e-2, rtol=1e-2)
+    report = check_grads(f, (x,), order=1)
+    assert [c.status for c in report.leaves] == ["right", "none"]
+
+
+def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_mode():
+    @jax.custom_vjp
+    def solve(a, b):
+        return jnp.linalg.solve(a, b)
+
+    def backward(kept, ct):
+        a, x = kept
+        y = solve(a.T, ct)
+        return -jnp.outer(y, x), y
+
+    solve.defvjp(lambda a, b: ((x := solve(a, b)), (a, x)), backward)
+    a = jnp.array([[2.0, 1.0], [0.5, 3.0]])
+    report = check_grads(lambda a: solve(a, jnp.ones(2)), (a,), order=1)
+    assert [c.status for c in (*report.rules, *report.leaves)] == ["right", "none", "right"]
+
+
+def test_a_rule_that_fails_is_wrong():
+    failing = jax.custom_vjp(lambda x: x)
+    failing.defvjp(lambda x: (x, None), lambda _, dy: (dy[:1],))
+    with pytest.raises(GradientError, match=r"<lambda>, input 0 .*: .*shape"):
+        check_grads(failing, (X,), order=1, modes=["rev"])
 
 
 def test_single_precision_inside_widens_the_limits():
@@ -387,7 +615,7 @@ def test_a_function_that_does_not_run_in_double_precision_is_checked_in_single()
     report = check_grads(loss, (X, X), order=2)
     assert report.wrong == ()
     assert {check.status for check in report.leaves} == {"right"}
-    assert "right (in single precision, since in double: scan body" in str(report)
+    assert "right (traced in single precision, since in double: scan body" in str(report)
     with pytest.raises(GradientError, match=r"half_wrong, input 0 at .*expected .*, got "):
         check_grads(lambda w, x: loss(w, x, half_wrong), (X, X), order=1)
     with pytest.raises(ValueError, match="neither"):

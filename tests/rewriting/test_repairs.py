@@ -283,6 +283,37 @@ def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
     assert not np.isfinite(scaled).any()  # what came in so is none of its business
 
 
+def test_a_rule_that_asks_what_varies_is_told_what_the_program_differentiates():
+    @jax.custom_vjp
+    def root(x, scale):
+        return jnp.sqrt(x) * scale
+
+    def forward(x, scale):
+        if scale.perturbed:
+            raise NotImplementedError("the scale has no gradient")
+        return root(x.value, scale.value), (x.value, scale.value)
+
+    def backward(kept, ct):
+        x, scale = kept
+        return ct * scale * 0.5 / jnp.sqrt(x), None
+
+    root.defvjp(forward, backward, symbolic_zeros=True)
+
+    def loss(x):
+        return jax.jit(root)(x, 3.0)
+
+    safe = tg.rewrite(loss, rules.finite_derivative(match.call("root")))
+    for x in (0.25, 4.0):
+        assert jax.grad(safe)(x) == jax.grad(loss)(x) == 1.5 / np.sqrt(x)
+        second = jax.grad(jax.grad(safe))(x)
+        np.testing.assert_allclose(second, -0.75 * x**-1.5, rtol=1e-6)
+        np.testing.assert_allclose(tg.jvp(safe, (x,), (2.0,))[1], 3 / np.sqrt(x), rtol=1e-6)
+    assert (jax.grad(loss)(0.0), jax.grad(safe)(0.0)) == (np.inf, 0.0)
+    refused = tg.rewrite(root, rules.finite_derivative(match.call("root")))
+    with pytest.raises(NotImplementedError, match="the scale has no gradient"):
+        jax.grad(refused, argnums=1)(4.0, 3.0)
+
+
 def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
     def fun(x):
         return jnp.sum(jnp.clip(jnp.round(x), -1, 1) * 3 + jax.lax.stop_gradient(x) * 5)

@@ -123,7 +123,6 @@ from tracegrad._jax.replacement import Replacement as Replacement
 from tracegrad._jax.returned import returned_gradients as returned_gradients
 from tracegrad._jax.returned import with_witnesses as with_witnesses
 from tracegrad._jax.returned import written_tangents as written_tangents
-from tracegrad._jax.rules import backward_function as backward_function
 from tracegrad._jax.rules import closed_over as closed_over
 from tracegrad._jax.rules import forget_result_trees as forget_result_trees
 from tracegrad._jax.rules import has_run as has_run
@@ -132,6 +131,7 @@ from tracegrad._jax.rules import leave_result_trees as leave_result_trees
 from tracegrad._jax.rules import result_trees as result_trees
 from tracegrad._jax.rules import rule_and_what_is_around as rule_and_what_is_around
 from tracegrad._jax.rules import rule_functions as rule_functions
+from tracegrad._jax.rules import users_function as users_function
 from tracegrad._jax.traces import NEEDS_VALUES as NEEDS_VALUES
 from tracegrad._jax.traces import Placeholder as Placeholder
 from tracegrad._jax.traces import StagingTrace as StagingTrace

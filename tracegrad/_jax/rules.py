@@ -23,15 +23,24 @@ def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     return functions, trees
 
 
-def backward_function(wrapped: Any) -> Any:
-    """The user's backward function of a rule that stands in a program: `jax.vmap` puts functions of
-    JAX around it, which close over the rule as it was."""
-    function = wrapped.f
-    if str(getattr(function, "__module__", "")).startswith("jax._src"):
+def users_function(wrapped: Any) -> Any:
+    """The user's function of a rule that stands in a program, the backward of a VJP or the rule of
+    a JVP: JAX puts functions of its own around it, which close over the rule as it was."""
+    inner = _wrapped_inside(wrapped.f)
+    return wrapped.f if inner is None else users_function(inner)
+
+
+def _wrapped_inside(function: Any, depth: int = 3) -> Any:
+    """What a function of JAX closes over that is a wrapped function; None if it is not JAX's, or
+    closes over none."""
+    if depth and str(getattr(function, "__module__", "")).startswith("jax._src"):
         for content in map(_content, getattr(function, "__closure__", None) or ()):
-            if hasattr(content, "transforms"):
-                return backward_function(content)
-    return function
+            inner = content if hasattr(content, "transforms") else None
+            if isinstance(content, FunctionType):  # of a JVP JAX keeps what it has traced
+                inner = _wrapped_inside(content, depth - 1)
+            if inner is not None:
+                return inner
+    return None
 
 
 def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:

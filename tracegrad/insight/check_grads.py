@@ -16,27 +16,34 @@ from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.selection import resolve
+from tracegrad.insight.bounded import bounded
 from tracegrad.insight.check_rules import check_rules, operands_in, without_rules
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import (
+    Estimate,
     Function,
     Limits,
+    Numbers,
+    Weighed,
     along_smooth,
+    beside,
+    difference,
     judge,
     limits_of,
     random_like,
+    status_of,
     weighed,
 )
-from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient
+from tracegrad.insight.held import STOP, hint_of, hold, is_sample, without_verdict
+from tracegrad.insight.raising import arithmetic_for, in_double
+from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
-from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import first_line, listed
-from tracegrad.lowering import Lowering, evaluate
+from tracegrad.ir.wording import first_line
+from tracegrad.lowering import Lowering
 from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.rule_errors import words_of
 
 MODES = ("fwd", "rev")
-_STOP = "stop_gradient"  # as `deliberate` names it
 Declared = str | Collection[str] | Callable[[str], Any]
 
 
@@ -61,9 +68,12 @@ def check_grads(
     atol: float | None = None,
     seed: int = 0,
 ) -> GradCheck:
-    """Checks the derivatives of a function against finite differences, in double precision; in
-    single precision where that cannot be, since the function makes arrays of a dtype of its own
-    (the first state of flax's recurrent layers). The report says so.
+    """Checks the derivatives of a function against finite differences, in double precision.
+
+    What the function computes in another dtype is computed in double precision, too, so that the
+    verdict is on the mathematics and not on how bfloat16 rounds. A function that cannot be traced
+    with arguments in double precision, since it makes arrays of a dtype of its own (the first state
+    of flax's recurrent layers), is traced in single precision, and the report says so.
 
     First each custom rule in it (`jax.custom_vjp`, `jax.custom_jvp`, `tracegrad.custom_gradient`;
     JAX's own are left out) by itself, at the values that flow there, inside of loops at the first
@@ -83,11 +93,15 @@ def check_grads(
       deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
         a name, several, or a predicate on the name of the function with the rule. They are listed
         and not failed, and the whole function is checked with the derivatives of their functions.
-        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`) are.
+        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`,
+        `rules.scale_gradient`) are, and samples with an implicit derivative (`jax.random.gamma`,
+        `beta`, `dirichlet`), which are held as they are.
         With ``"stop_gradient"`` what the function stops is held as it is at `args`, but in loops:
         differences go through it else.
-      rtol, atol: how far the numbers may be apart; default: by the least precise dtype that the
-        function computes in, 1e-5 and 1e-7 for float64.
+      rtol: how far the numbers may be apart, as a part of the larger one; default: 1e-5, or more
+        where a part of the function cannot be computed in double precision (a callback that
+        returns float32).
+      atol: the same as a number; default: 0.
       seed: of the random numbers.
 
     Returns:
@@ -98,8 +112,12 @@ def check_grads(
       ValueError: another mode or an order below 1; no floating leaf in the arguments, or in what
         the function returns.
 
-    Where a function has a kink or a jump nearby, differences say nothing, and it is not judged,
-    unless it is NaN where differences are finite.
+    A verdict is right, or there is none: where a function has a kink or a jump nearby, or rounding
+    leaves too little of a number, a derivative is not judged, unless it is NaN where differences
+    are finite. A report with nothing wrong may have such lines; its first line says so. Nor is a
+    derivative judged that does not exist, as that of a `while` loop in reverse mode. Of a rule that
+    counts which the program differentiates: the inputs that vary with a leaf, and the results that
+    lead to one of the function's.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads
@@ -125,49 +143,90 @@ def check_grads(
         )
     require_function(fun, "check the derivatives of")
     declared = _predicate(deliberate)
-    note = ""
+
+    def check(double: bool) -> tuple[GradCheck, str]:
+        tolerances = rtol, atol
+        return _check(fun, args, order, tuple(modes), declared, tolerances, seed, double)
+
+    refused: Exception | None = None
+    report, hint = None, ""
     try:
-        program, leaves, paths = _traced(fun, args, double=True)
-    except (TypeError, ValueError) as error:
+        report, hint = check(double=True)
+        said = next((c.note for c in report.wrong if c.note), "")
+    except Exception as error:
+        refused, said = error, first_line(error) or type(error).__name__
+    if said:  # something does not run in double precision
         try:
-            program, leaves, paths = _traced(fun, args, double=False)
+            single, single_hint = check(double=False)
         except Exception:
-            raise error from None
-        note = "in single precision, since in double: " + first_line(error)
+            single = None
+        if single and not any(c.note for c in single.wrong):
+            note = "traced in single precision, since in double: " + said
+            report, hint = dataclasses.replace(single, note=note), single_hint
+    if report is None:
+        assert refused is not None
+        raise refused
+    if report.wrong:
+        raise GradientError(report, hint)
+    return report
+
+
+def _check(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    order: int,
+    modes: tuple[str, ...],
+    declared: Callable[[str], Any],
+    tolerances: tuple[float | None, float | None],
+    seed: int,
+    double: bool,
+) -> tuple[GradCheck, str]:
+    """The report on a function that is traced in double or in single precision; and what to do if
+    it says that the whole function is wrong. It is run in double precision anyhow."""
     random = np.random.default_rng(seed)
-    with jax.enable_x64(not note):
-        if not any(_jax.has_gradient(out.aval) for out in program.outputs):
-            raise ValueError(
-                f"check_grads compares derivatives of floats, and {function_name(fun)} returns "
-                "none. Is its `return` missing?"
-            )
-        limits = limits_of(program, rtol, atol)
+    program, leaves, paths = _traced(fun, args, double=double)
+    if not any(_jax.has_gradient(out.aval) for out in program.outputs):
+        raise ValueError(
+            f"check_grads compares derivatives of floats, and {function_name(fun)} returns "
+            "none. Is its `return` missing?"
+        )
+    with jax.enable_x64(double):
+        arithmetic = arithmetic_for(program)
         operands = operands_in(program, leaves)
+    with jax.enable_x64(True):
+        leaves = in_double(leaves)
         stops = {
             found: given[0]
             for found, given in operands.items()
             if isinstance(found.node, StopGradient) and whose(found) != "jax"
         }
-        rules = tuple(check_rules(program, operands, declared, limits, random))
-        held: tuple[Checked, ...] = ()
-        if declared(_STOP):
-            program, held = _holding(program, stops)
+        samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
+
+        def limits_for(graph: Graph) -> Limits:
+            return limits_of(graph, arithmetic(), *tolerances)
+
+        rules = tuple(check_rules(program, operands, declared, limits_for, random))
+        program, held = hold(program, samples)
+        if declared(STOP):
+            program, more = hold(program, stops)
+            held += more
+        free = next(iter(program.find(is_sample)), None)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
+        limits = limits_for(whole)
 
         def run(given: Sequence[Any]) -> list[Any]:
-            return evaluate(whole, [*given, *values], Lowering(rebuild=True))
+            return limits.arithmetic.evaluate(whole, [*given, *values], Lowering(rebuild=True))
 
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:
             checks = tuple(
-                _check_leaves(run, leaves, paths, order, tuple(modes), limits, random, begin)
+                check if free is None else without_verdict(check, free)
+                for check in _check_leaves(run, leaves, paths, order, modes, limits, random, begin)
             )
-    report = GradCheck(function_name(fun), (*rules, *held), checks, note)
-    if report.wrong:
-        is_whole = any(check.status == "wrong" for check in checks)
-        raise GradientError(report, _hint(stops) if is_whole else "")
-    return report
+    is_whole = any(check.status == "wrong" for check in checks)
+    report = GradCheck(function_name(fun), (*rules, *held), checks)
+    return report, hint_of(stops) if is_whole else ""
 
 
 def _predicate(declared: Declared) -> Callable[[str], Any]:
@@ -225,8 +284,8 @@ def _check_leaves(
         outs = fun(given)
         return [outs[i] for i in flowing]
 
-    compiled = jax.jit(fun)
-    expected = []
+    compiled = bounded(fun, leaves)
+    expected: list[Estimate] = []
     for i, direction in enumerate(random_like(random, leaves)):
         begin(" of ".join((f"differences along {paths[i]}", *before)))
         expected.append(along_smooth(compiled, leaves, i, direction, weights, limits, random))
@@ -242,30 +301,39 @@ def _check_leaves(
         primal = [jnp.asarray(leaf) for leaf in given]
         return list(jvp(of_flowing, (primal,), (tangents,))[1])
 
+    def got(mode: str, found: Sequence[Any], of: Sequence[int]) -> Weighed:
+        if mode == "rev":
+            return weighed([found[i] for i in of], [directions[i] for i in of])
+        return weighed(found, [weights[i] for i in flowing])
+
+    def nearby(mode: str, derivative: Function, of: Sequence[int]) -> Numbers:
+        there = beside(leaves, limits, random)
+        wants = [difference(compiled, there, i, directions[i], weights, limits) for i in of]
+        return wants, got(mode, derivative(there), of)
+
     derivatives = {"rev": backward, "fwd": forward}
     for mode in modes:
         name = " of ".join((mode, *before))
         begin(name)
+        derivative = jax.jit(derivatives[mode])
         try:
-            found = jax.jit(derivatives[mode])(leaves)
+            found = derivative(leaves)
         except Exception as error:
             note = words_of(error)
-            status = "none" if "no forward-mode derivative" in note else "wrong"
+            status = status_of(error)
             yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
             continue
-        if mode == "rev":
-            got = [weighed([ct], [d]) for ct, d in zip(found, directions, strict=True)]
-            for path, want, number in zip(paths, expected, got, strict=True):
-                status = judge([want], number, limits)
-                yield Checked(path, level, name, want.value, number, status)
-        else:  # along all leaves at once: a leaf that is wrong is named by the reverse mode
-            number = weighed(found, [weights[i] for i in flowing])
-            total = sum(want.value for want in expected)
-            status = judge(expected, number, limits)
-            yield Checked("all leaves", level, name, total, number, status)
+        every = range(len(leaves))
+        # Forward along all leaves at once: one that is wrong is named by the reverse mode.
+        for what, of in [("all leaves", every)] if mode == "fwd" else zip(paths, zip(every)):
+            wants, number = [expected[i] for i in of], got(mode, found, of)
+            again = functools.partial(nearby, mode, derivative, of)
+            status = judge(wants, number, limits, again)
+            total = sum(want.value for want in wants)
+            yield Checked(what, level, name, total, number.value, status)
         if level < order:
             # A reverse pass need not be analytic where its function is.
-            inexact = dataclasses.replace(limits, exact=False)
+            inexact = dataclasses.replace(limits, is_analytic=False)
             higher = (mode, *before)
             yield from _check_leaves(
                 derivatives[mode], leaves, paths, order, modes, inexact, random, begin, higher
@@ -275,44 +343,6 @@ def _check_leaves(
 def _as_type_of(value: Any, numbers: Any) -> Any:
     """Numbers as an array that is split over an explicit mesh as a value is."""
     return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
-
-
-def _holding(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
-    """The program with what it stops as it is now; where that is. What is left is in loops."""
-    program = program.copy()
-    held = dict[str, Checked]()
-    for found, value in list(stops.items()):
-        if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
-            here, nan = program.own(found), math.nan
-            here.graph.replace(here.node, functools.partial(_constant, value))
-            said = "deliberate", found.origin, "", "held as it is"
-            held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
-            del stops[found]
-    return program, tuple(held.values())
-
-
-def _constant(value: Any, _: Any) -> Any:
-    return jnp.asarray(value)
-
-
-def _name(found: Occurrence) -> str:
-    author = whose(found)
-    return _STOP if author == "yours" else f"{_STOP} of {author}"
-
-
-def _stop(found: Occurrence) -> str:
-    return f"{_name(found)}{at(found.origin)}"
-
-
-def _hint(stops: Collection[Occurrence]) -> str:
-    """What to do about what differences go through, and derivatives do not."""
-    if not stops:
-        return ""
-    return (
-        "\nDifferences go through what is stopped, derivatives do not: "
-        f"{listed(list(dict.fromkeys(map(_stop, stops))), most=4)}. If that is meant, "
-        f'deliberate="{_STOP}" holds it as it is, but in loops.'
-    )
 
 
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:

@@ -8,21 +8,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.bounded import bounded
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Estimate,
+    Function,
     Limits,
+    Numbers,
+    Weighed,
     along_smooth,
+    beside,
+    difference,
     judge,
     random_like,
+    status_of,
     weighed,
 )
+from tracegrad.insight.perturbed import Perturbed
+from tracegrad.insight.raising import AsItIs, in_double
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -33,16 +41,16 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
-from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.lowering import evaluate_node
+from tracegrad.rewriting.implicit import is_fixed_point
 from tracegrad.tracing.rule_errors import words_at
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-    """What each custom rule and each `stop_gradient` that runs is given; in a scan stacked over the
-    steps. JAX's own rules are left out.
+    """What each custom rule and each `stop_gradient` that runs is given, and what each of
+    `operations.IMPLICIT` gives; in a scan stacked over the steps. JAX's own rules are left out.
 
     Args:
       program: a program in double precision.
@@ -55,7 +63,7 @@ def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
     declared: Callable[[str], Any],
-    limits: Limits,
+    limits: Callable[[Graph], Limits],
     random: Any,
 ) -> Iterator[Checked]:
     """Compares each rule's derivative with finite differences of its function.
@@ -63,17 +71,18 @@ def check_rules(
     Args:
       program, operands: of and as of `operands_in`.
       declared: of the name of a rule's function, whether it is meant to differ.
-      limits: for the differences.
+      limits: of a graph those for it alone, whatever the rest of the program is computed in.
       random: of NumPy.
     """
-    flows = spread_below(program, [1] * len(program.inputs))
+    perturbed = Perturbed(program)
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
-            yield from _check_rule(rule, given, flows, declared, limits, random)
+            own = limits(rule.node.primal)
+            yield from _check_rule(rule, given, perturbed, declared, own, random)
 
 
 class _Operands(MeasuredPass):
-    """A forward pass that keeps what each custom rule and each `stop_gradient` is given."""
+    """The forward pass of `operands_in`."""
 
     def __init__(self, program: Graph):
         super().__init__(program, [True] * len(program.inputs), close=False)
@@ -93,12 +102,15 @@ class _Operands(MeasuredPass):
     def is_measured(self, node: Node) -> bool:
         if isinstance(node, CustomGradient):
             return not is_jaxs_rule(node)
-        return isinstance(node, StopGradient)
+        return isinstance(node, StopGradient) or node.op in operations.IMPLICIT
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        for i, operand in enumerate(operands):
-            self.note("operand", here, i, jnp.asarray, operand)
-        return evaluate_node(here.node, operands)
+        results = evaluate_node(here.node, operands)
+        # One of the operands of a sample is a key, which is no array of numbers.
+        kept = results if here.node.op in operations.IMPLICIT else operands
+        for i, value in enumerate(kept):
+            self.note("operand", here, i, jnp.asarray, value)
+        return results
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
@@ -115,43 +127,44 @@ def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
 def _check_rule(
     rule: Occurrence,
     stacked: Sequence[Any],
-    flows: Mapping[Value, int],
+    perturbed: Perturbed,
     declared: Callable[[str], Any],
     limits: Limits,
     random: Any,
-    active: list[int] | None = None,
 ) -> Iterator[Checked]:
-    """`flows`: the values that depend on a leaf; `active`: the operands by which the rule is
-    checked, default: all."""
+    """By the operands, and of the results, that the program differentiates: a rule may refuse what
+    is a constant there, and give zeros for what nothing comes back from."""
     node = rule.node
     assert isinstance(node, CustomGradient)
-    if active is None:
-        active = [i for i, v in enumerate(node.inputs) if i >= node.closed_over and v.has_gradient]
+    varying, wanted = perturbed.of(rule)
+    active = [i for i in varying if i >= node.closed_over and node.inputs[i].has_gradient]
+    if not active or not any(wanted):
+        return
     # In scans the operands of all steps are stacked along leading axes.
     steps: tuple[int, ...] = ()
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    of, function = _function_of(node, active)
-    compiled = jax.jit(function)
+    of, function = _function_of(node, active, limits.arithmetic)
     for step in dict.fromkeys((first, last)):
-        args = [arg[step] for arg in stacked]
-        weights = random_like(random, [value.aval for value in node.outputs])
+        args = in_double(arg[step] for arg in stacked)
+        compiled = bounded(function, args)
+        drawn = random_like(random, [value.aval for value in node.outputs])
+        weights = [w if is_wanted else None for w, is_wanted in zip(drawn, wanted, strict=True)]
         for i in of:
             (direction,) = random_like(random, [args[i]])
             want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            number, note = _rule_along(node, args, active, i, want.direction, weights)
-            varying = [k for k in active if mask_of(node.inputs[k], flows)] if note else active
-            if varying != active:  # it may refuse what is a constant here, as those of equinox do
-                yield from _check_rule(rule, stacked, flows, declared, limits, random, varying)
-                return
-            status = "wrong" if note else judge([want], number, limits)
+            along = want.direction, weights, limits.arithmetic
+            number, error = _rule_along(node, args, active, i, *along)
+            here = compiled, node, args, active, i, along, limits, random
+            again = functools.partial(_beside, *here)
+            status = judge([want], number, limits, again) if error is None else status_of(error)
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
-            if status == "wrong" and not note:
+            if status == "wrong" and error is None:
                 # What the function stops on the way is as little a matter of the rule as what the
                 # rules inside of it give.
-                own = _own_derivative(node, args, i, want.direction, weights)
+                own = _own_derivative(node, args, i, *along)
                 if judge([own], number, limits) == "right":
                     want, status = own, "right"
             yield Checked(
@@ -159,21 +172,21 @@ def _check_rule(
                 1,
                 "rev" if node.kind == "vjp" else "fwd",
                 want.value,
-                number,
+                number.value,
                 status,
                 rule.origin,
                 _definition(node),
-                note,
+                "" if error is None else words_at(node, error),
             )
 
 
 def _function_of(
-    node: CustomGradient, active: list[int]
+    node: CustomGradient, active: list[int], arithmetic: AsItIs
 ) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
     """What a rule is the derivative of, as a function of all of its operands, and by which of those
     that have a gradient."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: evaluate(node.primal, given)
+        return active, lambda given: arithmetic.evaluate(node.primal, given)
     # Its operands are those of the call, the results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
@@ -182,7 +195,7 @@ def _function_of(
             break
     else:  # a mapped call is in a loop of its own; then there is the check of the whole function
         return [], lambda given: []
-    return [i for i in active if i < count], lambda given: evaluate_node(call, given[:count])
+    return [i for i in active if i < count], lambda given: arithmetic.run(call, given[:count])
 
 
 def _rule_along(
@@ -192,12 +205,13 @@ def _rule_along(
     i: int,
     direction: Any,
     weights: Sequence[Any],
-) -> tuple[float, str]:
+    arithmetic: AsItIs,
+) -> tuple[Weighed, Exception | None]:
     """What a rule gives for the derivative along an input, while all that can vary does, as a rule
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(evaluate_node, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(arithmetic.run, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}
@@ -206,29 +220,50 @@ def _rule_along(
                 for j, x in zip(active, operands, strict=True)
             ]
             _, outs = _jax.jvp(run, operands, tangents)
-            return weighed(outs, [weights[k] for k in flowing]), ""
+            return weighed(outs, [weights[k] for k in flowing]), None
         outs, vjp = _jax.vjp(run, *operands)
         cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
-        return weighed([vjp(cts)[active.index(i)]], [direction]), ""
+        return weighed([vjp(cts)[active.index(i)]], [direction]), None
     except Exception as error:
-        return math.nan, words_at(node, error)
+        return Weighed(math.nan, 0.0), error
+
+
+def _beside(
+    compiled: Function,
+    node: CustomGradient,
+    args: Sequence[Any],
+    active: Sequence[int],
+    i: int,
+    along: tuple[Any, Sequence[Any], AsItIs],
+    limits: Limits,
+    random: Any,
+) -> Numbers:
+    """What differences and a rule give along an input, beside these operands."""
+    there = beside(args, limits, random)
+    want = difference(compiled, there, i, along[0], along[1], limits)
+    return [want], _rule_along(node, there, active, i, *along)[0]
 
 
 def _own_derivative(
-    node: CustomGradient, args: Sequence[Any], i: int, direction: Any, weights: Sequence[Any]
+    node: CustomGradient,
+    args: Sequence[Any],
+    i: int,
+    direction: Any,
+    weights: Sequence[Any],
+    arithmetic: AsItIs,
 ) -> Estimate:
     """What JAX has for the derivative of a rule's function along an input; none is NaN."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
-        outs = evaluate(own, [*args[:i], operand, *args[i + 1 :]])
+        outs = arithmetic.evaluate(own, [*args[:i], operand, *args[i + 1 :]])
         return [outs[k] for k in flowing]
 
     operand = jnp.asarray(args[i])
     try:
         _, outs = _jax.jvp(along, [operand], [jnp.asarray(direction, operand.dtype)])
-        value = weighed(outs, [weights[k] for k in flowing])
+        value = weighed(outs, [weights[k] for k in flowing]).value
     except Exception:
         value = math.nan
     return Estimate(direction, value, 0.0, True)
@@ -255,7 +290,8 @@ def _is_meant(node: CustomGradient) -> bool:
     """Whether this package has put a rule in to change a gradient."""
     codes = [] if node.source is None else _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
-    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
+    changes = any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
+    return changes or is_fixed_point(node)  # which is not the derivative of the steps to it
 
 
 def _definition(node: CustomGradient) -> str:

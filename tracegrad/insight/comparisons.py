@@ -16,7 +16,9 @@ class Checked:
     `mode` the derivative (``"rev"``, ``"fwd"``, ``"fwd of rev"``), `expected` is the number by
     finite differences and `got` the derivative's; both are of the results, weighed by random
     numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near
-    that differences say nothing), ``"none"`` (there is no such derivative; `got` is NaN) or
+    that differences say nothing, or a loop does not end beside the arguments), ``"not judged"``
+    (rounding leaves too little of one of the numbers, as where something cancels), ``"none"``
+    (there is no such derivative, or none that differences give; `got` is NaN) or
     ``"deliberate"``; `note` says why there is none. Of a `stop_gradient` that was declared nothing
     is compared, and `mode` is empty. `origin` is the user's line of a rule's call, `defined` where
     the rule is.
@@ -42,7 +44,7 @@ class Checked:
 @dataclass(frozen=True, repr=False)
 class GradCheck:
     """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`;
-    `note` says why it was not in double precision."""
+    `note` says why it was not traced in double precision."""
 
     function: str
     rules: tuple[Checked, ...]
@@ -59,16 +61,23 @@ class GradCheck:
         """The rules that differ from the derivative and were declared to."""
         return tuple(c for c in self.rules if c.status == "deliberate")
 
+    @property
+    def _verdict(self) -> str:
+        statuses = [c.status for c in (*self.rules, *self.leaves)]
+        unjudged = sum(status in ("not smooth", "not judged") for status in statuses)
+        if self.wrong:
+            return f"{len(self.wrong)} wrong"
+        if "right" not in statuses:
+            return "not judged"
+        return f"right, but {unjudged} not judged" if unjudged else "right"
+
     def __str__(self) -> str:
-        lines = [
-            f"derivatives of {self.function}: "
-            + (f"{len(self.wrong)} wrong" if self.wrong else "right")
-            + (f" ({self.note})" if self.note else "")
-        ]
-        marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "not smooth": "?", "none": "–"}
+        said = f" ({self.note})" if self.note else ""
+        lines = [f"derivatives of {self.function}: {self._verdict}{said}"]
+        marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "none": "–"}
         for check in (*self.rules, *self.leaves):
             name = "" if check.status in ("right", "wrong") else f" [{check.status}]"
-            lines.append(f"{marks[check.status]} {check}{name}")
+            lines.append(f"{marks.get(check.status, '?')} {check}{name}")
         return "\n".join(lines)
 
     __repr__ = __str__

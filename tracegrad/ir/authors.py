@@ -56,17 +56,18 @@ def may_change(node: CustomGradient) -> bool:
 
 
 def file_of_rule(node: CustomGradient) -> str:
-    """Where the rule is written; of a JVP its function. (The rule of ``custom_gradient(jnp.round)``
-    is not JAX's, though the function is.)"""
+    """Where the rule is written. (The rule of ``custom_gradient(jnp.round)`` is not JAX's, though
+    the function is.) JAX writes the rule of ``defjvps``: then where the function is written."""
     code = code_of_rule(node)
-    return file_of_primal(node) if code is None else code.co_filename
+    is_given = code is not None and (node.kind == "vjp" or not is_jaxs_file(code.co_filename))
+    return code.co_filename if code is not None and is_given else file_of_primal(node)
 
 
 def code_of_rule(node: CustomGradient) -> CodeType | None:
-    """The code of a rule's backward function; of a JVP, and of what is no Python function, None."""
-    if node.kind != "vjp":
-        return None
-    code = getattr(_jax.backward_function(node.params["bwd"]), "__code__", None)
+    """The code of a VJP's backward function, or of a JVP's rule; None for what is no Python
+    function."""
+    rule = node.params["bwd" if node.kind == "vjp" else "jvp_jaxpr_fun"]
+    code = getattr(_jax.users_function(rule), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 

@@ -187,14 +187,15 @@ def _enter_while(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Mas
 # --------------------------------------------------------------------------------------- liveness
 
 
-def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
-    """The values from which data flows to the chosen outputs of a graph."""
+def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) -> set[Value]:
+    """The values from which data flows to the chosen outputs of a graph; `rule`: which of its
+    operands reach each result of a node, if not all the data."""
     live = {
         value
         for value, chosen in zip(graph.outputs, outputs, strict=True)
         if chosen and isinstance(value, Value)
     }
-    rule = _data_flow()
+    rule = rule or _data_flow()
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(v.is_reference and v in live for v in node.inputs):  # it may be written to
@@ -211,14 +212,17 @@ def leading_to(graph: Graph, outputs: Sequence[bool]) -> set[Value]:
     return live
 
 
-def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
-    """Which outputs of a node's region flow to the chosen results of the node."""
+def region_outputs_leading_to(
+    node: Node, name: str, outputs: Sequence[bool], rule: Rule | None = None
+) -> list[bool]:
+    """Which outputs of a node's region flow to the chosen results of the node; `rule`: as of
+    `leading_to`, for the nodes of the region."""
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
 
     def back(wanted: list[bool]) -> list[bool]:
-        live = leading_to(region, wanted)
+        live = leading_to(region, wanted, rule)
         return [value in live for value in region.inputs]
 
     return back_around(node, outputs, back, operator.or_)

@@ -43,8 +43,8 @@ class Mark:
 
 # What a traced function is called by: who traced it is outside of it.
 CALLS_TRACED = Mark()
-# What puts a custom gradient in, or is the backward of one, that is meant to be another gradient
-# than that of its function.
+# What puts a custom gradient in, or is the rule of one (the backward of a VJP), that is meant to be
+# another gradient than that of its function.
 CHANGES_GRADIENT = Mark()
 # The backward of a rule that puts a gradient on what the host has computed: it is the derivative of
 # that call, and not of its own function, which hands on the results.

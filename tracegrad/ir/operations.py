@@ -96,6 +96,9 @@ LINEAR = REARRANGES | _names(
 )
 # The cotangent of an operand is that of the result.
 PASSES_ON = RESHAPES | COPIES | _names("add add_any sub")
+# Samples of a distribution: their derivative is that of its quantiles (implicit), and not that of
+# how they are drawn (by rejection).
+IMPLICIT = _names("random_gamma")
 # Of each of these a complex number differs from a real one by its derivative alone.
 ANALYTIC = RESHAPES | _names(
     "add add_any sub mul div neg square integer_pow sqrt exp expm1 log log1p logistic sin cos tan "

@@ -76,6 +76,22 @@ def bind(node: RegionNode, args: list[Any], lowering: Lowering, evaluate: Evalua
     return _jax.bind(node.primitive, [*constants, *args], _with_programs(node.params, programs))
 
 
+def bind_functions(
+    node: RegionNode, args: list[Any], function_of: Callable[[str], Callable[..., list[Any]]]
+) -> list[Any] | None:
+    """Binds a node with functions in the place of its regions, and of the faces of its rule; they
+    need not be of the types that the regions are of. None if JAX has no public function for that.
+    """
+    if isinstance(node, CustomGradient):
+        return _bind_rule(node, args, function_of)
+    if node.op == "shard_map":
+        return _shard_map(node, args, function_of)
+    publicly = (_jax.SCAN, _jax.COND, _jax.WHILE)
+    if isinstance(node, Recompute) or node.primitive in publicly:
+        return _bind_publicly(node, args, function_of)
+    return None
+
+
 def _build(
     node: RegionNode, name: str, lowering: Lowering, function: Callable[..., list[Any]]
 ) -> Any:

@@ -10,7 +10,9 @@ The idea is TensorFlow's, whose ``tf.autodiff.ForwardAccumulator`` does it to a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
@@ -110,17 +113,48 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     ) -> tuple[list[Any], list[Any]]:
         # By what is active alone: a rule may have no gradient for the rest, and say so.
         _require_unchecked_axes(found)
-        passes = _trace_passes(original, primals, active)
-        _require_linear(passes, found)
-        outs, residuals = passes.forward(primals)
-        marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
-        try:
-            flowing = passes.transposed(residuals, outs, tangents)
-        except Exception as error:  # JAX's words are about reverse mode, which nobody asked for
-            raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
+        with _transposing(found):
+            passes = _trace_passes(original, primals, active)
+            _require_linear(passes, found)
+            outs, residuals = passes.forward(primals)
+            marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
+            try:
+                flowing = passes.transposed(residuals, outs, tangents)
+            except Exception as error:  # JAX's words are about reverse mode, which nobody asked for
+                if "has no forward-mode derivative" in str(error):
+                    raise
+                raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
         return marked, _jax.align(out_avals, flowing)
 
     return with_tangents(primal, node.name, differentiated)
+
+
+# The rules that are being transposed now, the outermost first, by their code and their function.
+_transposed_now: ContextVar[tuple[Any, ...]] = ContextVar("transposed_now", default=())
+# So many times the transpose of a rule may ask for its own. More than one may be of other rules
+# that a library makes by one function.
+_MOST_IN_ITSELF = 4
+
+
+@contextmanager
+def _transposing(found: Occurrence) -> Iterator[None]:
+    """A block that transposes the backward of a custom gradient.
+
+    Raises ValueError where that asks for its own transpose without end: the backward of a solver
+    calls the solver with the cotangent.
+    """
+    node = found.node
+    assert isinstance(node, CustomGradient)
+    rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
+    if around.count(rule) == _MOST_IN_ITSELF:
+        raise ValueError(
+            _refusal(found, "calls it again, whose transpose is asked for without end")
+        )
+    token = _transposed_now.set((*around, rule))
+    try:
+        yield
+    finally:
+        _transposed_now.reset(token)
 
 
 def _with_derivative(passes: _Passes) -> Any:

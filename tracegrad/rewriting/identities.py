@@ -103,6 +103,7 @@ def scaled(value: Any, factor: Any) -> Any:
 
 
 @scaled.defjvp
+@CHANGES_GRADIENT
 def _(primals: Any, tangents: Any) -> Any:
     (_, factor), (tangent, _) = primals, tangents
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):

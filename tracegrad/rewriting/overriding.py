@@ -48,28 +48,36 @@ def with_gradient(
     params: Any,
     name: str,
     where: object,
+    is_told: bool = False,
 ) -> Callable[..., list[Any]]:
-    """A function of arrays with the gradient that ``grad(op, *dys)`` gives it."""
+    """A function of arrays with the gradient that ``grad(op, *dys)`` gives it; if it `is_told`
+    which inputs are differentiated, ``grad(op, *dys, active=positions)``."""
     rule = jax.custom_vjp(primal)
 
     def forward(*inputs: Any) -> Any:
+        # What is static goes to the backward pass in the structure of what is kept for it.
+        varies = [() if is_told and x.perturbed else None for x in inputs]
+        inputs = tuple([x.value for x in inputs]) if is_told else inputs
         # By the rule again, so that derivatives of the outputs of any order go by it.
         outputs = rule(*inputs)
-        return outputs, (inputs, outputs)
+        return outputs, (inputs, outputs, varies)
 
     @CHANGES_GRADIENT
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        inputs, outputs = residuals
+        inputs, outputs, varies = residuals
         op = GradientOperation(inputs, outputs, params, name)
         dys = [
-            dy if _jax.has_gradient(out) else jnp.zeros_like(out)
+            dy
+            if _jax.has_gradient(out) and not isinstance(dy, SymbolicZero)
+            else jnp.zeros_like(out)
             for dy, out in zip(cotangents, outputs, strict=True)
         ]
+        active = [i for i, each in enumerate(varies) if each is not None]
         with without_rules():  # or a derivative that `grad` takes would go by this very rule
-            answer = grad(op, *dys)
+            answer = grad(op, *dys, active=active) if is_told else grad(op, *dys)
         return checked_cotangents(answer, op, where, grad)
 
-    rule.defvjp(forward, backward)
+    rule.defvjp(forward, backward, symbolic_zeros=is_told)
     return rule
 
 

@@ -25,6 +25,7 @@ from tracegrad.ir import (
     match,
 )
 from tracegrad.ir.dependence import mask_of, spread_below
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.grouping import entering
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.selector import Found, Selector, within
@@ -123,7 +124,8 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
             return evaluate_node(node, operands)
 
         primal.__name__ = primal.__qualname__ = node.name
-        finite = with_gradient(primal, gradient, node.params, node.name, match.origin)
+        asks = bool(node.params.get("symbolic_zeros"))  # it may refuse what does not vary
+        finite = with_gradient(primal, gradient, node.params, node.name, match.origin, asks)
 
         def guarded(*operands: Any) -> list[Any]:
             first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
@@ -163,8 +165,8 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     """What the rule of a node gives, with zeros for what is NaN or Inf though all that came in was
     finite; for the first operands, which the function closes over, it gives nothing."""
 
-    def gradient(op: Any, *dys: Any) -> list[Any]:
-        places = range(closed_over, len(op.inputs))
+    def gradient(op: Any, *dys: Any, active: Sequence[int] | None = None) -> list[Any]:
+        places = range(closed_over, len(op.inputs)) if active is None else active
         active = [i for i in places if _jax.has_gradient(op.inputs[i])]
         _, back = _jax.vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
@@ -287,6 +289,7 @@ def _past(node: Node, position: int) -> Any:
         return evaluate_node(node, operands)
 
     @straight_through.defjvp
+    @CHANGES_GRADIENT
     def _(primals: Any, tangents: Any) -> Any:
         return _jax.keeping_rule(straight_through, primals), [tangents[position]]
 

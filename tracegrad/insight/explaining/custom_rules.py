@@ -106,7 +106,9 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
 
 
 def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
-    """Measures what a rule computes: of a VJP its backward, of a JVP the transpose."""
+    """Measures what a rule computes: of a VJP its backward, of a JVP the transpose.
+
+    Its faces are of all that may vary. A rule that asks what does may be another one then."""
     node, operands = visit.here.node, visit.operands
     assert isinstance(node, CustomGradient)
     flowing = [
@@ -117,6 +119,10 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     count = len(node.outputs)
     if node.kind == "vjp":
         _find_line(measured, visit)
+    may_vary = {i for i, v in enumerate(node.inputs) if v.has_gradient and i >= node.closed_over}
+    if node.params.get("symbolic_zeros") and not may_vary.issubset(visit.active):
+        return
+    if node.kind == "vjp":
         with measured.mute():
             outs, _ = measured.forward(node.face("forward"), operands, ())
         given = [*outs[count:], *flowing]

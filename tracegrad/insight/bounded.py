@@ -1,0 +1,111 @@
+"""A function to be computed beside a place where it ends: its loops end there, too.
+
+Where a loop ends when a number is met, or its condition and its body are given one array as two
+operands of which one is moved, it may run for ever beside a place where it runs three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.measuring import MeasuredPass
+from tracegrad.insight.explaining.visits import strong
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
+from tracegrad.ir.importer import import_program
+from tracegrad.lowering import evaluate, evaluate_node
+
+Function = Callable[[Sequence[Any]], list[Any]]
+
+
+def bounded(fun: Function, at: Sequence[Any]) -> Function:
+    """A compiled function of arrays, of which NaN comes out where one of its `while` loops runs far
+    longer than the longest does at `at`."""
+    program = jax.make_jaxpr(fun)(list(at))
+    if _jax.program_facts(program).primitives.isdisjoint(_jax.WHILES):
+        return jax.jit(fun)
+    counting = _CountingPass(import_program(program))
+    run = jax.jit(counting.counted)
+    _, longest = run(list(at), jnp.inf)
+    most = 16 * float(longest) + 1000
+
+    def beside(leaves: Sequence[Any]) -> list[Any]:
+        outs, longest = run(list(leaves), most)
+        if longest < most:
+            return list(outs)
+        return [jnp.full_like(out, jnp.nan) if _jax.has_gradient(out) else out for out in outs]
+
+    return beside
+
+
+class _CountingPass(MeasuredPass):
+    """A forward pass that counts how often each `while` loop runs, and ends it at a limit."""
+
+    def __init__(self, program: Graph):
+        super().__init__(program, [True] * len(program.inputs), close=False)
+        self._limit: Any = jnp.inf
+
+    def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:
+        """The results, and how often the loop ran that did so most often."""
+        self._limit = limit
+        return self._run(self.graph, leaves, ())
+
+    def is_measured(self, node: Node) -> bool:
+        return node.primitive in _jax.WHILES or isinstance(node, CustomGradient)
+
+    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
+        node = here.node
+        if isinstance(node, CustomGradient):
+            return self.forward(node.primal, operands, here.into("call_jaxpr"))[0]
+        if node.has_references:
+            return evaluate_node(node, operands)
+        split = node.params["cond_nconsts"]
+        start = split + node.params["body_nconsts"]
+        condition, body = node.region("cond_jaxpr"), node.region("body_jaxpr")
+
+        def runs_on(carry: list[Any]) -> Any:
+            (more,) = evaluate(condition, [*operands[:split], *carry])
+            return more
+
+        def again(state: Any) -> Any:
+            steps, longest, carry = state
+            more = jnp.any(runs_on(carry))
+            return more & (steps < self._limit) & (longest < self._limit)
+
+        def step(state: Any) -> Any:
+            steps, longest, carry = state
+            inside = [*operands[split:start], *carry]
+            outs, inner = self._run(body, inside, here.into("body_jaxpr"))
+            outs = list(map(strong, outs))
+            if condition.outputs[0].aval.shape:  # under vmap what has ended stays as it is
+                outs = _where(runs_on(carry), outs, carry)
+            return steps + 1.0, jnp.maximum(longest, inner), outs
+
+        zero = jnp.zeros((), float)
+        init = list(map(strong, operands[start:]))
+        steps, longest, outs = lax.while_loop(again, step, (zero, zero, init))
+        self.note("steps", here, 0, jnp.maximum, steps, longest)
+        return outs
+
+    def _run(self, graph: Graph, args: Sequence[Any], path: Any) -> tuple[list[Any], Any]:
+        with self._collecting() as found:
+            outs, _ = self.forward(graph, args, path)
+        longest = jnp.zeros((), float)
+        for steps in found.values():  # NaN: of a branch that was not taken
+            longest = jnp.maximum(longest, jnp.nanmax(steps, initial=0.0))
+        return outs, longest
+
+
+def _where(more: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new ones where `more`, which has their first axes, says so."""
+
+    def choose(new: Any, old: Any) -> Any:
+        axes = tuple(range(more.ndim, jnp.ndim(new)))
+        return jnp.where(jnp.expand_dims(more, axes), new, old)
+
+    return list(map(choose, new, old))

@@ -1,0 +1,236 @@
+"""A program's function in double precision, whatever dtypes the program computes in.
+
+Each operation is bound again on float64 (complex128) operands, and with these dtypes in the place
+of narrower ones among its parameters: a conversion to bfloat16 then changes nothing. An operation
+that has no such form (a callback, a kernel, a reading of bits) runs in its own dtype, on operands
+that are converted to that dtype. Rules are raised by their faces, so that a rule's arithmetic is
+checked, and not how its dtype rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tracegrad import _jax
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, RegionNode, Value
+from tracegrad.ir.authors import is_jaxs_rule
+from tracegrad.ir.nodes import copied
+from tracegrad.lowering import (
+    Lowering,
+    bind_functions,
+    evaluate,
+    evaluate_node,
+    read,
+    run_nodes,
+)
+
+EPS = float(np.finfo(np.float64).eps)
+# Their programs are of one dtype. JAX writes new ones if it is asked through these functions.
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter_add": lax.scatter_add,
+    "scatter_mul": lax.scatter_mul,
+    "scatter_min": lax.scatter_min,
+    "scatter_max": lax.scatter_max,
+}
+
+
+class AsItIs:
+    """Runs graphs in the dtypes that they are in, which are of double precision.
+
+    `eps`: of the least precise dtype in which an operation had to run so far; `constant_eps`: of
+    that in which numbers stand in the program, but round ones. Tracing is enough for both.
+    """
+
+    def __init__(self) -> None:
+        self.eps = EPS
+        self.constant_eps = 0.0
+
+    def evaluate(
+        self, graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
+    ) -> list[Any]:
+        """The flat results of a graph."""
+        return evaluate(graph, args, lowering)
+
+    def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        """The results of one node."""
+        return evaluate_node(node, args)
+
+
+class Raised(AsItIs):
+    """Runs graphs in double precision, whatever dtypes they are in."""
+
+    def evaluate(
+        self, graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
+    ) -> list[Any]:
+        given = [_raised(x, v.aval) for x, v in zip(args, graph.inputs, strict=True)]
+        instead = {node: functools.partial(self.run, node) for node in graph.nodes}
+        values = run_nodes(graph, given, Lowering(), instead=instead)
+        outs = read(graph.outputs, values)
+        return [_raised(x, v.aval) for x, v in zip(outs, graph.outputs, strict=True)]
+
+    def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        if any(value.is_reference for value in (*node.operands, *node.outputs)):
+            return self._as_it_is(node, args)
+        for v in node.inputs:
+            if isinstance(v, Literal) and not _is_round(v.value):
+                self.constant_eps = max(self.constant_eps, _eps(v))
+        operands = [_raised(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
+        if isinstance(node, RegionNode):
+            return self._run_regions(node, operands)
+        if node.op == "reduce_precision":
+            return operands
+        function = _in_double(node)
+        if function is None or not _gives(function, operands, node):
+            return self._as_it_is(node, operands)
+        return function(operands)
+
+    def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
+        def function_of(name: str) -> Callable[..., list[Any]]:
+            return lambda *args: self.evaluate(node.region(name), args)
+
+        if node.primitive is _jax.JIT:
+            return function_of("jaxpr")(*operands)
+        if isinstance(node, CustomGradient) and not trace_faces(node):
+            return self._as_it_is(node, operands)
+        results = bind_functions(node, operands, function_of)
+        return self._as_it_is(node, operands) if results is None else results
+
+    def _as_it_is(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        """The results of a node that runs in its own dtypes, converted."""
+        given = [_converted(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
+        if any(v.has_gradient for v in node.operands):
+            values = [*node.outputs, *node.operands]
+            for region in node.regions.values():
+                values += _values_below(region)
+            if any(v.has_gradient for v in node.outputs):
+                self.eps = max(self.eps, *map(_eps, values))
+        results = evaluate_node(node, given)
+        return [_raised(y, v.aval) for y, v in zip(results, node.outputs, strict=True)]
+
+
+def arithmetic_for(graph: Graph) -> type[AsItIs]:
+    """In what to run a graph for double precision. Where it has to be raised, the faces of its
+    rules are traced, in the precision that holds where this is called: the one of its trace."""
+
+    def is_other_than_jaxs(node: CustomGradient) -> bool:
+        return not is_jaxs_rule(node)
+
+    values = _values_below(graph, is_other_than_jaxs)
+    if "reduce_precision" not in graph.operations and all(_eps(v) <= EPS for v in values):
+        return AsItIs
+    list(_values_below(graph, lambda node: True))
+    return Raised
+
+
+def in_double(arrays: Iterable[Any]) -> list[Any]:
+    """The arrays, those of floats in double precision."""
+    return [_raised(array, jax.typeof(array)) for array in arrays]
+
+
+def trace_faces(node: CustomGradient) -> bool:
+    """Whether the rule is there as graphs. One that refuses to be traced on all of its inputs (as
+    those of equinox may) is not."""
+    try:
+        for name in node.face_names:
+            node.face(name)
+    except Exception:
+        return False
+    return True
+
+
+def _values_below(
+    graph: Graph, with_faces: Callable[[CustomGradient], bool] = lambda node: False
+) -> Iterator[Value]:
+    """The values of a graph and of its regions, and of the faces of some rules in them; but not of
+    rules in faces: the forward face of most rules has the rule itself."""
+    pending, seen = [(graph, True)], {graph}
+    while pending:
+        here, is_program = pending.pop()
+        yield from here.inputs
+        yield from here.constants
+        for node in here.nodes:
+            yield from node.outputs
+            below = [(region, is_program) for region in node.regions.values()]
+            if is_program and isinstance(node, CustomGradient) and with_faces(node):
+                names = node.face_names if trace_faces(node) else ()
+                below += [(node.face(name), False) for name in names]
+            pending += [pair for pair in below if pair[0] not in seen]
+            seen.update(region for region, _ in below)
+
+
+def _is_round(value: Any) -> bool:
+    """Whether a number has no more than four bits, as 1, 0.5 and 10 do: no dtype rounds these."""
+    number = np.asarray(value).astype(float)
+    mantissa, _ = np.frexp(np.where(np.isfinite(number), number, 0.0))
+    return bool(np.all((mantissa * 16) % 1 == 0))
+
+
+def _eps(value: Value | Literal) -> float:
+    dtype = getattr(value.aval, "dtype", None)
+    finfo: Any = jnp.finfo
+    return float(finfo(dtype).eps) if _jax.is_inexact(dtype) else 0.0
+
+
+# -------------------------------------------------------------------------------- of one operation
+
+
+def _double(dtype: Any) -> Any:
+    """The dtype of double precision in the place of another."""
+    wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+    return np.dtype(wide) if _jax.is_inexact(dtype) else dtype
+
+
+def _raised(value: Any, aval: Any) -> Any:
+    """An operand in double precision; one that is no float as it is in the program."""
+    dtype = getattr(aval, "dtype", None)
+    if _jax.is_inexact(dtype):
+        return jnp.asarray(value, _double(dtype))
+    return value if isinstance(value, jax.Array) or dtype is None else np.asarray(value, dtype)
+
+
+def _converted(value: Any, aval: Any) -> Any:
+    dtype = getattr(aval, "dtype", None)
+    return jnp.asarray(value, dtype) if _jax.is_inexact(dtype) else _raised(value, aval)
+
+
+def _in_double(node: Node) -> Callable[[list[Any]], list[Any]] | None:
+    """A node's operation with dtypes of double precision among its parameters; None if its programs
+    are of one dtype."""
+    if node.op in _SCATTERS:
+        return functools.partial(_scatter, node)
+    if _jax.sub_programs(node.params):
+        return None
+    params = dict(node.params)
+    for key, value in params.items():
+        if isinstance(value, np.dtype | type) and _jax.is_inexact(np.dtype(value)):
+            params[key] = _double(value)
+        elif isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            params[key] = None  # how a product is computed from numbers of fewer bits
+    raised = copied(node, node.inputs, params=params)
+    return functools.partial(evaluate_node, raised)
+
+
+def _scatter(node: Node, operands: list[Any]) -> list[Any]:
+    names = ("indices_are_sorted", "unique_indices", "mode")
+    options = {name: node.params[name] for name in names}
+    return [_SCATTERS[node.op](*operands, node.params["dimension_numbers"], **options)]
+
+
+def _gives(function: Callable[[list[Any]], list[Any]], operands: list[Any], node: Node) -> bool:
+    """Whether the operation, in double precision, has the node's results in double precision."""
+    try:
+        outs = jax.eval_shape(function, operands)
+    except Exception:  # it has no such form
+        return False
+    return [(out.shape, out.dtype) for out in outs] == [
+        (v.aval.shape, _double(v.aval.dtype)) for v in node.outputs
+    ]
