@@ -47,7 +47,6 @@ def test_a_rule_in_a_narrow_dtype_is_judged_as_in_double_precision(dtype, factor
         assert check.expected == pytest.approx(other.expected, rel=1e-6)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_right_rule_whose_constants_are_rounded_is_not_called_wrong(dtype):
     def gelu(x):
@@ -63,7 +62,6 @@ def test_a_right_rule_whose_constants_are_rounded_is_not_called_wrong(dtype):
         assert report.wrong == ()
 
 
-@pytest.mark.any_jax
 def test_one_operation_in_bfloat16_hides_no_rule_beside_it():
     act = scaled_rule(10.0)
 
@@ -99,7 +97,6 @@ def test_a_program_of_many_operations_in_a_narrow_dtype_is_that_in_double_precis
         assert check.got == pytest.approx(other.got, rel=1e-9)
 
 
-@pytest.mark.any_jax
 def test_second_derivatives_through_a_rule_in_bfloat16_are_judged():
     act = scaled_rule(1.0, jnp.sin, jnp.cos)
     stopped = scaled_rule(1.0, jnp.sin, lambda x: lax.stop_gradient(jnp.cos(x)))
@@ -132,7 +129,6 @@ def test_what_runs_in_its_own_dtype_is_judged_as_far_as_that_goes(dtype, verdict
 # ------------------------------------------------------------------------------------------ sizes
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e12])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 0.0])
 def test_limits_are_relative_to_what_is_compared(size, factor):
@@ -143,13 +139,11 @@ def test_limits_are_relative_to_what_is_compared(size, factor):
         assert statuses(report_on(lambda x: jnp.sum(jnp.abs(act(x))), x)) == expected
 
 
-@pytest.mark.any_jax
 def test_a_small_factor_in_float32_counts_too():
     act = scaled_rule(0.0, lambda x: x * np.float32(1e-6), lambda x: x)
     assert statuses(report_on(lambda x: jnp.sum(act(x.astype("float32"))), X)) == {"wrong"}
 
 
-@pytest.mark.any_jax
 def test_a_derivative_that_cancels_is_not_called_wrong():
     def centred(x):
         return jnp.sum(jnp.sin(x - jnp.mean(x))), jnp.sum(x - jnp.mean(x))
@@ -161,7 +155,6 @@ def test_a_derivative_that_cancels_is_not_called_wrong():
     assert statuses(report_on(lambda x: jnp.sum(jnp.round(x)), x)) == {"right"}  # zero and zero
 
 
-@pytest.mark.any_jax
 def test_a_derivative_that_is_infinite_is_wrong():
     act = scaled_rule(jnp.inf)
     assert statuses(report_on(lambda x: jnp.sum(act(jnp.abs(x))), X)) == {"wrong"}
@@ -207,7 +200,7 @@ class Net(eqx.Module):
         return self.last(self.pool(jax.nn.relu(x)).ravel()), state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_max_pooling_after_batch_norm_is_right():
     for seed in range(2):
         net, state = eqx.nn.make_with_state(Net)(jax.random.key(seed))
@@ -223,7 +216,6 @@ def test_max_pooling_after_batch_norm_is_right():
         assert "traced in single precision" in report.note
 
 
-@pytest.mark.any_jax
 def test_a_rule_with_a_kink_that_is_wrong_beside_it_is_wrong():
     act = scaled_rule(1.1, jax.nn.relu, lambda x: (x > 0).astype(x.dtype))
     x = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
