@@ -218,9 +218,9 @@ def _called(rule: Callable[..., list[Any]], args: list[Any], node: CustomGradien
         return list(rule(*args))
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(
-            f"an edit in a face of the custom gradient {node.name} closes over a value that is "
-            "being differentiated, and the rule has no gradient for it. Close over "
-            f"jax.lax.stop_gradient(value), or edit outside of the rule: {Occurrence((), node)}"
+            f"the custom gradient {node.name}, or an edit in it, closes over a value that is being "
+            "differentiated, and its rule has no gradient for it. Pass the value as an argument, or "
+            f"close over jax.lax.stop_gradient(value): {Occurrence((), node)}"
         ) from error
 
 

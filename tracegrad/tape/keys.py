@@ -221,7 +221,7 @@ class MadeOf(NamedTuple):
 
 def parts_of_rule(params: Mapping[str, Any]) -> MadeOf | None:
     """What a `jax.custom_vjp` in a program was made of; None if it was not told."""
-    parts = getattr(_jax.backward_function(params["bwd"]), "made_of", None)
+    parts = getattr(_jax.users_function(params["bwd"]), "made_of", None)
     return parts if isinstance(parts, MadeOf) else None
 
 
