@@ -219,8 +219,8 @@ def _called(rule: Callable[..., list[Any]], args: list[Any], node: CustomGradien
     except jax.errors.UnexpectedTracerError as error:
         raise GraphError(
             f"the custom gradient {node.name}, or an edit in it, closes over a value that is being "
-            "differentiated, and its rule has no gradient for it. Pass the value as an argument, or "
-            f"close over jax.lax.stop_gradient(value): {Occurrence((), node)}"
+            "differentiated, and its rule has no gradient for it. Pass the value as an argument, "
+            f"or close over jax.lax.stop_gradient(value): {Occurrence((), node)}"
         ) from error
 
 
