@@ -215,6 +215,16 @@ def test_variables_of_one_name_are_told_apart(path):
     assert float(loaded(10.0)) == 9.0
 
 
+def test_loaded_variables_do_not_share_the_bytes_of_the_file(path):
+    values = [np.full(size, 7.0, np.float32) for size in range(64, 80)]  # aligned or not
+    variables = [tg.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+    loaded = saved(path, lambda: [v.value for v in variables], [], gradient_order=0)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))  # in its place: not as it should be done
+    for variable, value in zip(loaded.variables.values(), values, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_an_array_of_many_axes_is_kept(path):
     v = tg.Variable(np.ones((1,) * 40, np.float32), name="v")
     loaded = saved(path, lambda: v.value, [], gradient_order=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,9 +84,13 @@ def on(array: Any, sharding: Sharding | None, what: str) -> Any:
 
     Raises ValueError where `what`, that is the array, cannot be split so.
     """
-    # With a buffer of its own: files can change under the map of their bytes, and that of a
-    # Variable may be donated.
-    put = functools.partial(jax.device_put, may_alias=False)
+
+    def put(part: Any, device: Any = None) -> Any:
+        # With a buffer of its own: files can change under the map of their bytes, and that of a
+        # Variable may be donated. JAX shares one that is aligned, though it may not (0.12).
+        found = jax.device_put(part, device, may_alias=False)
+        return found.copy() if part.ctypes.data % 64 == 0 else found
+
     if sharding is None:
         return put(array)
     try:

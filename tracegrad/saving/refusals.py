@@ -12,6 +12,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence
 from tracegrad.lowering import evaluate_node
 from tracegrad.saving.source import Source
+from tracegrad.tracing import rule_errors
 
 _LOOP = (
     " XLA's while loops keep nothing for a backward pass; tracegrad.checkpointed_loop is such a "
@@ -56,6 +57,11 @@ def reason(
             f"{what} cannot be saved, because JAX cannot differentiate it{at}: {error}\n"
             f"Save it with gradient_order={order - 1}.{hint}"
         )
+    constants = [c for region in graph.regions_below for c in region.constants.values()]
+    if source.above is not None and any(map(_jax.is_tracer, constants)):
+        # A rule has put a value of a trace that is over into its gradient.
+        names = [each.name for each in rule_errors.closing_over(source.above.graph)]
+        return f"{what} cannot be saved: {rule_errors.closing_over_advice(names)}"
     found = _first(graph, _needs_python) or _first(graph, _fails_to_be_written(platforms))
     return None if found is None else f"{what} cannot be saved, because of {found[0]}: {found[1]}"
 
