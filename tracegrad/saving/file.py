@@ -35,7 +35,7 @@ _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # in the place of the digest of the header, while that is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-_AT_ONCE = 4  # digests, which take most of the time of loading
+_LARGE, _AT_ONCE = 16 << 20, 4  # bytes; digests, which take most of the time of loading
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -60,19 +60,24 @@ class Contents:
 
     def check(self) -> None:
         """Compares the SHA-256 of every array with the manifest; raises ArtefactError."""
-        with ThreadPoolExecutor(_AT_ONCE) as several:
-            for name, found in zip(
-                self.arrays, several.map(sha256, self.arrays.values()), strict=True
-            ):
-                expected = self.manifest.digests[name]
-                if found != expected:
-                    reason = f"its SHA-256 is {found}, and {expected} by the manifest"
-                    raise ArtefactError(name, f"its contents were changed: {reason}")
+        for name, found in digests_of(self.arrays).items():
+            expected = self.manifest.digests[name]
+            if found != expected:
+                reason = f"its SHA-256 is {found}, and {expected} by the manifest"
+                raise ArtefactError(name, f"its contents were changed: {reason}")
 
 
 def sha256(contents: Any) -> str:
     """The SHA-256 of bytes, in hexadecimal digits."""
     return hashlib.sha256(contents).hexdigest()
+
+
+def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
+    """The SHA-256 of each array; of large ones several at a time."""
+    if sum(each.nbytes for each in contents.values()) < _LARGE:
+        return {name: sha256(each) for name, each in contents.items()}
+    with ThreadPoolExecutor(_AT_ONCE) as several:
+        return dict(zip(contents, several.map(sha256, contents.values()), strict=True))
 
 
 def stored(array: Array) -> Array:
@@ -98,9 +103,7 @@ def write_file(
 
     Raises OSError: the file cannot be written. Its ``filename`` is `path`; nothing is left behind.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as several:
-        bytes_of = (array.reshape(-1).view(np.uint8) for array in arrays.values())
-        digests = dict(zip(arrays, several.map(sha256, bytes_of), strict=True))
+    digests = digests_of({name: each.reshape(-1).view(np.uint8) for name, each in arrays.items()})
     text = encode(msgspec.structs.replace(manifest, digests=digests))
     metadata = {"tracegrad": f"{FORMAT} {_BLANK.decode()} {text.decode()}"}
     with replacing(path) as partial:
