@@ -1,9 +1,12 @@
-"""What `save` and `load` cost beside what nobody can do without: the bytes and their checksum.
+"""What `save` and `load` cost beside what nobody can do without.
 
-A file of 200 MB, nearly all of it Variables. Loading is compared with reading the file and taking
-its SHA-256, saving with taking the SHA-256 of the bytes and writing them, flushed to the disk.
-Seconds by the clock, medians; the two take turns in one process, with the file in the cache of the
-system. Memory is the growth of the resident set at its peak, each in a process of its own.
+Programs: a perceptron of many layers with its weights as arguments. `save` beside `jax.export` of
+the same programs (the function, its gradient), and `load` beside reading those; CPU seconds.
+Arrays: a file of 200 MB, nearly all of it Variables. `load` beside reading the file and taking its
+SHA-256, `save` beside taking that and writing the bytes, flushed to the disk. A state:
+`save_variables` and `load_variables` of 1 GB beside Orbax alone, which checks nothing. Seconds by
+the clock, but for programs; medians; the two take turns in one process, with the files in the
+system's cache.
 """
 
 from __future__ import annotations
@@ -12,22 +15,93 @@ import argparse
 import hashlib
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from report import print_table
 
 import tracegrad as tg
 from tracegrad import load, save
 
 ARRAYS = 8
+LAYERS, WIDTH = 24, 64
+
+
+def in_turns(
+    ours: Callable[[], object],
+    peer: Callable[[], object],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """The medians of the seconds of both, and that of their ratios."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(rounds + 1):
+        for j in (0, 1) if i % 2 else (1, 0):
+            start = clock()
+            (ours, peer)[j]()
+            if i:  # the first round warms up
+                times[j].append(clock() - start)
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    return [statistics.median(each) for each in (*times, ratios)]
+
+
+def row(name: str, seconds: list[float]) -> list[str]:
+    return [name, *(f"{s:.3f}" for s in seconds)]
+
+
+# ------------------------------------------------------------------------------------ programs
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
+
+
+def programs(folder: Path, rounds: int) -> list[list[str]]:
+    specs = [
+        [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")] * LAYERS,
+        jax.ShapeDtypeStruct((8, WIDTH), "float32"),
+    ]
+    path = folder / "programs"
+
+    def gradient(weights: list[jax.Array], x: jax.Array, ct: jax.Array) -> object:
+        return jax.vjp(loss, weights, x)[1](ct)
+
+    def by_hand() -> None:
+        jax.clear_caches()
+        one = jax.ShapeDtypeStruct((), "float32")
+        for fun, args in ((loss, specs), (gradient, [*specs, one])):
+            exported = jax.export.export(jax.jit(lambda *args, fun=fun: fun(*args)))(*args)
+            Path(folder, fun.__name__).write_bytes(exported.serialize(vjp_order=0))
+
+    def ours() -> None:
+        jax.clear_caches()
+        save(loss, path, specs)
+
+    found = row("save, beside jax.export", in_turns(ours, by_hand, rounds, time.process_time))
+    sizes = [os.path.getsize(folder / name) for name in ("loss", "gradient")]
+    more = (path.stat().st_size - sum(sizes)) / 1024
+    print(
+        f"The file has {path.stat().st_size / 1024:.0f} KiB, {more:+.0f} KiB of what jax.export has"
+    )
+    seconds = in_turns(lambda: load(path), lambda: parse(folder), rounds, time.process_time)
+    return [found, row("load, beside jax.export", seconds)]
+
+
+def parse(folder: Path) -> None:
+    for name in ("loss", "gradient"):
+        jax.export.deserialize(bytearray(Path(folder, name).read_bytes()))
+
+
+# -------------------------------------------------------------------------------------- arrays
 
 
 def model(megabytes: int) -> tuple[Callable[..., object], list[tg.Variable]]:
@@ -65,81 +139,67 @@ def hash_and_write(contents: bytes, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def in_turns(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> list[float]:
-    """The medians of the seconds of both, and that of their ratios."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(rounds + 1):
-        for j in (0, 1) if i % 2 else (1, 0):
-            start = time.perf_counter()
-            (ours, peer)[j]()
-            if i:  # the first round warms up
-                times[j].append(time.perf_counter() - start)
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    return [statistics.median(each) for each in (*times, ratios)]
+def arrays(folder: Path, megabytes: int, rounds: int) -> list[list[str]]:
+    fun, variables = model(megabytes)
+    specs = [jax.ShapeDtypeStruct((1, variables[0].shape[0]), "float32")]
+    path, other = folder / "model", folder / "bytes"
+    save(fun, path, specs)
+    contents = path.read_bytes()
+    loaded = load(path)
+    return [
+        row(f"{name} {len(contents) / 1e6:.0f} MB, beside bytes", in_turns(ours, peer, rounds))
+        for name, ours, peer in [
+            ("load", lambda: ready(load(path)), lambda: read_and_hash(path)),
+            ("save again", lambda: save(loaded, path), lambda: hash_and_write(contents, other)),
+            ("save", lambda: save(fun, path, specs), lambda: hash_and_write(contents, other)),
+        ]
+    ]
 
 
-def growth(code: str) -> float:
-    """By how many MB the resident set grows at its peak while a process runs a line of code."""
-    script = f"import sys; sys.argv = ['saving.py']; import saving; saving.measure_growth({code!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return float(done.stdout)
+# --------------------------------------------------------------------------------------- state
 
 
-def peak() -> int:
-    """The resident set at its peak, in kB."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1])
+def state(folder: Path, megabytes: int, rounds: int) -> list[list[str]]:
+    _, variables = model(megabytes)
+    tree = {variable.name: variable for variable in variables}
+    values = {name: variable.value for name, variable in tree.items()}
+    types = {
+        n: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for n, v in values.items()
+    }
+    path, other = folder / "state", folder / "orbax"
 
+    def saved() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(other, values, force=True)
 
-def measure_growth(code: str) -> None:
-    jnp.ones(3).block_until_ready()
-    if code.startswith("save"):
-        path, megabytes = code.split()[1:]
-        fun, variables = model(int(megabytes))
-        specs = [jax.ShapeDtypeStruct((1, variables[0].shape[0]), "float32")]
-        before = peak()
-        save(fun, path, specs)
-    else:
-        before = peak()
-        ready(load(code.split()[1]))
-    print((peak() - before) / 1000)
+    def read() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
+            jax.block_until_ready(checkpointer.restore(other, types))
+
+    def ours() -> None:
+        tg.load_variables(tree, path)
+        jax.block_until_ready([variable.value for variable in variables])
+
+    name = f"{megabytes / 1000:.1f} GB, beside Orbax alone"
+    return [
+        row(
+            f"save_variables {name}", in_turns(lambda: tg.save_variables(tree, path), saved, rounds)
+        ),
+        row(f"load_variables {name}", in_turns(ours, read, rounds)),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--state", type=int, default=1000, help="megabytes of the state")
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    fun, variables = model(options.megabytes)
-    specs = [jax.ShapeDtypeStruct((1, variables[0].shape[0]), "float32")]
-    with tempfile.TemporaryDirectory() as folder:
-        path, other = Path(folder, "model.tracegrad"), Path(folder, "bytes")
-        save(fun, path, specs)
-        contents = path.read_bytes()
-        loaded = load(path)
-        size = len(contents) / 1e6
-        rows = []
-        for name, ours, peer in [
-            ("load", lambda: ready(load(path)), lambda: read_and_hash(path)),
-            ("save again", lambda: save(loaded, path), lambda: hash_and_write(contents, other)),
-            ("save", lambda: save(fun, path, specs), lambda: hash_and_write(contents, other)),
-        ]:
-            seconds = in_turns(ours, peer, options.rounds)
-            more = growth(f"{'load' if name == 'load' else 'save'} {path} {options.megabytes}")
-            rows.append([name, *(f"{s:.3f}" for s in seconds), f"{more:.0f}"])
-    print_table(
-        f"A file of {size:.0f} MB: seconds, and MB by which the process grows",
-        ["", "tracegrad", "bytes and SHA-256", "ratio", "grows by"],
-        rows,
-    )
+    with tempfile.TemporaryDirectory() as name:
+        rows = programs(Path(name), options.rounds)
+        rows += arrays(Path(name), options.megabytes, options.rounds)
+        rows += state(Path(name), options.state, max(2, options.rounds // 2))
+    print_table(f"Seconds, with JAX {jax.__version__}", ["", "tracegrad", "peer", "ratio"], rows)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ many devices in one process, where the training goes on.
 The same file runs on a cluster, where every process is started by something else and JAX finds
 the others by itself:
 
-    srun python train_sharded.py --cluster --checkpoint /shared/state.safetensors     # Slurm
+    srun python train_sharded.py --cluster --checkpoint /shared/state     # Slurm
     gcloud compute tpus tpu-vm ssh NAME --worker=all \\
-        --command="python train_sharded.py --cluster --checkpoint /shared/state.safetensors"
+        --command="python train_sharded.py --cluster --checkpoint /shared/state"
 
 and on Kubernetes (GKE) as an indexed Job, or a JobSet, whose pods run that command.
 """
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="how many to start")
     parser.add_argument("--devices", type=int, default=4, help="of the CPU, in all")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--checkpoint", type=Path, default=Path("train_sharded.safetensors"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("train_sharded.state"))
     parser.add_argument("--cluster", action="store_true", help="this is one of its processes")
     parser.add_argument("--found", nargs=3, help=argparse.SUPPRESS)  # one that was started above
     given = parser.parse_args()

@@ -80,6 +80,9 @@ class Pair(NamedTuple):
     second: object
 
 
+jax.export.register_namedtuple_serialization(Pair, serialized_name="test_caches.Pair")
+
+
 def test_results_of_a_loaded_function_are_of_one_class_before_and_after_clearing(tmp_path):
     x = jnp.ones(2)
     tg.save(lambda x: Pair(x, jnp.sum(x)), tmp_path / "f", [x])

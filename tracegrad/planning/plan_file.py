@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracegrad.saving import documents
 from tracegrad.saving.atomic import replacing
-from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.errors import printable
 
 _FORMAT = "tracegrad recompute plan"
 _VERSION = 12
@@ -24,8 +23,8 @@ def write(path: str | os.PathLike[str], summary: Sequence[str], plan: dict[str, 
     text = json.dumps(plan, default=lambda x: sorted(x) if isinstance(x, frozenset) else vars(x))
     head = {"format": _FORMAT, "version": _VERSION, "summary": list(summary)}
     seal = _digest(f"{head['summary']}{text}")
-    with replacing(path) as file:
-        file.write(json.dumps(head | {"plan": text, "seal": seal}, indent=1).encode())
+    with replacing(path) as partial:
+        Path(partial).write_text(json.dumps(head | {"plan": text, "seal": seal}, indent=1))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -34,18 +33,24 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises OSError, and ValueError for a file that is no plan, or not as this version wrote it.
     """
     try:
-        data = documents.read(Path(path).read_bytes(), "plan")
-        if data.get("format") != _FORMAT:
-            raise ArtefactError("plan", f"there is no {_FORMAT!r} in it")
-        if data.get("version") != _VERSION:
-            version = documents.show(data.get("version"))
-            raise ArtefactError("plan", f"it is of version {version}, and {_VERSION} can be read")
-        if data.get("seal") != _digest(f"{data.get('summary')}{data.get('plan')}"):
-            raise ArtefactError("plan", "it was changed after it was written, by its seal")
-    except ArtefactError as error:
-        raise ValueError(f"{path} is not a recompute plan: {error.reason}. {AGAIN}") from error
-    found: dict[str, Any] = json.loads(data["plan"])
+        data = json.loads(Path(path).read_bytes())
+        format_, version, summary, plan, seal = (
+            data.get(key) for key in ("format", "version", "summary", "plan", "seal")
+        )
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise _no_plan(path, f"it is no JSON object: {error}") from error
+    if format_ != _FORMAT:
+        raise _no_plan(path, f"there is no {_FORMAT!r} in it")
+    if version != _VERSION:
+        raise _no_plan(path, f"it is of version {version!r:.60}, and {_VERSION} can be read")
+    if seal != _digest(f"{summary}{plan}"):
+        raise _no_plan(path, "it was changed after it was written, by its seal")
+    found: dict[str, Any] = json.loads(plan)
     return found
+
+
+def _no_plan(path: str | os.PathLike[str], reason: str) -> ValueError:
+    return ValueError(printable(f"{path} is not a recompute plan: {reason}. {AGAIN}"))
 
 
 def _digest(text: str) -> str:

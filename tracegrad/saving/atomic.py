@@ -6,42 +6,43 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
-from typing import BinaryIO
 
 PREFIX, SUFFIX = ".tracegrad-", ".partial"
-"""What the names of unfinished files begin and end with. One that lies about belongs to a writer
-at work or to one that was killed; nothing reads them, and when nobody writes they can go."""
+"""What the names of the folders of unfinished files begin and end with. One that lies about belongs
+to a writer at work or to one that was killed; nothing reads them, and when nobody writes they can
+go."""
 
 # What file systems answer that cannot flush a folder, or folders that may be written but not read.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """A new file that takes the place of `path` when the block ends without an error.
 
-    It is written under another name in the same folder, flushed to the disk, and renamed, which
-    file systems do in one step (rename(2)); then the folder is flushed. Each writer has a name of
+    It is written in a folder of its own in the same folder, flushed to the disk, and renamed, which
+    file systems do in one step (rename(2)); then the folder is flushed. Each writer has a folder of
     its own, so two never mix: the last to finish stays. Permissions of a file that was there are
-    kept, and a symbolic link stays one. If the block raises, its file is removed.
+    kept, and a symbolic link stays one. If the block raises, what it wrote is removed.
 
     Args:
         path: where the file shall be. The folder has to exist.
 
     Yields:
-        The open file, writable and seekable.
+        The path to write to, at which there is an empty file.
 
     Raises:
         OSError: the folder is missing or may not be written, `path` is a folder or a device, the
             disk is full: an `OSError` of the fitting kind whose ``filename`` is `path`.
 
     Example:
-        >>> import os, tempfile
+        >>> import os, pathlib, tempfile
         >>> folder = tempfile.mkdtemp()
-        >>> with replacing(os.path.join(folder, "greeting")) as file:
-        ...     _ = file.write(b"hello")
+        >>> with replacing(os.path.join(folder, "greeting")) as partial:
+        ...     _ = pathlib.Path(partial).write_bytes(b"hello")
         >>> os.listdir(folder)
         ['greeting']
     """
@@ -50,23 +51,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         target = os.path.realpath(given)
         mode = _mode_of_existing(target)
         folder = os.path.dirname(target)
-        partial = os.path.join(folder, f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(partial, flags, 0o666)
+        own = os.path.join(folder, f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}")
+        os.mkdir(own)
     try:
-        # Inside of the names: closing flushes, and can find the disk full a second time.
-        with _named(given, partial), os.fdopen(descriptor, "w+b") as file:
-            yield file
-            file.flush()
-            if mode is not None:
-                os.chmod(partial, mode)
-            os.fsync(file.fileno())
-        with _named(given, partial):
+        with _named(given, own):
+            partial = os.path.join(own, "file")
+            with open(partial, "xb"):  # whoever writes may take its place by a file of other rights
+                mode = mode or stat.S_IMODE(os.stat(partial).st_mode)
+            yield partial
+            os.chmod(partial, mode)
+            with open(partial, "r+b") as file:
+                os.fsync(file.fileno())
             os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
     _sync_folder(folder, given)
 
 
@@ -89,13 +87,14 @@ def _mode_of_existing(target: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _named(path: str, partial: str | None = None) -> Iterator[None]:
-    """Names `path` in errors about the file of another name in its stead, or without a name."""
+def _named(path: str, own: str | None = None) -> Iterator[None]:
+    """Names `path` in errors about what is in the folder of its writer, or without a name."""
     try:
         yield
     except OSError as error:
         # Errors of the block that are about other files pass as they are.
-        if error.errno is None or (partial and error.filename not in (None, partial)):
+        name = error.filename
+        if error.errno is None or (own and name and not os.fsdecode(name).startswith(own)):
             raise
         words = error.strerror or "The file cannot be written"
         raise OSError(error.errno, f"{words}; nothing was written", path) from error

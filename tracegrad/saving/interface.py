@@ -1,9 +1,11 @@
-"""What a function that is saved takes and returns: its specs, and the trees of its arguments."""
+"""What a function that is saved takes and returns: its specs, its parameters, the trees of both."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import keyword
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +16,17 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
-from tracegrad.saving import dimensions, structure
-from tracegrad.saving.manifest import KIND_NAMES
+from tracegrad.saving.manifest import KINDS, Kind
+from tracegrad.saving.trees import check_tree, tree_text, written_form
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.modules import held_arrays
-from tracegrad.variables.statics import is_array, with_statics
+from tracegrad.variables.statics import is_array
 
 Function = Callable[..., Any]
+
+_KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def traced_for(name: str, fun: Function, specs: Any) -> Graph:
@@ -66,7 +70,7 @@ def _checked_specs(
             f"specs are missing: save({name}, path, specs) needs one array or "
             "jax.ShapeDtypeStruct for each argument"
         )
-    if not isinstance(specs, (list, tuple, dict)) or structure.is_namedtuple(type(specs)):
+    if not isinstance(specs, (list, tuple, dict)) or hasattr(specs, "_fields"):
         raise TypeError(
             "specs should be a list with an entry for each argument, or a dictionary of keyword "
             f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
@@ -129,63 +133,56 @@ def _spec(spec: Any, where: str) -> Any:
 
 
 def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    def text(leaf: Any) -> str:
-        if not hasattr(leaf, "shape"):
-            return repr(leaf)
-        return f"{leaf.dtype}{dimensions.shown(leaf.shape)}"
-
-    shown = [str(jax.tree.map(text, arg)) for arg in args]
-    shown += [f"{name}={jax.tree.map(text, arg)}" for name, arg in kwargs.items()]
-    return f"({', '.join(shown)})".replace("'", "")
+    shown = [tree_text(arg) for arg in args]
+    shown += [f"{name}={tree_text(arg)}" for name, arg in kwargs.items()]
+    return f"({', '.join(shown)})"
 
 
-def interface(traced: Graph, name: str) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], Any]:
-    """Parameters, the argument for each and the result, as trees of `structure.Leaf`s that can be
-    written."""
+def interface(
+    traced: Graph, name: str
+) -> tuple[tuple[tuple[str, Kind], ...], tuple[Any, ...], Any]:
+    """The parameters, the argument for each and the result, as trees of types.
+
+    Raises TypeError where a part of them cannot be written.
+    """
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    outputs = traced.out_avals[: traced.result_count]
-    args, kwargs = _unflattened(traced.in_tree, inputs, f"the arguments of {name}")
-    result = _unflattened(traced.out_tree, outputs, f"the result of {name}")
+    args, kwargs = _types(traced.in_tree, inputs)
+    result = _types(traced.out_tree, traced.out_avals[: traced.result_count])
     parameters = [*_positional(traced.signature, len(args))]
     parameters += [(key, "keyword") for key in kwargs]
-    for parameter, _ in parameters:
-        if (why := structure.why_no_name(parameter)) is not None:
-            raise TypeError(
-                f"{name} cannot be saved with an argument of this name: {why}. Give a dictionary "
-                "as one argument instead"
-            )
     arguments = *args, *kwargs.values()
     for (parameter, _), tree in zip(parameters, arguments, strict=True):
+        folded = unicodedata.normalize("NFKC", parameter)  # as Python reads names
+        if folded != parameter or not parameter.isidentifier() or keyword.iskeyword(parameter):
+            raise TypeError(
+                f"{name} cannot be saved with an argument of this name: {parameter!a} is none that "
+                "a parameter can have in Python. Give a dictionary as one argument instead"
+            )
         if held_arrays(tree):
             raise TypeError(
                 f"the argument {parameter} has a module of flax.nnx, which is rebuilt by its "
                 "Python code, and no code is saved: save a function that closes over it, or one "
                 "of nnx.to_pure_dict(nnx.state(module))"
             )
-        structure.describe(tree, f"the argument {parameter}")
-    structure.describe(result, f"the result of {name}")
+        check_tree(tree, f"the argument {parameter}")
+    check_tree(result, f"the result of {name}")
     return tuple(parameters), arguments, result
 
 
-def _unflattened(tree: Any, avals: Sequence[Any], what: str) -> Any:
-    try:
-        return with_statics(jax.tree.unflatten(tree, map(structure.leaf_of, avals)))
-    except Exception as error:
-        raise TypeError(
-            f"{what} have containers of the user's own ({tree}), which are rebuilt by Python code, "
-            "and no code is saved: make dictionaries, lists or tuples of them"
-        ) from error
+def _types(tree: Any, avals: Sequence[Any]) -> Any:
+    structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals]
+    return written_form(jax.tree.unflatten(tree, structs))
 
 
-def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, str]]:
+def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, Kind]]:
     """Names and kinds of the first `count` positional parameters."""
-    named: list[tuple[str, str]] = []
+    named: list[tuple[str, Kind]] = []
     rest = "arg"
     for parameter in () if signature is None else signature.parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named.append((parameter.name, KIND_NAMES[parameter.kind]))
+            named.append((parameter.name, _KIND_NAMES[parameter.kind]))
     named = named[:count]
     if len(named) == count:
         return named

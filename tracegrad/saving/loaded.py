@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.notes import add_note
-from tracegrad.saving import dimensions
 from tracegrad.saving.calls import differentiable
-from tracegrad.saving.manifest import FunctionRecord
-from tracegrad.saving.program_tree import ProgramTree
-from tracegrad.saving.structure import Leaf, flatten_as
-from tracegrad.variables.statics import has_statics, with_statics
+from tracegrad.saving.manifest import KINDS, FunctionRecord
+from tracegrad.saving.trees import is_original, original_form, written_form
+from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
 # Of the arguments and the values of Variables: the result and the new values of Variables.
@@ -51,7 +53,7 @@ class Signature:
         return self._text
 
 
-class LoadedFunction:
+class LoadedFunction(HasVariables):
     """A function from a file; made by `load`.
 
     Call it as the original, with arrays of the types that it was saved for: positionally or by
@@ -61,6 +63,13 @@ class LoadedFunction:
     the other; what is to be fast in batches is saved for batches, with an open size. Called in a
     function that JAX compiles, a function with Variables wants `tracegrad.trace`, as Variables
     always do.
+
+    Of a function with several float results each has a gradient of its own: a result without a
+    cotangent takes no part, so that its infinite derivative makes no NaN and its rules are not
+    asked. There are two exceptions. Where some of many results have cotangents, but not all, and
+    the function has rules of the user's, these are asked with zeros for the other results. And of
+    a function of more than 16 float results, or of large programs, all results have one gradient,
+    with zeros for those without a cotangent.
 
     Attributes:
       signature: a `Signature`.
@@ -88,14 +97,13 @@ class LoadedFunction:
     def __init__(
         self,
         record: FunctionRecord,
-        contents: Sequence[bytes],
-        tree: ProgramTree[Any],
+        contents: Mapping[str, Any],
+        exported: Mapping[str, Any],
         text: str,
-        variables: Mapping[str, Variable],
+        shared: Sequence[tuple[str, Variable]],
     ):
         self._record = record
         self._contents = contents
-        shared = list(variables.items())
         self.reads = tuple(shared[i][1] for i in record.reads)
         self.assigns = tuple(shared[i][1] for i in record.assigns)
         used = sorted({*record.reads, *record.assigns})
@@ -104,15 +112,33 @@ class LoadedFunction:
         self.gradient_order = record.gradient_order
         self.platforms = record.platforms
         self.__name__ = self.__qualname__ = record.name
-        self.__signature__ = record.signature()
-        self.signature = _signature(record, tree.program)
+        kinds = [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
+        self.__signature__ = inspect.Signature(kinds)
+        program = exported[record.program.array]
+        (self._structure, _), _ = (each.children() for each in program.in_tree.children())
+        self._avals = program.in_avals[: self._structure.num_leaves]
+        self._out_tree = program.out_tree
+        self.signature = self._described(program)
         self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
-        self._has_statics = has_statics(jax.tree.structure(record.arguments))
-        self._result = jax.tree.structure(record.result)
-        self._flat = differentiable(tree, len(record.assigns), self._beyond)
+        self._is_plain = is_original(self._structure)
+        self._returns_plain = is_original(self._out_tree)
+        self._flat = differentiable(record.program, exported, record.gradient_order, self._beyond)
         self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
 
-    def written(self) -> tuple[FunctionRecord, Sequence[bytes]]:
+    def _described(self, program: Any) -> Signature:
+        def types(structure: Any, avals: Sequence[Any]) -> Any:
+            structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals]
+            return jax.tree.unflatten(structure, structs)
+
+        given = original_form(types(self._structure, self._avals))
+        result, _ = original_form(types(self._out_tree, program.out_avals))
+        names = tuple(self.__signature__.parameters)
+        split = sum(kind != "keyword" for _, kind in self._record.parameters)
+        kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
+        text = self._record.signature
+        return Signature(self.__name__, names, given[:split], kwargs, result, text)
+
+    def written(self) -> tuple[FunctionRecord, Mapping[str, Any]]:
         """What was read: the record in the manifest, and the programs."""
         return self._record, self._contents
 
@@ -122,25 +148,7 @@ class LoadedFunction:
         result, assigned = self._run(given, values)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
-        return result
-
-    def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
-        """The result, and the new values of the Variables that it assigns."""
-        if not self._has_statics:
-            with contextlib.suppress(TypeError, ValueError):
-                return self._compiled(args, values)
-        # JAX takes some container for something else; or what is wrong is said here.
-        try:
-            return self._compiled(self._rebuilt(args), values)
-        except ValueError as error:
-            if "was exported for" in str(error):
-                add_note(
-                    error,
-                    "It can be saved for several platforms at once, save(..., platforms=[...]). "
-                    "What was traced for a mesh (jax.shard_map) wants arguments and Variables on "
-                    "as many devices: jax.device_put(x, sharding), load(path, sharding=...).",
-                )
-            raise
+        return result if self._returns_plain else original_form(result)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the parameters."""
@@ -152,62 +160,66 @@ class LoadedFunction:
             raise TypeError(f"{self.signature}: {error}") from None
         return tuple(bound.arguments[name] for name in self.signature.parameters)
 
-    def _placed(self, args: tuple[Any, ...]) -> list[tuple[str, Leaf, Any]]:
-        """The leaves of the arguments, each with its place and what was saved there. Raises where
-        a tree does not fit."""
+    def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
+        """The result, and the new values of the Variables that it assigns."""
+        if self._is_plain:
+            with contextlib.suppress(TypeError, ValueError):
+                return self._compiled(args, values)
+        # JAX takes some container for something else; or what is wrong is said here.
         try:
-            return [
-                pair
-                for name, wanted, given in zip(
-                    self.signature.parameters, self._record.arguments, args, strict=True
+            return self._compiled(written_form(_in_dictionaries(args)), values)
+        except ValueError as error:
+            if "was exported for" in str(error):
+                add_note(
+                    error,
+                    "It can be saved for several platforms at once, save(..., platforms=[...]). "
+                    "What was traced for a mesh (jax.shard_map) wants arguments and Variables on "
+                    "as many devices: jax.device_put(x, sharding), load(path, sharding=...).",
                 )
-                for pair in flatten_as(wanted, given, name)
-            ]
-        except TypeError as error:
-            raise TypeError(f"{self.signature}: {error}") from None
-
-    def _rebuilt(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments in containers that JAX knows. Raises where a leaf is no array."""
-        placed = self._placed(args)
-        for place, _, leaf in placed:
-            if not isinstance(leaf, Variable):
-                self._type_of(place, leaf)
-        structure = jax.tree.structure(self._record.arguments)
-        return with_statics(jax.tree.unflatten(structure, [leaf for *_, leaf in placed]))
-
-    def _type_of(self, place: str, leaf: Any) -> Any:
-        try:
-            return jax.typeof(leaf)
-        except TypeError:
-            what = type(leaf).__name__
-            raise TypeError(
-                f"{self.signature}: {place} should be an array and is of type {what}"
-            ) from None
+            raise
 
     def _checked(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
         """The program, after checking its arguments: once for arguments of each type."""
-        placed, record = self._placed(args), self._record
-        operands = [self._of_dtype(place, saved.dtype, value) for place, saved, value in placed]
-        shapes = [(place, saved.shape, jnp.shape(value)) for place, saved, value in placed]
-        dimensions.bind(shapes, record.constraints, record.name)
-        results = self._flat(*operands, *values)
-        count = len(results) - len(self.assigns)
-        result = with_statics(jax.tree.unflatten(self._result, results[:count]))
-        return result, results[count:]
+        given = written_form(args)
+        leaves, structure = jax.tree.flatten(given)
+        fits = structure == self._structure
+        if fits:
+            leaves = list(map(_of_dtype, leaves, self._avals))
+            types = [(aval.shape, aval.dtype) for aval in self._avals]
+            fits = [(jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves] == types
+            given = jax.tree.unflatten(structure, leaves)
+        if not fits:
+            self._check_types(given)  # raises, but for open sizes that fit
+        results = self._flat(*leaves, *values)
+        result, assigned = jax.tree.unflatten(self._out_tree, results)
+        return result, assigned
 
-    def _of_dtype(self, place: str, wanted: str, value: Any) -> Any:
-        """A value of the dtype that was saved; Python's numbers are converted, as in arithmetic."""
-        aval = self._type_of(place, value)
-        if str(aval.dtype) == wanted:
-            return value
-        if getattr(aval, "weak_type", False) and not wanted.startswith("key<"):
-            dtype = jnp.dtype(wanted)
-            if jnp.result_type(value, dtype) == dtype:
-                return jax.lax.convert_element_type(value, dtype)
-        raise TypeError(
-            f"{self.signature}: {place} should be of dtype {wanted} and is {aval.dtype}; convert "
-            f"it with `.astype({wanted!r})`"
-        )
+    @functools.cached_property
+    def _types(self) -> Any:
+        """A program without results, exported here for the types of the arguments: its call checks
+        trees, dtypes, shapes and the constraints between open sizes, and names the argument.
+        (`jax.export` writes no constraints, which so are in the manifest.)"""
+        scope = jax.export.SymbolicScope(self._record.constraints)
+        structs = [
+            jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+                jax.export.symbolic_shape(",".join(map(str, aval.shape)), scope=scope), aval.dtype
+            )
+            for aval in self._avals
+        ]
+        specs = jax.tree.unflatten(self._structure, structs)
+        names = self.signature.parameters
+        return jax.export.export(jax.jit(lambda **arguments: ()))(**dict(zip(names, specs)))
+
+    def _check_types(self, args: tuple[Any, ...]) -> None:
+        try:
+            jax.eval_shape(self._types.call, **dict(zip(self.signature.parameters, args)))
+        except Exception as error:
+            # As JAX calls them: kwargs['x']['w'].shape[0]. What it says of its manual is left out.
+            text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
+            text = re.sub(r"[.,]* *Please see https?://.*", "", text, flags=re.DOTALL)
+            text = text.replace("a <class 'int'>", "an array")  # what JAX puts for each
+            text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
+            raise TypeError(f"{self.signature}: {text}") from None
 
     def _beyond(self, order: int) -> Exception:
         saved = self.gradient_order
@@ -230,18 +242,26 @@ def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _signature(record: FunctionRecord, exported: Any) -> Signature:
-    def types(tree: Any, avals: Sequence[Any]) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals[: len(leaves)]]
-        return jax.tree.unflatten(structure, structs)
+def _of_dtype(leaf: Any, aval: Any) -> Any:
+    """A leaf of the dtype that was saved; only Python's numbers are converted, as in arithmetic."""
+    found = jax.typeof(leaf)
+    if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
+        return jax.lax.convert_element_type(leaf, aval.dtype)
+    return leaf
 
-    given = types(record.arguments, exported.in_avals)
-    names = tuple(name for name, _ in record.parameters)
-    split = sum(kind != "keyword" for _, kind in record.parameters)
-    kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
-    result = types(record.result, exported.out_avals)
-    return Signature(record.name, names, given[:split], kwargs, result, str(record))
+
+def _in_dictionaries(tree: Any) -> Any:
+    """A tree with a dictionary in the place of each other mapping."""
+
+    def is_mapping(node: Any) -> bool:
+        return isinstance(node, Mapping)
+
+    def convert(node: Any) -> Any:
+        if not is_mapping(node):
+            return node
+        return {key: _in_dictionaries(part) for key, part in node.items()}
+
+    return jax.tree.map(convert, tree, is_leaf=is_mapping)
 
 
 class LoadedFunctions(Mapping[str, LoadedFunction]):

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from tracegrad import _jax
-from tracegrad.saving.documents import Natural
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The axes of a mesh with their sizes, and for each axis of an array those it is split along.
-
-    In the file it is JSON; None there: not split.
-    """
-
-    mesh: tuple[tuple[str, Natural], ...]
-    spec: tuple[tuple[str, ...] | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.partition_spec} of a mesh {dict(self.mesh)}"
-
-    @property
-    def partition_spec(self) -> PartitionSpec:
-        """The same as JAX has it."""
-        return PartitionSpec(*self.spec)  # type: ignore[no-untyped-call]
+from tracegrad.saving.manifest import Placement
 
 
 def placement_of(sharding: Any) -> Placement | None:
@@ -57,7 +37,8 @@ def where_it_was(placement: Placement | None, what: str) -> Sharding | None:
     mesh = _mesh_set()
     if placement is None or mesh.empty:
         return None
-    return _on_mesh(placement.partition_spec, mesh, f"{what}, saved as {placement}")
+    spec = PartitionSpec(*placement.spec)  # type: ignore[no-untyped-call]
+    return _on_mesh(spec, mesh, f"{what}, saved as {spec} of a mesh {dict(placement.mesh)}")
 
 
 def asked_for(sharding: Any, name: str, what: str, *, of_keys: bool) -> Sharding | None:
@@ -96,3 +77,28 @@ def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
             "one that has them (jax.set_mesh), or say by `sharding=` how it shall be split"
         )
     return NamedSharding(mesh, spec)
+
+
+def on(array: Any, sharding: Sharding | None, what: str) -> Any:
+    """A `jax.Array` of an array in NumPy, split in this way; this process gets what its devices do.
+
+    Raises ValueError where `what`, that is the array, cannot be split so.
+    """
+
+    def put(part: Any, device: Any = None) -> Any:
+        # With a buffer of its own: files can change under the map of their bytes, and that of a
+        # Variable may be donated. JAX shares one that is aligned, though it may not (0.12).
+        found = jax.device_put(part, device, may_alias=False)
+        return found.copy() if part.ctypes.data % 64 == 0 else found
+
+    if sharding is None:
+        return put(array)
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be split as {sharding}: {error}") from error
+    parts = sharding.addressable_devices_indices_map(array.shape)
+    shards = [put(array[index], device) for device, index in parts.items()]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding, shards, dtype=array.dtype
+    )

@@ -1,21 +1,18 @@
-"""Graph → serialised programs: the function itself, its gradient, the gradient of that, and so on.
+"""A function → its programs, as `jax.export` writes them: itself, its gradients, theirs, and so on.
 
-A program takes the arguments and the values of Variables, flat, and returns the flat result and the
-new values of Variables. Its gradient takes the same and a cotangent for each float result (none for
-new values of Variables: assignment is not differentiated), and returns a gradient for each float
-operand. Where zeros for a cotangent are another thing than none, it takes flags behind these.
-Custom gradients act where JAX differentiates one program to make the next, so what is written is
-what the function's own rules say, to that order.
+The function's program takes its arguments and the values of Variables, and returns its result and
+new values of Variables. A gradient program takes the same, flat, and the cotangents of *some*
+results, and returns gradients of the operands that are connected to them. There is one for each
+float result alone, so that what leads to another result takes no part (an infinite derivative there
+makes no NaN here), and one for all of them together. New values of Variables have no cotangents.
 
-Where JAX differentiates a function, its value too comes from another program: from the forward
-pass of its rules, which is differentiated for a derivative of the second order and may have
-another derivative than the rule. So a function with rules is written with that value, which has a
-gradient of its own. Most often two of all these programs are the same, and written once.
+Rules of the user's act where JAX differentiates one program to make the next. Where JAX
+differentiates a function with rules, its value too comes from another program: the forward pass of
+the rules. So such a function is written with that value, which has gradients of its own.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,43 +25,172 @@ from tracegrad import _jax
 from tracegrad._jax.packages import require
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
-from tracegrad.differentiation.cotangent_flags import with_flags
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
-from tracegrad.ir.dependence import dependence, leading_to
+from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir.dependence import leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering import evaluate
-from tracegrad.saving import outside_calls
-from tracegrad.saving.program_tree import ProgramTree, gets_gradient, has_cotangent
-from tracegrad.tracing import rule_errors
-from tracegrad.tracing.graphs import graph as trace_graph
+from tracegrad.saving import outside_calls, refusals
+from tracegrad.saving.file import sha256
+from tracegrad.saving.manifest import OWN, Gradient, Program
+from tracegrad.saving.source import Source, run_of
 
+MOST_SINGLE = 16
+"""Of so many results at most, over all gradients of one order, each has a gradient program."""
+_MOST_BYTES = 16 << 20  # which programs of single results may have together
 # Arrays that a function closes over are written into each of its programs.
 _LARGE_CONSTANTS = 16 << 20  # bytes
 
-_LARGEST_COMPARED = 64 << 20  # bytes; of larger programs the text would take too much memory
 _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 
 
-@dataclass(frozen=True)
+@dataclass
 class Programs:
-    """All programs of a function, what each calls outside, and how they belong together, by
-    their positions."""
+    """The programs of one function, each different one once; made by `export`.
 
-    contents: tuple[bytes, ...]
-    calls: tuple[tuple[str, ...], ...]
-    platforms: tuple[str, ...]
-    tree: ProgramTree[int]
+    Attributes:
+      contents: what is written, by the names of the arrays.
+      calls: the targets of the custom calls in each.
+      platforms: where they run.
+      tree: how they belong together.
+    """
+
+    name: str
+    order: int
+    platforms: Sequence[str] | None
+    begin: Callable[[str], None]
+    contents: dict[str, bytes] = field(default_factory=dict)
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tree: Program = field(default_factory=lambda: Program(""))
+    _has_begun: int = -1  # with programs of this order
+    _texts: dict[str, str] = field(default_factory=dict)
+    _compares: bool = False
+
+    def write_function(self, source: Source, arguments: Sequence[Any], result: Any) -> None:
+        """Exports a function, which takes trees and returns one, with its gradients."""
+        graph = source.graph
+        self._compares = _has_rules(graph)
+        leaves = len(jax.tree.leaves(arguments))
+
+        def program(arguments: Any, values: Any) -> Any:
+            outs = evaluate(graph, [*jax.tree.leaves(arguments), *values])
+            found = jax.tree.unflatten(jax.tree.structure(result), outs[: source.count])
+            return found, outs[source.count :]
+
+        specs = [_jax.without_devices(aval) for aval in source.avals]
+        given = jax.tree.unflatten(jax.tree.structure(tuple(arguments)), specs[:leaves])
+        array, size = self._export(source, 0, program, [given, specs[leaves:]])
+        self.tree = self._differentiated(source, array, size, 0, 1)
+        _warn_of_constants(graph, len(self.contents))
+
+    def _write(self, source: Source, order: int, width: int) -> Program:
+        array, size = self._export(source, order)
+        return self._differentiated(source, array, size, order, width)
+
+    def _differentiated(
+        self, source: Source, array: str, size: int, order: int, width: int
+    ) -> Program:
+        """A program with its gradients, if any are wanted. `width`: how many gradients of this
+        order there are."""
+        if order == self.order:
+            return Program(array)
+        refused: tuple[tuple[int, str], ...] = ()
+        active = _floats(source.avals)
+        written = dict(self.contents), dict(self.calls), dict(self._texts)
+        try:
+            gradients = self._gradients(source, active, size, order, width)
+        except Exception:
+            self.contents, self.calls, self._texts = written
+            refused = _refused(source, active)
+            active = [i for i in active if i not in dict(refused)]
+            if not refused or not active:
+                raise
+            source = source.fresh()
+            gradients = self._gradients(source, active, size, order, width)
+        value = None
+        if _has_rules(source.graph) and active:
+            value = self._write(source.value(active), order + 1, width)
+        nodes = (found.node for found in source.graph.walk())
+        adds = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
+        return Program(array, gradients, value, refused, adds)
+
+    def _gradients(
+        self, source: Source, active: Sequence[int], size: int, order: int, width: int
+    ) -> tuple[Gradient, ...]:
+        connected = [set(inputs).intersection(active) for inputs in connections(source.graph)]
+        flowing = [j for j in _floats(source.graph.out_avals[: source.count]) if connected[j]]
+        choices: list[tuple[int, ...]] = [(j,) for j in flowing]
+        if width * len(flowing) > MOST_SINGLE or size * len(flowing) > _MOST_BYTES:
+            choices = []
+        if flowing and len(choices) != 1:
+            choices.append(tuple(flowing))
+        return tuple(
+            Gradient(
+                results,
+                operands := tuple(sorted(set().union(*(connected[j] for j in results)))),
+                self._write(source.gradient(operands, results), order + 1, width * len(choices)),
+            )
+            for results in choices
+        )
+
+    def _export(
+        self,
+        source: Source,
+        order: int,
+        fun: Callable[..., Any] | None = None,
+        specs: Sequence[Any] = (),
+    ) -> tuple[str, int]:
+        """Writes a program; its name, and how many bytes it has. `fun`: what it does, of `specs`,
+        if that is not the flat function."""
+        what = f"the derivative of order {order} of {self.name}" if order else self.name
+        if order > self._has_begun:
+            self._has_begun = order
+            self.begin(f"writing {what}")
+
+        try:
+            if fun is None:
+                fun = run_of(source.graph) if order < self.order else source.fun
+                specs = list(map(_jax.without_devices, source.avals))
+
+            def program(*given: Any) -> Any:
+                return fun(*given)
+
+            program.__name__ = program.__qualname__ = source.name
+            exported = refusals.exported(program, specs, self.platforms)
+            contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
+            if exported.ordered_effects or exported.unordered_effects:
+                raise ValueError("it has effects")
+        except Exception as error:
+            why = refusals.reason(source, what, order, self.platforms, error)
+            if why is None:
+                raise
+            raise ValueError(why) from error
+        if (unknown := outside_calls.unknown(calls)) is not None:
+            raise ValueError(
+                f"{what} cannot be saved: it calls {unknown!r} by a custom call of XLA, which is "
+                "none of those that this version of tracegrad would load"
+            )
+        self.platforms = exported.platforms
+        name = f"{OWN}program/{sha256(contents)[:16]}"
+        if self._compares:
+            name = self._texts.setdefault(_text(exported), name)
+        if name not in self.contents:
+            self.contents[name], self.calls[name] = contents, tuple(calls)
+        return name, len(contents)
 
 
 def export(
-    graph: Graph, again: Callable[[], Graph], order: int, platforms: Sequence[str] | None
+    source: Source,
+    arguments: Sequence[Any],
+    result: Any,
+    order: int,
+    platforms: Sequence[str] | None,
 ) -> Programs:
     """The programs of a function and of its derivatives.
 
     Args:
-      graph: of the function.
-      again: makes the same graph once more. (A rule that JAX has failed to differentiate it cannot
-        differentiate again in the same program.)
+      source: the function.
+      arguments: the trees of types that it takes.
+      result: the tree that it returns.
       order: how many times it can be differentiated.
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
 
@@ -72,91 +198,10 @@ def export(
       ValueError: part of the program cannot be written, or not differentiated in reverse; the
         message names the node and its line.
     """
-    _warn_of_constants(graph, order + 1)
     with progress("save", order + 1) as begin:
-        writer = _Writer(graph.name, platforms, begin)
-        tree = writer.write(graph, again, len(graph.assigned), 0, order)
-    return Programs(tuple(writer.contents), tuple(writer.calls), writer.written_for, tree)
-
-
-@dataclass
-class _Writer:
-    """Exports the programs of one function, each different one once."""
-
-    name: str
-    platforms: Sequence[str] | None
-    begin: Callable[[str], None]
-    contents: list[bytes] = field(default_factory=list)
-    calls: list[tuple[str, ...]] = field(default_factory=list)
-    written_for: tuple[str, ...] = ()
-    places: dict[str, int] = field(default_factory=dict)  # by the text of the program
-
-    def write(
-        self, graph: Graph, again: Callable[[], Graph], assigned: int, order: int, left: int
-    ) -> ProgramTree[int]:
-        """Exports a derivative of some order, and those of up to `left` orders more."""
-        described = f"the derivative of order {order} of {self.name}" if order else self.name
-        refuse_host(graph, described)
-        self.begin(f"writing {described}")
-        program = self._place(graph, described)
-        connected = [set(inputs) for inputs in connections(graph)]
-        active = gets_gradient(graph.in_avals)
-        flowing = has_cotangent(graph.out_avals, assigned)
-        if not left or not active or not flowing:
-            return ProgramTree(program, _sorted(connected))
-        try:
-            gradient, refused = _gradient_where_possible(graph, again, active, flowing)
-            active = [i for i in active if i not in dict(refused)]
-            # What the derivative really depends on never counts as unconnected.
-            for i, mask in zip(active, dependence(gradient), strict=True):
-                for place, j in enumerate(flowing, len(graph.inputs)):
-                    if mask >> place & 1:
-                        connected[j].add(i)
-            graph = again() if refused else graph
-            value = _value(graph, active) if _has_rules(graph) else None
-            refuse_leaked(gradient, graph)
-        except Exception as error:
-            raise ValueError(
-                f"the derivative of order {order + 1} of {self.name} cannot be saved, because JAX "
-                f"cannot differentiate it: {error}\nSave it with gradient_order={order}."
-            ) from error
-        return ProgramTree(
-            program,
-            _sorted(connected),
-            refused,
-            None
-            if value is None
-            else self.write(value, lambda: _value(again(), active), assigned, order + 1, left - 1),
-            self.write(
-                gradient, lambda: _gradient(again(), active, flowing), 0, order + 1, left - 1
-            ),
-        )
-
-    def _place(self, graph: Graph, described: str) -> int:
-        exported, contents = _exported_graph(graph, self.platforms, described)
-        self.written_for = tuple(exported.platforms)
-        text = _text(exported) if len(contents) < _LARGEST_COMPARED else str(len(self.contents))
-        if text not in self.places:
-            calls = _jax.outside_calls(exported)
-            if (unknown := outside_calls.unknown(calls)) is not None:
-                raise ValueError(
-                    f"{described} cannot be saved: it calls {unknown!r} by a custom call of XLA, "
-                    "which is none of those that this version of tracegrad would load"
-                )
-            self.places[text] = len(self.contents)
-            self.contents.append(contents)
-            self.calls.append(tuple(calls))
-        return self.places[text]
-
-
-def _sorted(connected: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sorted(inputs)) for inputs in connected)
-
-
-def _text(exported: Any) -> str:
-    """The text of a program without source lines, by which two that compute the same differ."""
-    lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
-    return _LOCATION.sub("", "\n".join(lines))
+        programs = Programs(source.name, order, platforms, begin)
+        programs.write_function(source, arguments, result)
+    return programs
 
 
 def check_installed() -> None:
@@ -168,76 +213,14 @@ def check_installed() -> None:
     )
 
 
-# -------------------------------------------------------------------------------- differentiation
+def _floats(avals: Sequence[Any]) -> list[int]:
+    return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
-def _gradient(graph: Graph, active: Sequence[int], flowing: Sequence[int]) -> Graph:
-    """The program that gives gradients for some operands, from cotangents of some results, and,
-    where that makes a difference, from a flag for each of those: whether it has a cotangent."""
-    results = [graph.out_avals[j] for j in flowing]
-    count, cotangents = len(graph.inputs), [_jax.struct(out.shape, out.dtype) for out in results]
-    gated = with_flags(graph, active, flowing)
-    is_flagged = gated is not None and len(flowing) > 1
-    flags = [_jax.struct((), bool)] * len(flowing) if is_flagged else []
-
-    def gradient(*operands: Any) -> list[Any]:
-        inputs, rest = operands[:count], operands[count:]
-        given, flags = rest[: len(flowing)], rest[len(flowing) :]
-
-        def run(operands: list[Any]) -> list[Any]:
-            return evaluate(graph, operands) if gated is None else gated(operands, flags)
-
-        _, pullback = _jax.vjp_of_some(run, inputs, active, flowing)
-        return list(pullback(list(given)))
-
-    gradient.__name__ = gradient.__qualname__ = f"{graph.name}_gradient"
-    return trace_graph(gradient)(*graph.in_avals, *cotangents, *flags)
-
-
-def _gradient_where_possible(
-    graph: Graph, again: Callable[[], Graph], active: Sequence[int], flowing: Sequence[int]
-) -> tuple[Graph, tuple[tuple[int, str], ...]]:
-    """The gradient, and the operands for which there is none, with the reason.
-
-    A rule has no gradient for what its function closes over, a Variable that is not trainable for
-    example, and refuses to be differentiated with respect to it. For the rest it has.
-    """
-    try:
-        return _gradient(graph, active, flowing), ()
-    except Exception:
-        refused: dict[int, str] = {}
-        for i in active:
-            try:
-                _gradient(again(), [i], flowing)
-            except Exception as error:
-                refused[i] = _without_folders(str(error))
-        rest = [i for i in active if i not in refused]
-        if not rest or not refused:
-            raise
-    return _gradient(again(), rest, flowing), tuple(refused.items())
-
-
-def _without_folders(text: str) -> str:
-    """Words about somebody's source lines, for others."""
-    return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
-
-
-def _value(graph: Graph, active: Sequence[int]) -> Graph:
-    """What JAX computes in the place of a program where it differentiates it."""
-
-    def value(*inputs: Any) -> list[Any]:
-        return list(_jax.vjp_of_some(functools.partial(evaluate, graph), inputs, active)[0])
-
-    value.__name__ = value.__qualname__ = graph.name
-    return trace_graph(value)(*graph.in_avals)
-
-
-def refuse_leaked(gradient: Graph, graph: Graph) -> None:
-    """Raises for a gradient into which a rule has put a value of a trace that is over."""
-    constants = (c for region in gradient.regions_below for c in region.constants.values())
-    if any(map(_jax.is_tracer, constants)):
-        names = [each.name for each in rule_errors.closing_over(graph)]
-        raise ValueError(rule_errors.closing_over_advice(names))
+def _text(exported: Any) -> str:
+    """The text of a program without source lines, by which two that compute the same differ."""
+    lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
+    return _LOCATION.sub("", "\n".join(lines))
 
 
 def _has_rules(graph: Graph) -> bool:
@@ -247,75 +230,31 @@ def _has_rules(graph: Graph) -> bool:
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
 
 
-# -------------------------------------------------------------------------------------- writing
+def _refused(source: Source, active: Sequence[int]) -> tuple[tuple[int, str], ...]:
+    """The operands for which there is no gradient, with the reason.
 
+    A rule has no gradient for what its function closes over, a Variable that is not trainable for
+    example, and refuses to be differentiated with respect to it. For the rest it has.
+    """
 
-def _exported_graph(
-    graph: Graph, platforms: Sequence[str] | None, described: str
-) -> tuple[Any, bytes]:
-    def program(*flat: Any) -> list[Any]:
-        return evaluate(graph, flat)
-
-    program.__name__ = program.__qualname__ = graph.name
-    try:
-        return _exported(program, graph.in_avals, platforms)
-    except Exception as error:
-        culprit = _culprit(graph, platforms)
-        if culprit is None:
-            raise
-        occurrence, reason = culprit
-        raise ValueError(
-            f"{described} cannot be saved, because of {occurrence}: {reason}"
-        ) from error
-
-
-def _exported(
-    fun: Callable[..., Any], avals: Sequence[Any], platforms: Sequence[str] | None
-) -> tuple[Any, bytes]:
-    """The `jax.export.Exported` of a function, and what is written of it."""
-    avals = [_jax.without_devices(aval) for aval in avals]
-    with _jax.without_folders():
-        exported = jax.export.export(jax.jit(fun), platforms=platforms)(*avals)
-    return exported, bytes(exported.serialize(vjp_order=0))
-
-
-def _culprit(graph: Graph, platforms: Sequence[str] | None) -> tuple[Occurrence, str] | None:
-    """The first node that cannot be written even alone, and why."""
-    seen: set[Node] = set()
-    for occurrence in graph.walk():
-        node = occurrence.node
-        if node in seen or node.regions:
-            continue
-        seen.add(node)
-
-        def alone(*args: Any, node: Node = node) -> list[Any]:
-            return _jax.bind(node.primitive, args, node.params)
-
+    def why_not(operands: Sequence[int]) -> str | None:
         try:
-            _exported(alone, [value.aval for value in node.inputs], platforms)
+            fresh = source.fresh()
+            gradient = fresh.gradient(operands, _floats(fresh.graph.out_avals[: source.count]))
+            jax.eval_shape(gradient.fun, *gradient.avals)
         except Exception as error:
-            return occurrence, " ".join((str(error) or type(error).__name__).split())[:400]
-    return None
+            return _without_folders(str(error))
+        return None
+
+    if why_not(active) is None:  # something else was wrong
+        return ()
+    reasons = {i: why_not([i]) for i in active}
+    return tuple((i, why) for i, why in reasons.items() if why is not None)
 
 
-def refuse_host(graph: Graph, described: str) -> None:
-    """Raises for what needs the Python process: callbacks, prints, effects."""
-    nodes = (node for region in graph.regions_below for node in region.nodes)
-    if not any("callback" in node.primitive.name or node.effects for node in nodes):
-        return
-    for occurrence in graph.walk():
-        node = occurrence.node
-        # Of what is done inside it a call has those effects that leave it: not the sums over the
-        # axes of its mesh.
-        leaves = all(around.effects for around, _ in (*occurrence.path, (node, "")))
-        if "callback" not in node.op and (not leaves or node.regions or node.has_references):
-            continue
-        what = "calls back into Python" if "callback" in node.op else "has an effect"
-        raise ValueError(
-            f"{described} cannot be saved, because of {occurrence}: it {what}, and the "
-            "process that loads the function has none of its Python code. Take it out of the "
-            "function, or return what it is to be given as a result."
-        )
+def _without_folders(text: str) -> str:
+    """Words about somebody's source lines, for others."""
+    return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 
 def _warn_of_constants(graph: Graph, programs: int) -> None:

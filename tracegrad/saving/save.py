@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,25 +12,26 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._version import __version__
-from tracegrad.ir import Graph
-from tracegrad.saving import dimensions, documents, program
-from tracegrad.saving.container import write_container
+from tracegrad.saving import program
+from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import Function, interface, traced_for
+from tracegrad.saving.libraries import msgspec
 from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
     HIGHEST_ORDER,
     OWN,
+    ArrayRecord,
     FunctionRecord,
     Manifest,
     VariableRecord,
-    Versions,
-    to_json,
 )
 from tracegrad.saving.placement import placement_of
-from tracegrad.saving.tensors import Array, in_order
-from tracegrad.saving.variables import array_of, is_key, stored_form
+from tracegrad.saving.source import Source, run_of
+from tracegrad.saving.trees import tree_text
+from tracegrad.saving.variables import is_key, stored_form
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
+from tracegrad.variables.outside import is_param
 from tracegrad.variables.variable import Variable
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -116,15 +116,16 @@ def save(
         for name, function, given in _requests(fun, specs)
     ]
     document = Manifest(
-        versions=Versions(__version__, **_jax.versions()),
+        versions={"tracegrad": __version__, **_jax.versions()},
         single=not isinstance(fun, Mapping),
         variables=tuple(variables.records),
         functions=tuple(record for record, _ in saved),
+        digests={},
     )
-    arrays = in_order(variables.arrays())
+    arrays = variables.arrays()
     for _, each in saved:
         arrays |= each
-    write_container(path, arrays, to_json(document))
+    write_file(path, arrays, document)
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
@@ -198,6 +199,7 @@ class _Variables:
     def __init__(self) -> None:
         self.records: list[VariableRecord] = []
         self._places: dict[Variable, int] = {}
+        self.params: set[Variable] = set()  # of modules of flax.nnx: trained, though not by tapes
 
     def places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
         """Their positions in the list; new ones are put at its end."""
@@ -208,16 +210,14 @@ class _Variables:
         return tuple(self._places[variable] for variable in variables)
 
     def _record(self, variable: Variable) -> VariableRecord:
-        if documents.text(variable.name) is not None:
-            raise ValueError(f"the name of a Variable should be Unicode and is {variable.name!a}")
+        _check_unicode(variable.name, "a Variable")
+        placement = placement_of(stored_form(peek([variable])[0]).sharding)
         return VariableRecord(
             key=self._free_key(variable.name),
             name=variable.name,
-            dtype=str(variable.dtype),
-            shape=variable.shape,
-            trainable=variable.trainable,
+            array=ArrayRecord(str(variable.dtype), tuple(variable.shape), placement),
+            trainable=variable.trainable or variable in self.params,
             key_type=_key_type(variable) if is_key(variable) else None,
-            placement=placement_of(stored_form(peek([variable])[0]).sharding),
         )
 
     def _free_key(self, name: str) -> str:
@@ -233,9 +233,27 @@ class _Variables:
     def arrays(self) -> dict[str, Array]:
         """Their values now; on the CPU without a copy."""
         return {
-            record.key: array_of(record.name, value)
+            record.key: stored(_in_numpy(record.name, value))
             for record, value in zip(self.records, peek(list(self._places)), strict=True)
         }
+
+
+def _in_numpy(name: str, value: Any) -> Array:
+    if not value.is_fully_addressable:
+        raise ValueError(
+            f"the Variable {name!r} is spread over several processes, of which this one holds a "
+            "part, and a function is written by one process, with all of its Variables. Write "
+            "these with save_variables, on all processes; load them on one, and save the function "
+            "there"
+        )
+    return np.asarray(stored_form(value))
+
+
+def _check_unicode(name: str, what: str) -> None:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"the name of {what} should be Unicode and is {name!a}") from None
 
 
 def _key_type(variable: Variable) -> str:
@@ -262,35 +280,41 @@ def _saved(
 ) -> tuple[FunctionRecord, dict[str, Array]]:
     """What is written of a function: in the manifest, and as arrays."""
     _name(fun)
-    if documents.text(name) is not None:
-        raise ValueError(f"the name of a function should be Unicode and is {name!a}")
+    _check_unicode(name, "a function")
     if isinstance(fun, LoadedFunction) and specs is None:
         return _as_loaded(name, fun, order, platforms, variables)
     traced = traced_for(name, fun, specs)
     parameters, arguments, result = interface(traced, name)
-    programs = program.export(traced, lambda: traced_for(name, fun, specs), order, platforms)
+    source = Source(
+        name,
+        traced.in_avals,
+        run_of(traced),
+        lambda is_fresh: traced_for(name, fun, specs) if is_fresh else traced,
+        traced.result_count,
+    )
+    programs = program.export(source, arguments, result, order, platforms)
+    pairs = zip(parameters, map(tree_text, arguments), strict=True)
+    given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
+    # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
+    refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
+    variables.params |= {
+        variable
+        for i, variable in enumerate(traced.variables, -len(traced.variables))
+        if is_param(variable) and i not in refused
+    }
     record = FunctionRecord(
         name=name,
+        signature=f"{name}({given}) -> {tree_text(result)}",
         parameters=parameters,
-        arguments=arguments,
-        result=result,
+        constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
         reads=variables.places(traced.variables),
         assigns=variables.places(traced.assigned),
-        platforms=programs.platforms,
+        platforms=tuple(programs.platforms or ()),
         gradient_order=order,
-        constraints=_constraints(traced, name),
         calls=programs.calls,
-        tree=programs.tree,
+        program=programs.tree,
     )
     return record, _arrays(record, programs.contents, str(traced))
-
-
-def _constraints(traced: Graph, name: str) -> tuple[str, ...]:
-    found = tuple(_jax.symbolic_constraints(traced.in_avals))
-    for constraint in found:
-        if (why := dimensions.why_no_constraint(constraint)) is not None:
-            raise ValueError(f"{name} cannot be saved for sizes with {constraint}: {why}")
-    return found
 
 
 def _as_loaded(
@@ -313,11 +337,13 @@ def _as_loaded(
         )
     record, contents = fun.written()
     reads, assigns = variables.places(fun.reads), variables.places(fun.assigns)
-    record = replace(record, name=name, reads=reads, assigns=assigns)
+    signature = name + record.signature.removeprefix(record.name)
+    changes = {"name": name, "signature": signature, "reads": reads, "assigns": assigns}
+    record = msgspec.structs.replace(record, **changes)
     return record, _arrays(record, contents, fun.graph_text)
 
 
-def _arrays(record: FunctionRecord, programs: Sequence[bytes], text: str) -> dict[str, Array]:
-    contents = dict(zip(record.programs, programs, strict=True))
+def _arrays(record: FunctionRecord, programs: Mapping[str, Any], text: str) -> dict[str, Array]:
+    contents = dict(programs)
     contents[record.graph] = text.encode("utf-8", "backslashreplace")  # of names without Unicode
     return {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}

@@ -70,6 +70,11 @@ class ModuleArray(Variable):
         return self._made_in in states
 
 
+def is_param(variable: Variable) -> bool:
+    """Whether a Variable is an array of an `nnx.Param`, which is trained."""
+    return isinstance(variable, ModuleArray) and isinstance(variable._variable, nnx().Param)
+
+
 class _Same:
     """An array of a module that is in no nnx.Variable: a constant of the program, by identity."""
 
