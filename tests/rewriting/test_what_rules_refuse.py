@@ -92,6 +92,12 @@ def test_an_argument_that_the_call_leaves_out_is_named(ask, wrt):
         tg.explain(with_default, 1.0, wrt=wrt)
 
 
+def test_an_argument_without_a_default_has_none_that_is_spoken_of():
+    for wrt in (0, "x"):
+        with pytest.raises(ValueError, match=r"was called without (x|it); pass it"):
+            tg.grad(with_default, wrt=wrt)(scale=2.0)
+
+
 def test_a_position_behind_all_parameters_is_counted():
     with pytest.raises(ValueError, match="was called with 1 positional argument"):
         tg.grad(with_default, wrt=7)(1.0)

@@ -360,7 +360,10 @@ def _first_argument(
     return first
 
 
-_NOT_PASSED = "was called without {name}; its default is not differentiated, so pass it"
+def _not_passed(parameter: inspect.Parameter, name: str) -> str:
+    has_default = parameter.default is not parameter.empty
+    what = "its default is not differentiated, so pass it" if has_default else "pass it"
+    return f"was called without {name}; {what}"
 
 
 def _locate(
@@ -376,7 +379,7 @@ def _locate(
             return ordered[position].name
         why = f"was called with {counted(len(args), 'positional argument')}"
         if len(args) <= position < len(ordered):
-            why = _NOT_PASSED.format(name=ordered[position].name)
+            why = _not_passed(ordered[position], ordered[position].name)
         raise ValueError(f"wrt={position}: {_described(fun)} {why}")
     if which in kwargs:
         return which
@@ -385,7 +388,7 @@ def _locate(
         return names.index(which)
     for parameter in parameters_of(fun):
         if parameter.name == which:
-            why = _NOT_PASSED.format(name="it")
+            why = _not_passed(parameter, "it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 why = "has any number of these; say which by position, argnums=, or by its name"
             raise ValueError(f"wrt={which!r}: {_described(fun)} {why}")
