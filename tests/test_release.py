@@ -148,6 +148,12 @@ print(error_of(lambda: tg.trace(step, memory_budget="60%").lower(*shapes)))
 print(error_of(lambda: tg.save(loss, "/tmp/none.tracegrad", list(arguments))))
 print(error_of(lambda: tg.save_variables({{"w": tg.Variable(1.0)}}, "/tmp/none")))
 print(error_of(explanation.plot))
+
+from tracegrad.__main__ import main
+
+sys.stderr = sys.stdout
+assert main(["inspect", "/tmp/none.tracegrad"]) == 2
+main(["--version"])
 """
 EXTRAS = {
     "ortools",
@@ -167,10 +173,12 @@ EXTRAS = {
 def test_without_the_extras_the_core_works_and_errors_name_what_is_missing():
     done = run("-c", WITHOUT.format(missing=EXTRAS))
     assert done.returncode == 0, done.stderr
-    *graph, plan, budget, save, variables, plot = done.stdout.splitlines()
+    *graph, plan, budget, save, variables, plot, inspect, version = done.stdout.splitlines()
     assert graph[0] == "loss(w: f32[3,2], x: f32[4,3]) -> f32[]"
     assert "pip install 'tracegrad[plan]'" in plan
     assert "pip install 'tracegrad[plan]'" in budget
     assert "pip install 'tracegrad[save]'" in save
     assert "pip install 'tracegrad[save]'" in variables
     assert "pip install matplotlib" in plot
+    assert "pip install 'tracegrad[save]'" in inspect
+    assert version.startswith(f"tracegrad {tracegrad.__version__}, JAX ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -13,7 +14,6 @@ from tracegrad._jax.compat import versions
 from tracegrad._version import __version__
 from tracegrad.ir.wording import table
 from tracegrad.saving.errors import ArtefactError, printable
-from tracegrad.saving.inspection import inspect
 
 SOUND, REFUSED, NOT_READ = 0, 1, 2
 
@@ -57,13 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(path: str, show: Callable[[Found], str]) -> int:
     try:
-        sys.stdout.write(f"{show(inspect(path))}\n")
+        # Not above: it needs the packages of tracegrad[save], and --version none of these.
+        inspection = importlib.import_module("tracegrad.saving.inspection")
+        sys.stdout.write(f"{show(inspection.inspect(path))}\n")
         sys.stdout.flush()
     except ArtefactError as error:
         sys.stderr.write(f"{error}\n")
         return REFUSED
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+        return NOT_READ
     except OSError as error:
         sys.stderr.write(f"{printable(path)}: {error.strerror or error}\n")
         return NOT_READ
