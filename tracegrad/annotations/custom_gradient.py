@@ -211,7 +211,7 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
-    rule = Rule(name_of(fun), traced, pull_back, call.depends_on)
+    rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.depends_on)
     return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results, begun))
 
 
