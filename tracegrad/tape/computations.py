@@ -16,8 +16,12 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program
+from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
-from tracegrad.ir.program_keys import params_key
+from tracegrad.ir import Graph
+from tracegrad.ir.dependence import of_each
+from tracegrad.ir.importer import import_program
+from tracegrad.ir.program_keys import PROGRAMS, exact_key, params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
 from tracegrad.tape.programs import RULES, bind_with, evaluate, refused_arrays
@@ -46,6 +50,7 @@ class Computation:
       is_run_once: whether that is so in a function that is being traced too: XLA would not make
         one of two loops, branches or calls of the host.
       has_rules: whether a function in it has a derivative of its own.
+      has_nones: whether it may give None for an operand.
       has_effects: whether it prints or calls the host.
       called: ``(*operands) -> its own results``, without residuals.
       count, tree: how many results are the operation's own, and their structure; None: all are.
@@ -70,7 +75,7 @@ class Computation:
         self.refused: Mapping[int, str] = {}
         self.constants = 0
         self.saves, self.is_run_once, self.has_effects = saves, is_run_once, has_effects
-        self.has_rules = False
+        self.has_rules = self.has_nones = False
         self.count: int | None = None
         self.tree: Any = None
         self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
@@ -98,6 +103,25 @@ class Computation:
         self.derived[key] = self if found is self else found
         return found
 
+    def graph(self, types: Sequence[Any]) -> Graph:
+        """The operation as it was called, as a graph."""
+        return import_program(
+            jax.make_jaxpr(lambda *args: jax.tree.leaves(self.called(*args)))(*types)
+        )
+
+    def links(self, types: Sequence[Any]) -> Sequence[int]:
+        """For each of its own results the mask of the operands that are connected to it.
+
+        Of an operand for which a rule gives None a derivative in a program does not tell that.
+        """
+        key = Walk, tuple(types)
+        known: Sequence[int] | None = self.derived.get(key)
+        if known is None:
+            with differentiating():
+                known = Walk().region(self.graph(types), of_each(map(_jax.has_gradient, types)))
+            self.derived[key] = known
+        return known
+
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
         """Raises why a computation with effects has no forward: it does not run again."""
         with differentiating():
@@ -122,7 +146,10 @@ class Computation:
         key = active, given, count, sparse
         known: Computation | None = self.derived.get(key)
         if known is None:
-            pull = _pull_function(self.pull_back, active, given, count)
+            pull_back = self.pull_back
+            if self.has_nones and all(k < (self.count or k + 1) for k in given):
+                pull_back = _of_linked(self.links, pull_back)
+            pull = _pull_function(pull_back, active, given, count)
             if any(sparse):
                 pull = _with_slices(pull, sparse)
             known = self.derived[key] = Computation(
@@ -152,7 +179,7 @@ def _forward(of: Computation, active: tuple[int, ...], types: Sequence[Any]) -> 
         fun, of.name, primitive=of.primitive, params=of.params, pull_back=pull_back, saves=True
     )
     found.captured, found.called, found.is_run_once = of.captured, of.called, of.is_run_once
-    found.has_rules = of.has_rules
+    found.has_rules, found.has_nones = of.has_rules, of.has_nones
     found.count, found.tree = of.count or count, of.tree or tree
     return found
 
@@ -167,6 +194,26 @@ def _pull_function(
             return pull_back(active, arrays[:count], arrays[count:first], cotangents)
 
     return pull
+
+
+def _of_linked(links: Callable[[Sequence[Any]], Sequence[int]], pull_back: PullBack) -> PullBack:
+    """The same without the operands for which rules on the way have given None."""
+
+    def linked_only(
+        active: tuple[int, ...],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        given: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        rows = links(list(map(jax.typeof, operands)))
+        found = pull_back(active, operands, results, given)
+        return {
+            place: ct
+            for place, ct in found.items()
+            if any(rows[k] >> active[place] & 1 for k in given)
+        }
+
+    return linked_only
 
 
 def _with_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable[..., Any]:
@@ -237,17 +284,35 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
     )
 
 
+def computation_of_rule(
+    primitive: Any, params: Mapping[str, Any], args: Sequence[Any], is_kept: bool
+) -> Computation:
+    """The computation of a function with a rule, traced for this call. It is known by what the rule
+    traces to.
+
+    `is_kept`: whether to look for that, and to keep it for the next call; where values of a
+    transformation may be in the rule it is not.
+    """
+    if not is_kept:
+        return _with_programs(primitive, params, ())
+    program = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(
+        *map(jax.typeof, args)
+    )
+    key = "rule", exact_key(import_program(program))
+    known: Computation | None = PROGRAMS.get(key)
+    return PROGRAMS.put(key, _with_programs(primitive, params, ())) if known is None else known
+
+
 def computation_with_programs(
-    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_new: bool = False
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
     """The one computation of an operation that has programs.
 
     Args:
       primitive, params: JAX's.
       captured: the arrays that the programs close over and that are to be operands.
-      is_new: whether it is traced for one run.
     """
-    if is_new or any(map(_jax.is_tracer, captured)):  # gone with its transformation
+    if any(map(_jax.is_tracer, captured)):  # gone with its transformation
         return _with_programs(primitive, without_donation(params), captured)
     name, program = _jax.sub_programs(params)[0]
     ids = tuple(map(id, captured))
@@ -327,6 +392,7 @@ def _with_programs(
     elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
         found.run = _compiled(fun, found.name)
     found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
+    found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
     found.captured, found.refused = captured, refused
     return found
 

@@ -201,11 +201,6 @@ def _links(record: Record, entry: Entry) -> Sequence[int]:
     if isinstance(computation, Rule):
         return [(1 << count) - 1] * len(entry.results)
     types = [type_of_kept(record.arrays[slot]) for slot in entry.args]
-    key = _links, tuple(types)
-    known: Sequence[int] | None = computation.derived.get(key)
-    if known is None:
-        graph = _traced(computation.called, types)
-        known = Walk().region(graph, of_each(map(_jax.has_gradient, types)))
-        computation.derived[key] = known
+    known = computation.links(types)
     rest = [(1 << count) - 1] * (len(entry.results) - len(known))
     return [*known, *rest]

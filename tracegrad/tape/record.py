@@ -251,6 +251,8 @@ def on_the_way(
     reached, wanted = set(sources), set(targets)
     forward, path = [], []
     for entry in record.entries:
+        if getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
+            continue
         first = getattr(entry.computation, "constants", 0)  # they get nothing from a custom rule
         active = tuple([i for i, slot in enumerate(entry.args) if slot in reached and i >= first])
         if active:

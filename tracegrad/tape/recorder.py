@@ -20,6 +20,7 @@ from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
     Computation,
     computation_of,
+    computation_of_rule,
     computation_with_programs,
     without_donation,
 )
@@ -339,8 +340,13 @@ class Recorder(ForwardingTrace):
             record.add(rule, operands, results, info)
         parts = parts_of_rule(subfuns[2]) if primitive is _jax.CUSTOM_VJP else None
         if parts is not None and parts.closed_over:
+            kept = [(fun, _jax.result_trees(fun)) for fun in subfuns[:2] if _jax.has_run(fun)]
             with set_current_trace(self.parent_trace):
                 found = lost_operands(called, list(map(jax.typeof, operands)))
+            for fun in subfuns[:2]:
+                _jax.forget_result_trees(fun)
+            for fun, trees in kept:  # its caller takes the tree of the results from there
+                _jax.leave_result_trees(fun, trees)
             lose(watching, found, operands, results)
         return results
 
@@ -398,7 +404,8 @@ class Recorder(ForwardingTrace):
         if not watching:
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
-        computation = computation_with_programs(primitive, params, (), is_new=True)
+        with set_current_trace(self.parent_trace):
+            computation = computation_of_rule(primitive, params, args, is_kept=self.is_top)
         computation.constants = constants
         return list(self.apply(computation, args, watching))
 

@@ -15,7 +15,6 @@ from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.program_keys import PROGRAMS, exact_key
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_in
 from tracegrad.rewriting.match_rule import MatchRule
@@ -203,18 +202,9 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     program: PushForward | None = computation.derived.get(key)
     if program is None:
         with differentiating():
-            program = _of_graph(_graph_of(operation), active, computation.primitive in RULES)
+            program = push_forward(_graph_of(operation), active)
         computation.derived[key] = program
     return program
-
-
-def _of_graph(graph: Graph, active: Sequence[int], is_rule: bool) -> PushForward:
-    """The same of a graph. A rule is traced at each call, and known by what it is traced to."""
-    if not is_rule:
-        return push_forward(graph, active)
-    key = PushForward, exact_key(graph), tuple(active)
-    known: PushForward | None = PROGRAMS.get(key)
-    return PROGRAMS.put(key, push_forward(graph, active)) if known is None else known
 
 
 def _graph_of(operation: _Ran) -> Graph:
