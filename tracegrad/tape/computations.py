@@ -18,7 +18,6 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
-from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.program_keys import PROGRAMS, exact_key, params_key
@@ -103,23 +102,12 @@ class Computation:
         self.derived[key] = self if found is self else found
         return found
 
-    def graph(self, types: Sequence[Any]) -> Graph:
-        """The operation as it was called, as a graph."""
-        return import_program(
-            jax.make_jaxpr(lambda *args: jax.tree.leaves(self.called(*args)))(*types)
-        )
-
     def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """For each of its own results the mask of the operands that are connected to it.
-
-        Of an operand for which a rule gives None a derivative in a program does not tell that.
-        """
+        """For each of its own results the mask of the operands that are connected to it."""
         key = Walk, tuple(types)
         known: Sequence[int] | None = self.derived.get(key)
         if known is None:
-            with differentiating():
-                known = Walk().region(self.graph(types), of_each(map(_jax.has_gradient, types)))
-            self.derived[key] = known
+            known = self.derived[key] = _links(self.called, types)
         return known
 
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
@@ -148,7 +136,7 @@ class Computation:
         if known is None:
             pull_back = self.pull_back
             if self.has_nones and all(k < (self.count or k + 1) for k in given):
-                pull_back = _of_linked(self.links, pull_back)
+                pull_back = _of_linked(self.called, pull_back)
             pull = _pull_function(pull_back, active, given, count)
             if any(sparse):
                 pull = _with_slices(pull, sparse)
@@ -196,7 +184,17 @@ def _pull_function(
     return pull
 
 
-def _of_linked(links: Callable[[Sequence[Any]], Sequence[int]], pull_back: PullBack) -> PullBack:
+def _links(called: Fun, types: Sequence[Any]) -> Sequence[int]:
+    """For each result of an operation the mask of the operands that are connected to it.
+
+    Of an operand for which a rule gives None the derivative of the program does not tell that.
+    """
+    with differentiating():
+        program = jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types)
+        return Walk().region(import_program(program), of_each(map(_jax.has_gradient, types)))
+
+
+def _of_linked(called: Fun, pull_back: PullBack) -> PullBack:
     """The same without the operands for which rules on the way have given None."""
 
     def linked_only(
@@ -205,7 +203,7 @@ def _of_linked(links: Callable[[Sequence[Any]], Sequence[int]], pull_back: PullB
         results: Sequence[Any],
         given: Mapping[int, Any],
     ) -> dict[int, Any]:
-        rows = links(list(map(jax.typeof, operands)))
+        rows = _links(called, list(map(jax.typeof, operands)))
         found = pull_back(active, operands, results, given)
         return {
             place: ct
