@@ -53,6 +53,7 @@ class Computation:
       has_effects: whether it prints or calls the host.
       called: ``(*operands) -> its own results``, without residuals.
       count, tree: how many results are the operation's own, and their structure; None: all are.
+      before: how many results there were without the residuals of the last order; 0: it has none.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Computation:
         self.has_rules = self.has_nones = False
         self.count: int | None = None
         self.tree: Any = None
+        self.before = 0
         self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
         self.is_pull_compiled = is_compiled or bool(self.params and _jax.sub_programs(self.params))
         self.run: Callable[..., Any] = _compiled(fun, name) if is_compiled else fun
@@ -161,13 +163,14 @@ def _compiled(fun: Fun, name: str) -> Callable[..., Any]:
 
 def _forward(of: Computation, active: tuple[int, ...], types: Sequence[Any]) -> Computation:
     fun, pull_back, count, tree = next_forward(
-        of.fun, of.pull_back, of.count, active, types, of.primitive is _jax.REMAT, of.has_rules
+        of.fun, of.pull_back, of.before, active, types, of.primitive is _jax.REMAT, of.has_rules
     )
     found = Computation(
         fun, of.name, primitive=of.primitive, params=of.params, pull_back=pull_back, saves=True
     )
     found.captured, found.called, found.is_run_once = of.captured, of.called, of.is_run_once
     found.has_rules, found.has_nones = of.has_rules, of.has_nones
+    found.before = count
     found.count, found.tree = of.count or count, of.tree or tree
     return found
 
@@ -315,7 +318,7 @@ def computation_with_programs(
     name, program = _jax.sub_programs(params)[0]
     ids = tuple(map(id, captured))
     if primitive is _JIT:
-        key = primitive, _jax.jit_settings(params), ids
+        key: Any = primitive, _jax.jit_settings(params), ids
     else:
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
         rest.pop(name.split("[")[0].split(".")[0])
@@ -337,10 +340,17 @@ def _of_structure(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
     """That of a program that JAX has just traced: a function may be made anew for each call, as
-    a recomputed one is. (What a rule is, its program does not tell.)"""
-    if captured or not _jax.facts_below(params).primitives.isdisjoint(RULES):
+    a recomputed one is. What a rule is, its faces tell."""
+    key: Any = primitive, params_key(params)
+    if captured:
         return _with_programs(primitive, params, captured)
-    key = primitive, params_key(params)
+    if not _jax.facts_below(params).primitives.isdisjoint(RULES):
+        if primitive not in (_JIT, _jax.REMAT) or not _jax.is_top_level():
+            return _with_programs(primitive, params, captured)
+        ((_, program),) = _jax.sub_programs(params)
+        types = [v.aval for v in _jax.opened(program).invars]
+        called = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(*types)
+        key = "with rules", exact_key(import_program(called))
     known = _computations.get(key)
     return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
 
@@ -410,8 +420,9 @@ def _scans(primitive: Any, facts: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    program: Any = value
     if isinstance(value, _jax.PROGRAM_TYPES):
-        return value.replace()
+        return program.replace()
     if isinstance(value, (tuple, list)) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
         copies = [_copied(item) for item in value]
         return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)

@@ -192,8 +192,8 @@ class _Pass:
                     _add_line(error, entry, self.arrays)
                 raise
             if self.gated and results:
-                released: Any = jax.lax.optimization_barrier(results)
-                results = released
+                barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
+                results = barrier(results)
             for k, ct in results.items():
                 found.setdefault(entry.args[active[k]], []).append(ct)
         return [self._total(found, slot) if slot in found else None for slot in sources]

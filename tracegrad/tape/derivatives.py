@@ -177,7 +177,7 @@ def _is_variable(atom: Any) -> bool:
 def next_forward(
     fun: Fun,
     pull_back_before: PullBack,
-    before: int | None,
+    first: int,
     active: tuple[int, ...],
     types: Sequence[Any],
     is_whole: bool = False,
@@ -193,7 +193,8 @@ def next_forward(
     Args:
       fun: the function; its results, if it is a forward already, end with residuals.
       pull_back_before: how its own cotangents are pulled back, if it is.
-      before: how many results were the operation's own; None: it is no forward yet.
+      first: how many results `fun` had before the residuals of its last order were added; 0 if it
+        is no forward.
       active: the operands of which derivatives may be wanted.
       types: of all operands.
       is_whole: as of `pull_back_at_operands`.
@@ -229,13 +230,10 @@ def next_forward(
             places[id(v)] = len(types) + len(kept)
             kept.append(i)
         residuals.append(places[id(v)])
-    first = 0 if before is None else _count_of(fun)
 
     def forward(*operands: Any) -> list[Any]:
         results = evaluate(program, operands, {})
         return [results[i] for i in kept]
-
-    forward.count = count  # type: ignore[attr-defined]
 
     def pull_back(
         wanted: tuple[int, ...],
@@ -264,10 +262,6 @@ def next_forward(
         return found
 
     return forward, pull_back, count, of_results
-
-
-def _count_of(fun: Fun) -> int:
-    return getattr(fun, "count")  # noqa: B009
 
 
 def _add_to(cotangents: dict[int, Any], more: Mapping[int, Any]) -> None:

@@ -103,7 +103,8 @@ def _call(params: Mapping[str, Any], args: Sequence[Any], run: Evaluate) -> list
         return run(params["jaxpr"], args)
 
     called.__name__ = called.__qualname__ = str(params["name"])
-    return jax.jit(called, inline=params["inline"])(*args)
+    jitted: Callable[..., list[Any]] = jax.jit(called, inline=params["inline"])
+    return jitted(*args)
 
 
 def _scan(params: Mapping[str, Any], args: Sequence[Any], run: Evaluate) -> list[Any]:
@@ -187,11 +188,12 @@ def refused_arrays(
     refused: dict[int, str] = {}
     ids = set(map(id, captured))
     if ids and not _jax.facts_below(params).primitives.isdisjoint(RULES):
-        _look(primitive, params, [frozenset()] * 256, ids, refused)
+        _look(primitive, params, [], ids, refused)
     return refused
 
 
 _Ids = frozenset[int]
+_NONE: _Ids = frozenset()
 
 
 def _look(
@@ -212,18 +214,14 @@ def _look(
         return flowing
     for _, program in _jax.sub_programs(params):
         open_form, constants = _jax.parts_of(program)
-        at = {v: ids.intersection([id(c)]) for v, c in zip(open_form.constvars, constants)}
+        at: dict[Any, _Ids] = {
+            v: frozenset(ids.intersection([id(c)])) for v, c in zip(open_form.constvars, constants)
+        }
         exact = primitive is _jax.JIT and len(operands) == len(open_form.invars)
-        inside = operands if exact else [flowing] * len(open_form.invars)
-        at.update(zip(open_form.invars, inside))
+        at.update(zip(open_form.invars, operands if exact else [flowing] * len(open_form.invars)))
         for equation in open_form.eqns:
-            found = [frozenset(at.get(v, ())) for v in equation.invars if not hasattr(v, "val")]
-            if len(found) < len(equation.invars):
-                found = [
-                    frozenset() if hasattr(v, "val") else frozenset(at.get(v, ()))
-                    for v in equation.invars
-                ]
-            result = _look(equation.primitive, equation.params, found, ids, refused)
+            inner = [_NONE if hasattr(v, "val") else at.get(v, _NONE) for v in equation.invars]
+            result = _look(equation.primitive, equation.params, inner, ids, refused)
             at.update(dict.fromkeys(equation.outvars, result))
             flowing |= result
     return flowing

@@ -88,9 +88,10 @@ class Recorder(ForwardingTrace):
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         if self._overriding is not None:
-            results = self._run_instead(self._overriding.instead, args, primitive, params, args)
-            if results is not None:
-                return results if primitive.multiple_results else results[0]
+            found = self._run_instead(self._overriding.instead, args, primitive, params, args)
+            if found is not None:
+                return found if primitive.multiple_results else found[0]
+        results: Any
         # Called for every operation: what costs a microsecond here counts.
         if primitive in _WITHOUT_PROGRAMS:
             watching = self._watching(args)
@@ -133,7 +134,8 @@ class Recorder(ForwardingTrace):
         reads = primitive is _JIT and facts.has_effects and reads_the_host(params)
         if reads and not self._may_save(watching):
             return self._run_program(params["jaxpr"], args)
-        return self.apply(computation, [*computation.captured, *args], watching)
+        results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
+        return results
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
         """Whether what a derivative needs may be saved: rules need the operation as it is, and an

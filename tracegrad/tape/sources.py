@@ -109,7 +109,7 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
             slot = came_from[slot]
         return slot
 
-    def slot_of(array: Any) -> int | None:
+    def slot_of(array: Any) -> Any:
         return record.tracked.get(id(array), record.others.get(id(array)))
 
     arrays = jax.tree.leaves(sources)
