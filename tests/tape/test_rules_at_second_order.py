@@ -386,6 +386,35 @@ def test_a_rule_on_values_may_ask_for_one_in_a_second_derivative():
     close(second(after), np.full(2, 3 / np.sqrt(2)))
 
 
+def by_jax(x):
+    return jnp.sin(x)
+
+
+tripled_by_jax = jax.custom_vjp(by_jax)
+tripled_by_jax.defvjp(lambda x: (jnp.sin(x), None), lambda _, dy: (3 * dy,))
+
+
+@pytest.mark.parametrize(
+    "r",
+    [
+        tg.custom_gradient(lambda x: (jnp.sin(x), lambda dy: 3 * dy)),
+        tripled_by_jax,
+        jax.jit(tripled_by_jax),
+    ],
+    ids=["custom_gradient", "custom_vjp", "jit"],
+)
+def test_a_tape_differentiates_what_a_rule_has_computed_as_tensorflow_does(r):
+    x = jnp.float32(0.7)
+    with tg.GradientTape() as outer:
+        outer.watch(x)
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            y = r(x) * x
+        gradient = inner.gradient(y, x)
+    np.testing.assert_allclose(gradient, 3 * 0.7 + np.sin(0.7), rtol=1e-6)
+    assert outer.gradient(gradient, x) == 6.0  # TensorFlow's
+
+
 # ------------------------------------------------------------------------ values in the middle
 
 

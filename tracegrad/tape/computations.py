@@ -84,6 +84,10 @@ class Computation:
         self.run: Callable[..., Any] = _compiled(fun, name) if is_compiled else fun
         self.derived: dict[Any, Any] = {}
 
+    def compile(self) -> None:
+        """Has it run as one compiled program."""
+        self.run = _compiled(self.fun, self.name)
+
     def forward(self, active: tuple[int, ...], operands: Sequence[Any], orders: int) -> Computation:
         """What runs in its place, and saves what that many derivatives of one another need.
 

@@ -29,6 +29,7 @@ from tracegrad.tape.lost_gradients import lose, lose_in, lost_around, lost_opera
 from tracegrad.tape.made_rules import parts_of_rule
 from tracegrad.tape.programs import RULES, closes_over_watched
 from tracegrad.tape.record import Record
+from tracegrad.tape.rules_of_jax import rule_of_jax
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
@@ -282,6 +283,10 @@ class Recorder(ForwardingTrace):
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         if self.takes_rules and not rules_in_force():
+            with set_current_trace(self.parent_trace):
+                known = rule_of_jax(primitive, subfuns, args, params)
+            if known is not None:
+                return list(self.apply(known.computation, args, self._watching(args)))
             return self._run_rule_on_values(primitive, subfuns, args, params)
         return self._run_traced_rule(primitive, subfuns, args, params)
 
