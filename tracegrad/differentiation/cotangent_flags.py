@@ -39,8 +39,7 @@ from tracegrad.differentiation.gates import (
     names_condition,
 )
 from tracegrad.ir import Graph, Node
-from tracegrad.lowering import Lowering, evaluate, evaluate_node, read, run_nodes
-from tracegrad.lowering.regions import bind
+from tracegrad.ir.running import read, run_graph, run_node, run_nodes
 
 _named: Callable[[Any, str], Any] = checkpoint_name
 
@@ -125,7 +124,7 @@ def _conditions(inner: Inner) -> set[When]:
 
 def _run(graph: Graph, inner: Inner, args: Sequence[Any], truth: Truth) -> list[Any]:
     if not inner.is_gated:
-        return evaluate(graph, args, Lowering())
+        return run_graph(graph, args)
     plan, lowering = inner.plan, Lowering()
 
     def gated(node: Node, operands: list[Any]) -> list[Any]:
@@ -133,10 +132,10 @@ def _run(graph: Graph, inner: Inner, args: Sequence[Any], truth: Truth) -> list[
         if node in plan.inner:
             return _run_inside(node, plan.inner[node], operands, truth)
         if node not in plan.apart:
-            return evaluate_node(node, operands, lowering)
+            return run_node(node, operands, lowering)
         results: list[Any] = [None] * len(node.outputs)
         for places, gates in plan.apart[node]:
-            found = evaluate_node(node, _through_gates(operands, gates, truth), lowering)
+            found = run_node(node, _through_gates(operands, gates, truth), lowering)
             for place in places:
                 results[place] = found[place]
         return results

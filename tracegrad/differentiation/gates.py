@@ -21,7 +21,6 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, StopGradient, Value
 from tracegrad.ir.dependence import back_around, enter, mask_of, spread
 from tracegrad.ir.operations import ADDITIVE, LINEAR
-from tracegrad.lowering.regions import has_jit_settings
 
 _NAME = "tracegrad.flags "
 

@@ -30,8 +30,8 @@ from tracegrad.insight.finite_differences import (
 from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.occurrence import at
+from tracegrad.ir.running import run_graph
 from tracegrad.ir.wording import first_line, listed
-from tracegrad.lowering import Lowering, evaluate
 from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.rule_errors import words_of
 
@@ -156,7 +156,7 @@ def check_grads(
         values = [variable.value for variable in whole.variables]
 
         def run(given: Sequence[Any]) -> list[Any]:
-            return evaluate(whole, [*given, *values], Lowering(rebuild=True))
+            return run_graph(whole, [*given, *values], Lowering(rebuild=True))
 
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:

@@ -36,7 +36,7 @@ from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph, run_node
 from tracegrad.tracing.rule_errors import words_at
 
 
@@ -98,7 +98,7 @@ class _Operands(MeasuredPass):
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         for i, operand in enumerate(operands):
             self.note("operand", here, i, jnp.asarray, operand)
-        return evaluate_node(here.node, operands)
+        return run_node(here.node, operands)
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
@@ -173,7 +173,7 @@ def _function_of(
     """What a rule is the derivative of, as a function of all of its operands, and by which of those
     that have a gradient."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: evaluate(node.primal, given)
+        return active, lambda given: run_graph(node.primal, given)
     # Its operands are those of the call, the results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
@@ -182,7 +182,7 @@ def _function_of(
             break
     else:  # a mapped call is in a loop of its own; then there is the check of the whole function
         return [], lambda given: []
-    return [i for i in active if i < count], lambda given: evaluate_node(call, given[:count])
+    return [i for i in active if i < count], lambda given: run_node(call, given[:count])
 
 
 def _rule_along(
@@ -197,7 +197,7 @@ def _rule_along(
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(evaluate_node, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(run_node, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}
@@ -222,7 +222,7 @@ def _own_derivative(
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
-        outs = evaluate(own, [*args[:i], operand, *args[i + 1 :]])
+        outs = run_graph(own, [*args[:i], operand, *args[i + 1 :]])
         return [outs[k] for k in flowing]
 
     operand = jnp.asarray(args[i])

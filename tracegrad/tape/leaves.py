@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tracegrad import _jax
+from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import brief, with_article
 from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.statics import is_variable
@@ -142,3 +144,50 @@ def require_batches(target: Any, source: Any) -> None:
             f"the batch of the target has the size {shapes[0][0]}, that of the source "
             f"{shapes[1][0]}"
         )
+
+
+def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
+    """The cotangents that a backward pass starts from: the given ones, checked; None for ones.
+
+    A Python number, and a NumPy integer, is of the dtype of its target. Raises ValueError for a
+    wrong number or shape, TypeError for a wrong dtype and for a complex target without one.
+    """
+    given: list[Any] = [None] * len(targets)
+    if output_gradients is not None:
+        given = jax.tree.leaves(
+            output_gradients, is_leaf=lambda leaf: leaf is None or is_slices(leaf)
+        )
+    if len(given) != len(targets):
+        raise ValueError(
+            f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
+            "None) for each"
+        )
+    return [_seed(target, seed) for target, seed in zip(targets, given, strict=True)]
+
+
+def _seed(target: Any, seed: Any) -> Any:
+    if seed is None:
+        if getattr(getattr(target, "dtype", None), "kind", "") == "c":
+            raise TypeError(
+                f"the target is {target.dtype}: say with output_gradients which combination of "
+                "real and imaginary part to differentiate"
+            )
+        return None
+    if is_slices(seed):
+        seed = seed.dense_as(jax.typeof(target))
+    elif isinstance(seed, _NUMBERS) and not isinstance(seed, bool):
+        is_complex = isinstance(seed, complex)
+        fits = _jax.has_gradient(target) and (not is_complex or jnp.iscomplexobj(target))
+        seed = jnp.asarray(seed, target.dtype if fits else None)
+    else:
+        seed = jnp.asarray(seed)
+    if seed.shape != jnp.shape(target):
+        raise ValueError(
+            f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"
+        )
+    if seed.dtype != target.dtype:
+        raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
+    return seed
+
+
+_NUMBERS = (int, float, complex, np.integer)
