@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+import tracegrad as tg
 from tracegrad.tape import computations
 
 
@@ -23,6 +24,7 @@ def compilations():
 @pytest.fixture
 def everything_saved(monkeypatch):
     """Has compiled functions save what their derivatives need, however little it is."""
-    monkeypatch.setattr(computations, "_WORTH_KEEPING", 0)
-    for _ in range(2):
-        computations._clean_up()  # of what has been met before
+    tg.clear_caches()
+    monkeypatch.setattr(computations, "_MOST_AGAIN", 0)
+    yield
+    tg.clear_caches()

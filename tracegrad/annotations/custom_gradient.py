@@ -132,11 +132,8 @@ def custom_gradient(f: Any = None) -> Any:
     so where a part of the gradient that is asked for is missing. In a Jacobian ``grad_fn`` runs
     once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
     in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
-    are in compiled functions, loops and under `jax.vmap`; once more where a gradient of a tape is
-    differentiated in its turn, and a function with a rule of JAX's comes before. (On tapes in one
-    another the gradient of a `jax.vmap` of it may be compiled anew at each step, if it and the
-    gradients of its gradient call a dozen functions with rules: that is then not looked through.
-    That of ``jax.jit(jax.vmap(f))`` is not.)
+    are in compiled functions, loops and under `jax.vmap`. A tape around another one differentiates
+    what the inner gradient has computed, in which ``grad_fn`` acts once more.
 
     >>> import tracegrad as tg
     >>> @custom_gradient
@@ -211,7 +208,7 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
-    rule = Rule(name_of(fun), traced, pull_back, call.depends_on)
+    rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.depends_on)
     return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results, begun))
 
 

@@ -32,7 +32,7 @@ from tracegrad.annotations.pullback import (
 from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
-from tracegrad.tape.keys import MadeOf, tell_made_of
+from tracegrad.tape.made_rules import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
@@ -195,10 +195,8 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
         for i, value in enumerate(values)
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
-    made_of = _made_of(traced, given, inputs_read, captured, pullbacks[0])
-    made_of = made_of._replace(closed_over=on_tapes)
     closed_over = len(values)
-    output = _output_rule(call.fun, pullbacks, captured, closed_over, made_of)
+    output = _output_rule(call.fun, pullbacks, captured, closed_over)
 
     def forward(*inputs: Any) -> tuple[Any, Residuals]:
         if isinstance(pullbacks[0], Exception):
@@ -212,27 +210,13 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
     def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over)
 
-    tell_made_of(backward, made_of)
+    pullback = pullbacks[0]
+    programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
+    tell_made_of(backward, MadeOf((traced.program, *programs), on_tapes))
     rule = jax.custom_vjp(named_after(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return _bound(rule, primal, (*inputs_given, *values))
-
-
-def _made_of(
-    traced: Program,
-    given: int,
-    inputs_read: Sequence[int | None],
-    captured: Sequence[Captured],
-    pullback: Pullback | Exception,
-) -> MadeOf:
-    """What a rule around a traced function is made of."""
-    refused = tuple(each.position for each in captured)
-    own = traced.captured, given, tuple(inputs_read), refused
-    if isinstance(pullback, Exception):  # which the rule raises
-        return MadeOf((traced.program,), (own, type(pullback), str(pullback)))
-    its = pullback.program.captured, tuple(pullback.differentiable), tuple(pullback.given)
-    return MadeOf((traced.program, pullback.program.program), (own, its))
 
 
 def _output_rule(
@@ -240,7 +224,6 @@ def _output_rule(
     pullbacks: Sequence[Pullback | Exception],
     captured: Sequence[Captured] = (),
     closed_over: int = 0,
-    made_of: MadeOf | None = None,
 ) -> Callable[[Sequence[Any], Any, Residuals], Any]:
     """Gives an output computed in the forward pass the custom gradient, without computing it again.
 
@@ -267,9 +250,6 @@ def _output_rule(
             raise ValueError(residuals.problem)
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
-    if made_of is not None:
-        settings = "output", *made_of.settings
-        tell_made_of(backward, MadeOf(made_of.programs, settings))
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return lambda *inputs: _bound(rule, primal, inputs)
 

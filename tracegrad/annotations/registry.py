@@ -22,12 +22,12 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, match, scopes
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import calling_line, warn_where_called
+from tracegrad.ir.program_keys import PROGRAMS, params_key
 from tracegrad.ir.wording import described
 from tracegrad.lowering import Lowering, evaluate
 from tracegrad.rewriting.edits import of_arrays
 from tracegrad.rewriting.match_rule import MatchRule, at_each
 from tracegrad.rewriting.overriding import override, require_gradient_function, with_gradient
-from tracegrad.tape.keys import PROGRAMS, params_key
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 

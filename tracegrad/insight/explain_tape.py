@@ -15,12 +15,11 @@ from tracegrad.insight.explaining.cut_off import state_of_model
 from tracegrad.insight.explaining.explain_graph import explain_graph, merged
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir.engine import engine
-from tracegrad.tape.backward import seeds_for
-from tracegrad.tape.block import following, graph_of
 from tracegrad.tape.gradient_tape import GradientTape
-from tracegrad.tape.record import Record
-from tracegrad.tape.rules_on_values import as_traced
+from tracegrad.tape.leaves import seeds_for
+from tracegrad.tape.record import Record, following, own_results
 from tracegrad.tape.sources import before_calls
+from tracegrad.tape.under_rules import graph_of
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.trees import values_of
@@ -63,7 +62,7 @@ def explain_tape(
         jnp.ones_like(target) if seed is None else seed  # as the tape has it
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
     ]
-    made = {slot for operation in record.operations() for slot in operation.results}
+    made = {slot for entry in record.entries for slot in entry.results}
     # What the tape did not compute itself is explained in one go, the rest one by one.
     together: dict[str, Any] = {}
     single: list[dict[str, Any]] = []
@@ -82,7 +81,7 @@ def explain_tape(
             continue
         for i, array in enumerate(record.reads_of(leaf)):
             name = path if i == 0 else f"{path} (read {i + 1})"
-            if record.slots[id(array)] in made:
+            if record.slot(array) in made:
                 single.append({name: array})
             else:
                 together[name] = array
@@ -194,36 +193,31 @@ def _explain(
     seeds: Sequence[Any],
     untrained: Collection[str],
 ) -> Explanation:
-    slots = {path: record.slots[id(array)] for path, array in sources.items()}
-    types, arrays = record.types(), list(record.arrays)
-    operations = []
-    for operation in following(record.operations(), slots.values()):
-        rule = record.rules.get(operation.results[0]) if operation.results else None
-        if rule is not None:
-            operation = as_traced(operation, rule, types, arrays, {})
-        operations.append(operation)
-    graph, values, _ = graph_of(operations, types, as_called=True)
+    slots = {path: record.slot(array) for path, array in sources.items()}
+    arrays = record.arrays
+    entries = following(record.entries, slots.values())
+    known = {slot for entry in entries for slot in (*entry.args, *entry.results)}
+    known.update(slots.values())
+    at = [record.tracked.get(id(target)) for target in targets]
     inside = [
         i
-        for i, target in enumerate(targets)
-        if record.slots.get(id(target)) in values and _jax.has_gradient(target)
+        for i, (target, slot) in enumerate(zip(targets, at, strict=True))
+        if slot in known and _jax.has_gradient(target)
     ]
-    used = {slot for operation in operations for slot in operation.args}
+    used = {slot for entry in entries for slot in entry.args}
     ends = [
         slot
-        for operation in operations
-        for slot in operation.results
-        if slot in values and slot not in used and not _jax.has_gradient(types[slot])
+        for entry in entries
+        for slot in own_results(entry)
+        if slot not in used and not _jax.has_gradient(arrays[slot])
     ]
-    outputs = [*(record.slots[id(targets[i])] for i in inside), *ends]
-    graph.add_outputs([values[slot] for slot in outputs])
-    slot_of = {value: slot for slot, value in values.items()}
-    inputs = [arrays[slot_of[value]] for value in graph.inputs]
-    number = {value: i for i, value in enumerate(graph.inputs)}
+    outputs = [*(at[i] for i in inside), *ends]
+    graph, given = graph_of(entries, arrays, outputs, list(slots.values()))
+    number = {slot: i for i, slot in enumerate(given)}
     return explain_graph(
         graph,
-        inputs,
-        {path: number[values[slot]] for path, slot in slots.items()},
+        [arrays[slot] for slot in given],
+        {path: number[slot] for path, slot in slots.items()},
         [seeds[i] for i in inside] + [None] * len(ends),
         name="the tape",
         unselectable={},

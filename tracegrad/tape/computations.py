@@ -1,335 +1,464 @@
-"""What recorded operations compute: a primitive with its parameters, each known once.
+"""What an operation computes: a function of arrays, and what was compiled for it, each known once.
 
-Two operations that compute the same function have the same `Computation`, which is told apart by
-identity from then on. It holds what is needed to run the operation fast: JAX binds an operation
-under a trace that is not its own by a slow way (it looks the compiled program up by all its
-parameters), and takes the fast one for a function that stays the same object.
+JAX binds an operation under a trace that is not its own by a slow way (it looks the compiled
+program up by all its parameters), and takes the fast one for a function that stays the same object.
+So a `Computation` has one jitted function, and one for each way in which it is pulled back.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend
-import numpy as np
+import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache, WeakCache, of_program, when_clearing
-from tracegrad.ir import CustomGradient, Source
-from tracegrad.ir.importer import lone_node
+from tracegrad._jax.caches import Cache, WeakCache, of_program
+from tracegrad.differentiation.connectivity import Walk
+from tracegrad.differentiation.lookups import with_slices
+from tracegrad.ir.dependence import of_each
+from tracegrad.ir.importer import import_program
+from tracegrad.ir.program_keys import PROGRAMS, exact_key, params_key
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.tape.keys import is_jaxs_own, jax_settings, params_key, rule_keys
-from tracegrad.tape.lifting import lift_anew, refused_to_lift
+from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
+from tracegrad.tape.programs import RULES, bind_with, evaluate, refused_arrays
 from tracegrad.tracing.in_force import differentiating
 
 _JIT = _jax.JIT
-jit_settings = _jax.jit_settings
-
-# A program of so many operations is compiled once more for the tape, so that it is called fast:
-# compiling takes little. A larger one shares what JAX has compiled.
-_SMALL = 10
-# The forward pass of one of more than so many saves what its derivative needs.
-_LARGE = 32
+Fun = Callable[..., list[Any]]
 
 
 class Computation:
-    """A primitive with parameters.
+    """A function of arrays, and what was compiled for it.
+
+    Nothing here holds the computation that it was derived from: then a dropped function is freed
+    without the garbage collector.
 
     Attributes:
-      primitive, params: JAX's; no argument is donated.
-      constants: how many leading operands are closed over: they carry no gradient through a custom
-        rule.
-      rule: of a custom rule that was made for one call: it is known by what it traces to.
-      run: the compiled operation, which returns what the primitive does; None if it is bound.
+      fun: ``(*operands) -> results``, to be traced.
+      run: the same, compiled where it can be.
+      name: shown in messages, and by profilers.
+      primitive, params: JAX's, of an operation; None and nothing for a pull.
+      captured: the arrays that its programs close over. They are its first operands.
+      refused: of arrays that a custom derivative in it closes over, by identity, the name of the
+        function that has the derivative.
+      constants: how many leading operands are closed over by a custom rule.
+      saves: whether a tape runs its `forward` in its place.
+      is_run_once: whether that is so in a function that is being traced too: XLA would not make
+        one of two loops, branches or calls of the host.
+      has_rules: whether a function in it has a derivative of its own.
+      has_nones: whether it may give None for an operand.
       has_effects: whether it prints or calls the host.
-      hands_to_host: whether something in its programs is handed to the host.
-      is_run_once: whether it holds what is not to run again for a derivative, whoever compiles it:
-        a loop, a branch, a call of the host, or a recomputed function, which says itself what is
-        run again.
-      saves: whether its forward pass is to save what its derivative needs even where the parts of
-        one compiled program are not in question (see `linearised`).
-      programs: whether it has sub-programs.
-      is_shared: whether another operation may have the same one.
-      is_used: whether it has run since the last `_clean_up`.
+      called: ``(*operands) -> its own results``, without residuals.
+      count, tree: how many results are the operation's own, and their structure; None: all are.
+      before: how many results there were without the residuals of the last order; 0: it has none.
     """
-
-    __slots__ = (
-        "_keys",
-        "constants",
-        "hands_to_host",
-        "has_effects",
-        "is_run_once",
-        "is_shared",
-        "is_used",
-        "params",
-        "primitive",
-        "programs",
-        "rule",
-        "run",
-        "saved",
-        "saves",
-    )
 
     def __init__(
         self,
-        primitive: Any,
-        params: Mapping[str, Any],
-        constants: int = 0,
-        rule: CustomGradient | None = None,
-        key: Any = None,
-        is_shared: bool = True,
+        fun: Fun,
+        name: str,
+        *,
+        primitive: Any = None,
+        params: Mapping[str, Any] | None = None,
+        pull_back: PullBack | None = None,
+        saves: bool = False,
+        is_run_once: bool = False,
+        has_effects: bool = False,
+        is_compiled: bool = True,
     ):
-        self.primitive = primitive
-        self.params = params
-        self.constants = constants
-        self.rule = rule
-        self.is_shared = is_shared and rule is None
-        self._keys = None if key is None else (key, key)
-        self.programs = [program for _, program in _jax.sub_programs(params)]
-        facts = _jax.facts_below(params)
-        self.has_effects = facts.has_effects
-        self.hands_to_host = TO_HOST in facts.primitives
-        self.is_used = True
-        self.run: Callable[..., Any] | None = None
-        # (A `while` loop has no backward pass.)
-        self.is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
-        self.saves = self.is_run_once
-        self.saved: dict[Any, Any] = {}  # by what is differentiated; see `linearised`
-        if self.is_shared and not self.has_effects:
-            self._prepare(facts)
+        self.fun, self.called, self.name = fun, fun, name
+        self.primitive, self.params = primitive, params or {}
+        self.captured: Sequence[Any] = ()
+        self.refused: Mapping[int, str] = {}
+        self.constants = 0
+        self.saves, self.is_run_once, self.has_effects = saves, is_run_once, has_effects
+        self.has_rules = self.has_nones = False
+        self.count: int | None = None
+        self.tree: Any = None
+        self.before = 0
+        self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
+        self.is_pull_compiled = is_compiled or bool(self.params and _jax.sub_programs(self.params))
+        self.run: Callable[..., Any] = _compiled(fun, name) if is_compiled else fun
+        self.derived: dict[Any, Any] = {}
 
-    def _prepare(self, facts: _jax.ProgramFacts) -> None:
-        if self.primitive is _JIT:
-            if not _jax.is_plain_jit(self.params):
-                return
-            # What says something of their derivatives is asked in the backward pass.
-            if facts.operations > 1 and not facts.closes_over and not self.saves:
-                self.saves = facts.operations > _LARGE or _is_heavy(self.params["jaxpr"])
-            if not self.saves or facts.operations <= _SMALL:
-                self.run = _compiled_program(self.params)
-        elif self.primitive is _jax.CUSTOM_JVP or (
-            _jax.runs_compiled(self.primitive) and not self.programs
-        ):
-            self.run = _compiled_primitive(self.primitive, self.params)
+    def compile(self) -> None:
+        """Has it run as one compiled program."""
+        self.run = _compiled(self.fun, self.name)
 
-    @property
-    def keys(self) -> tuple[Any, Any]:
-        """Two keys: equal for operations that compute the same function with the same derivative;
-        and equal only if their derivatives of every order are the same. They differ for rules.
+    def forward(self, active: tuple[int, ...], operands: Sequence[Any], orders: int) -> Computation:
+        """What runs in its place, and saves what that many derivatives of one another need.
 
-        A rule is traced for it, and that may not happen before it has run.
+        It is this computation itself if JAX has no derivative of it: whoever asks for one is told.
         """
-        if self._keys is None:
-            if self.rule is None:
-                key = self.primitive, params_key(self.params), self.constants
-                self._keys = key, key
-            else:
-                with differentiating():
-                    once, exact = rule_keys(self.rule)
-                self._keys = (once, self.constants), (exact, self.constants)
-        return self._keys
+        types = list(map(jax.typeof, operands))
+        key = active, orders, tuple(map(_jax.type_key, operands))
+        known: Computation | None = self.derived.get(key)
+        if known is not None:
+            return known
+        found = self
+        try:
+            with differentiating():
+                for _ in range(orders):
+                    found = _forward(found, active, types)
+        except Exception:
+            pass
+        self.derived[key] = self if found is self else found
+        return found
+
+    def links(self, types: Sequence[Any]) -> Sequence[int]:
+        """For each of its own results the mask of the operands that are connected to it."""
+        key = Walk, tuple(types)
+        known: Sequence[int] | None = self.derived.get(key)
+        if known is None:
+            known = self.derived[key] = _links(self.called, types)
+        return known
+
+    def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
+        """Raises why a computation with effects has no forward: it does not run again."""
+        with differentiating():
+            _forward(self, active, list(map(jax.typeof, operands)))
+        raise NotImplementedError(
+            f"{self.name} has effects, and ran where the tape could not save what its derivative "
+            "needs (rules were in force): to differentiate it, it would have to run once more. "
+            "Call what has the effects outside of it, and pass the results in"
+        )
+
+    def pull(
+        self, active: tuple[int, ...], given: tuple[int, ...], count: int, sparse: tuple[bool, ...]
+    ) -> Computation:
+        """The computation ``(*operands, *results, *cotangents) -> {place in active: cotangent}``.
+
+        Args:
+          active: the operands whose cotangents are wanted.
+          given: the results that have a cotangent.
+          count: how many operands there are.
+          sparse: for each of `active`, whether its cotangent may be slices.
+        """
+        key = active, given, count, sparse
+        known: Computation | None = self.derived.get(key)
+        if known is None:
+            pull_back = self.pull_back
+            if self.has_nones and all(k < (self.count or k + 1) for k in given):
+                pull_back = _of_linked(self.called, pull_back)
+            pull = _pull_function(pull_back, active, given, count)
+            if any(sparse):
+                pull = _with_slices(pull, sparse)
+            known = self.derived[key] = Computation(
+                pull,
+                f"pull {self.name}",
+                saves=self.saves or self.count is not None,
+                is_run_once=self.is_run_once,
+                is_compiled=self.is_pull_compiled,
+            )
+            known.has_rules = self.has_rules
+        return known
 
 
-def sole_equation(program: Any) -> Any:
-    """The equation of a program that is nothing but it, on the same operands; else None."""
-    open_form = _jax.opened(program)
-    if len(open_form.eqns) != 1:
-        return None
-    (equation,) = open_form.eqns
-    same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
-    return equation if same else None
+def _compiled(fun: Fun, name: str) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        return fun(*operands)
+
+    run.__name__ = run.__qualname__ = name
+    return jax.jit(run)
 
 
-_RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST})
+def _forward(of: Computation, active: tuple[int, ...], types: Sequence[Any]) -> Computation:
+    fun, pull_back, count, tree = next_forward(
+        of.fun, of.pull_back, of.before, active, types, of.primitive is _jax.REMAT, of.has_rules
+    )
+    found = Computation(
+        fun, of.name, primitive=of.primitive, params=of.params, pull_back=pull_back, saves=True
+    )
+    found.captured, found.called, found.is_run_once = of.captured, of.called, of.is_run_once
+    found.has_rules, found.has_nones = of.has_rules, of.has_nones
+    found.before = count
+    found.count, found.tree = of.count or count, of.tree or tree
+    return found
 
 
-# Their results are worth keeping for the backward pass.
-_HEAVY = frozenset({"conv_general_dilated", "ragged_dot", "ragged_dot_general"})
-# Those of a matrix product are, if it has so many terms: fewer are computed in the time that it
-# takes to hand an array from one compiled program to the next.
-_WORTH_KEEPING = 1 << 16
+def _pull_function(
+    pull_back: PullBack, active: tuple[int, ...], given: tuple[int, ...], count: int
+) -> Callable[..., Any]:
+    def pull(*arrays: Any) -> dict[int, Any]:
+        first = len(arrays) - len(given)
+        cotangents = dict(zip(given, arrays[first:], strict=True))
+        with differentiating():
+            return pull_back(active, arrays[:count], arrays[count:first], cotangents)
+
+    return pull
 
 
-@of_program
-def _is_heavy(program: Any) -> bool:
-    """Whether one of the operations of a program is costly."""
-    return any(_is_costly(equation) for equation in _jax.opened(program).eqns)
+def _links(called: Fun, types: Sequence[Any]) -> Sequence[int]:
+    """For each result of an operation the mask of the operands that are connected to it.
+
+    Of an operand for which a rule gives None the derivative of the program does not tell that.
+    """
+    with differentiating():
+        program = jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types)
+        return Walk().region(import_program(program), of_each(map(_jax.has_gradient, types)))
 
 
-def _is_costly(equation: Any) -> bool:
-    inner = _jax.sub_programs(equation.params)
-    if inner:
-        is_call = equation.primitive in (_JIT, _jax.CUSTOM_JVP)
-        return not is_call or any(_is_heavy(program) for _, program in inner)
-    if equation.primitive.name != "dot_general":
-        return equation.primitive.name in _HEAVY
-    (summed, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval
-    terms = math.prod(left.shape[axis] for axis in summed)
-    return bool(terms * equation.outvars[0].aval.size >= _WORTH_KEEPING)
+def _of_linked(called: Fun, pull_back: PullBack) -> PullBack:
+    """The same without the operands for which rules on the way have given None."""
+
+    def linked_only(
+        active: tuple[int, ...],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        given: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        rows = _links(called, list(map(jax.typeof, operands)))
+        found = pull_back(active, operands, results, given)
+        return {
+            place: ct
+            for place, ct in found.items()
+            if any(rows[k] >> active[place] & 1 for k in given)
+        }
+
+    return linked_only
 
 
-def _compiled_program(params: Mapping[str, Any]) -> Callable[..., Any]:
-    run = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+def _with_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable[..., Any]:
+    """The same with slices in the place of a table of zeros in which they stand."""
 
-    def program(*args: Any) -> Any:
-        return run(*args)
+    def run(*arrays: Any) -> dict[int, Any]:
+        places: list[int] = []
 
-    program.__name__ = program.__qualname__ = str(params["name"])
-    return jax.jit(program)
+        def flat(*arrays: Any) -> list[Any]:
+            found = pull(*arrays)
+            places[:] = found
+            return list(found.values())
+
+        program = jax.make_jaxpr(flat)(*arrays)
+        found = with_slices(program, [sparse[place] for place in places])(*arrays)
+        return dict(zip(places, found, strict=True))
+
+    return run
 
 
-def _compiled_primitive(primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
-    def operation(*args: Any) -> Any:
-        results = _jax.bind(primitive, args, params)
-        return results if primitive.multiple_results else results[0]
-
-    operation.__name__ = operation.__qualname__ = str(primitive.name)
-    return jax.jit(operation)
+add_computation = Computation(lambda left, right: [jnp.add(left, right)], "add")
 
 
-# ------------------------------------------------------------------------------ those that we know
+# ---------------------------------------------------------------------------- one of each operation
 
-_lock = threading.Lock()
-# By what their parameters mean. Those without sub-programs also by the parameters as they are: that
-# saves a tenth of what it takes to record an operation that has some.
-_known: Cache[Any, Computation] = Cache(4096)
-_LIMIT = 512
-_made = 0
-_forgetting: list[Callable[[], None]] = []  # what else holds computations
+# Those of primitives without programs, by their parameters; of others by the first of their
+# programs, as long as JAX keeps that. A hit saves the compilation of the operation and its pulls.
+_computations: Cache[Any, Computation] = Cache(2048)
+_of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
+
+# A jitted function of at most so many cheap operations is computed again for its derivative: that
+# costs no more than to hand what was computed from one program to the next.
+_MOST_AGAIN = 12
+_WORTH_KEEPING = 1 << 16  # so many terms of a matrix product cost more than to hand on its result
+_COSTLY = frozenset(
+    {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
+    | {"svd", "eig", "triangular_solve", "sort", "fft", "custom_linear_solve", "pallas_call"}
+)
+_RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST, *_jax.WHILES})
 
 
 def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """The one computation of a primitive with parameters."""
-    names = tuple(params)
+    """The one computation of a primitive without programs, with these parameters."""
     values = tuple(params.values())
-    # 1, 1.0 and True are equal, but not the same parameter.
-    key = primitive, names, values, tuple(map(type, values))
+    key = primitive, tuple(params), values, tuple(map(type, values))  # 1, 1.0 and True are equal
     try:
-        known = _known.get(key)
-    except TypeError:  # not hashable
-        return _interned(primitive, params)
+        known = _computations.get(key)
+    except TypeError:  # a parameter without a hash
+        return _new(primitive, params)
     if known is None:
-        known = _interned(primitive, params)
-        if not known.programs and not known.has_effects and float not in key[3]:  # 0.0 is -0.0
-            _known.put(key, known)
-    known.is_used = True
+        known = _new(primitive, params)
+        if float not in key[3]:  # 0.0 is -0.0
+            _computations.put(key, known)
     return known
 
 
-def _interned(primitive: Any, params: Mapping[str, Any], constants: int = 0) -> Computation:
-    key = primitive, params_key(params), constants
-    known = _known.get(key)
-    if known is None:
-        known = _known.put(key, Computation(primitive, dict(params), constants, key=key))
-        _count_made()
-    known.is_used = True
-    return known
+def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    def fun(*operands: Any) -> list[Any]:
+        return _jax.bind(primitive, operands, params)
+
+    return Computation(
+        fun,
+        str(primitive.name),
+        primitive=primitive,
+        params=params,
+        saves=primitive.name in _COSTLY and primitive.name != "sort",
+        is_compiled=_jax.runs_compiled(primitive),
+    )
 
 
-rule_computation = _interned
+def computation_of_rule(
+    primitive: Any, params: Mapping[str, Any], args: Sequence[Any], is_kept: bool
+) -> Computation:
+    """The computation of a function with a rule, traced for this call. It is known by what the rule
+    traces to.
 
-
-def own_computation(equation: Any) -> Computation:
-    """The computation of an equation that was traced for one run. A rule in it is known by what it
-    traces to."""
-    primitive, params = equation.primitive, dict(equation.params)
-    if primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
-        return Computation(primitive, params, is_shared=False)
-    types = [atom.aval for atom in equation.invars]
-    node = lone_node(primitive, params, types, Source(equation.source_info, equation.ctx))
-    assert isinstance(node, CustomGradient)
-    return Computation(primitive, params, node.closed_over, node)
-
-
-def _count_made() -> None:
-    global _made
-    _made += 1
-    if _made > _LIMIT:
-        _clean_up()
-
-
-def _clean_up() -> None:
-    """Forgets computations that have not run since the last time, and all structures of them."""
-    global _made
-    with _lock:
-        _made = 0
-        for key, computation in list(_known.items()):
-            if not computation.is_used:
-                _known.pop(key, None)
-        # Each holds its program, or one like it.
-        _calls.forget(lambda call: not call.computation.is_used)
-        for computation in (*_known.values(), *(call.computation for call in _calls.values())):
-            computation.is_used = False
-    for forget in _forgetting:
-        forget()
-
-
-def when_forgetting(forget: Callable[[], None]) -> None:
-    """Has a function called whenever computations are forgotten."""
-    _forgetting.append(forget)
-    when_clearing(forget)
-
-
-# -------------------------------------------------------------------------------- jitted functions
-
-
-class JittedCall:
-    """A call of a jitted function, as the tape has it: what it closes over are operands.
-
-    Attributes:
-      constants: what it closes over.
-      has_tracers: whether some of that belongs to a transformation, and is gone with it.
-      captured: those that come before the operands.
-      refused: arrays that cannot be operands, by identity, and why.
+    `is_kept`: whether to look for that, and to keep it for the next call; where values of a
+    transformation may be in the rule it is not.
     """
-
-    __slots__ = ("captured", "computation", "constants", "has_tracers", "refused", "settings")
-
-    def __init__(self, params: Mapping[str, Any], settings: tuple[Any, ...]):
-        self.settings = settings
-        self.captured: Sequence[Any] = ()
-        self.refused: Mapping[int, Exception] = {}
-        facts = _jax.program_facts(params["jaxpr"])
-        # The owner of a NumPy array may change it before a gradient is asked for.
-        constants, changeable = facts.arrays, facts.numpy_arrays
-        self.has_tracers = any(map(_jax.is_tracer, constants))
-        if (constants or changeable) and not self.has_tracers:
-            types = [variable.aval for variable in _jax.opened(params["jaxpr"]).invars]
-            self.refused = refused_to_lift(params, (*constants, *changeable), types)
-            lifted = [c for c in (*constants, *changeable) if id(c) not in self.refused]
-            if lifted:
-                params = lift_anew(_JIT, params, lifted, types)
-            self.captured = [np.array(c) if isinstance(c, np.ndarray) else c for c in lifted]
-        self.constants = (*constants, *self.captured) if changeable else constants
-        # One that holds values of a transformation is not kept.
-        self.computation = (
-            Computation(_JIT, params, is_shared=False)
-            if self.has_tracers
-            else _interned(_JIT, params)
-        )
+    if not is_kept:
+        return _with_programs(primitive, params, ())
+    program = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(
+        *map(jax.typeof, args)
+    )
+    try:  # runs rules, which are anybody's
+        key = "rule", exact_key(import_program(program))
+    except Exception:  # whoever asks for the derivative is told
+        return _with_programs(primitive, params, ())
+    known: Computation | None = PROGRAMS.get(key)
+    return PROGRAMS.put(key, _with_programs(primitive, params, ())) if known is None else known
 
 
-# Of programs. A step over a jitted function takes 90 µs with it and 140 µs without.
-_calls: WeakCache[JittedCall] = WeakCache()
+def computation_with_programs(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    """The one computation of an operation that has programs.
+
+    Args:
+      primitive, params: JAX's.
+      captured: the arrays that the programs close over and that are to be operands.
+    """
+    if any(map(_jax.is_tracer, captured)):  # gone with its transformation
+        return _with_programs(primitive, without_donation(params), captured)
+    name, program = _jax.sub_programs(params)[0]
+    ids = tuple(map(id, captured))
+    if primitive is _JIT:
+        key: Any = primitive, _jax.jit_settings(params), ids
+    else:
+        rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
+        rest.pop(name.split("[")[0].split(".")[0])
+        others = tuple(id(p) for _, p in _jax.sub_programs(params))
+        key = primitive, tuple(rest.items()), others, ids
+    known = _of_programs.get(program)
+    if known is None:
+        known = _of_programs.put(program, {})
+    try:
+        found = known.get(key)
+    except TypeError:
+        return _with_programs(primitive, without_donation(params), captured)
+    if found is None:
+        found = known[key] = _of_structure(primitive, without_donation(params), captured)
+    return found
 
 
-def jitted_call(params: Mapping[str, Any]) -> JittedCall | None:
-    """The call of a jitted function with these parameters, if there was one before."""
-    known = _calls.get(params["jaxpr"])
-    if known is None or known.settings != jit_settings(params):
-        return None
-    return known
+def _of_structure(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    """That of a program that JAX has just traced: a function may be made anew for each call, as
+    a recomputed one is. What a rule is, its faces tell."""
+    key: Any = primitive, params_key(params)
+    if captured:
+        return _with_programs(primitive, params, captured)
+    if not _jax.facts_below(params).primitives.isdisjoint(RULES):
+        if primitive not in (_JIT, _jax.REMAT) or not _jax.is_top_level():
+            return _with_programs(primitive, params, captured)
+        ((_, program),) = _jax.sub_programs(params)
+        types = [v.aval for v in _jax.opened(program).invars]
+        called = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(*types)
+        try:  # runs rules, which are anybody's
+            key = "with rules", exact_key(import_program(called))
+        except Exception:  # whoever asks for the derivative is told
+            return _with_programs(primitive, params, captured)
+    known = _computations.get(key)
+    return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
 
 
-def new_jitted_call(params: Mapping[str, Any]) -> JittedCall:
-    """That of another function, for the next time."""
-    call = JittedCall(without_donation(params), jit_settings(params))
-    return call if call.has_tracers else _calls.put(params["jaxpr"], call)
+def _with_programs(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    # The table that has the computation knows it by its program, which it may not hold itself.
+    params = {name: _copied(value) for name, value in params.items()}
+    facts = _jax.facts_below(params)
+    refused = refused_arrays(primitive, params, captured)
+    captured = [array for array in captured if id(array) not in refused]
+    ids = list(map(id, captured))
+    hands_to_host = TO_HOST in facts.primitives
+    is_edited = bool(ids) or hands_to_host or (facts.has_effects and _scans(primitive, facts))
+
+    def fun(*operands: Any) -> list[Any]:
+        instead = dict(zip(ids, operands))
+        args = operands[len(ids) :]
+        if is_edited:
+            return bind_with(primitive, params, args, instead)
+        return _jax.bind(primitive, args, params)
+
+    is_plain = primitive is _JIT and _jax.is_plain_jit(params)
+    is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
+    calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
+    is_run_once |= calls_host
+    has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
+    found = Computation(
+        fun,
+        str(params.get("name", primitive.name)),
+        primitive=primitive,
+        params=params,
+        pull_back=pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
+        saves=not has_references and (is_run_once or _is_costly(params, facts)),
+        is_run_once=is_run_once and not has_references,
+        has_effects=facts.has_effects and calls_host,
+        is_compiled=False,
+    )
+    if is_plain:
+
+        def inlined(*operands: Any) -> list[Any]:
+            instead = dict(zip(ids, operands))
+            return evaluate(params["jaxpr"], operands[len(ids) :], instead)
+
+        found.run = _compiled(inlined, found.name)
+    elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
+        found.run = _compiled(fun, found.name)
+    found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
+    found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
+    found.captured, found.refused = captured, refused
+    return found
+
+
+@of_program
+def _has_references(program: Any) -> bool:
+    """Whether a program uses a `jax.Ref`."""
+    return any(
+        any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
+        or any(_has_references(inner) for _, inner in _jax.sub_programs(equation.params))
+        for equation in _jax.opened(program).eqns
+    )
+
+
+def _scans(primitive: Any, facts: Any) -> bool:
+    return primitive is _jax.SCAN or _jax.SCAN in facts.primitives
+
+
+def _copied(value: Any) -> Any:
+    program: Any = value
+    if isinstance(value, _jax.PROGRAM_TYPES):
+        return program.replace()
+    if isinstance(value, (tuple, list)) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
+        copies = [_copied(item) for item in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
+    return value
+
+
+def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:
+    if facts.operations > _MOST_AGAIN or facts.has_effects:
+        return True
+    if any(p.name in _COSTLY for p in facts.primitives):
+        return True
+    if facts.operations == 1:
+        return False
+    return any(_has_large_product(program) for _, program in _jax.sub_programs(params))
+
+
+def _has_large_product(program: Any) -> bool:
+    for equation in _jax.opened(program).eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            terms = math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
+            if terms * equation.outvars[0].aval.size >= _WORTH_KEEPING:
+                return True
+        if any(_has_large_product(inner) for _, inner in _jax.sub_programs(equation.params)):
+            return True
+    return False
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -338,42 +467,3 @@ def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
     if any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}
     return params
-
-
-# ----------------------------------------------------------------- rules of functions of JAX's own
-
-
-class JaxRuleCall:
-    """A call of a function of JAX's own that has a rule (relu, softplus, ...).
-
-    Attributes:
-      program: what it traces to.
-      result_trees: what a run of the function leaves behind.
-      lone: what the program computes, if it is just the call of that rule: to be compiled.
-    """
-
-    __slots__ = ("lone", "program", "result_trees")
-
-    def __init__(self, program: Any, result_trees: tuple[Any, ...]):
-        self.program = program
-        self.result_trees = result_trees
-        self.lone: Computation | None = None
-        call = sole_equation(program)
-        is_rule = call is not None and call.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
-        if call is not None and is_rule and not _jax.closed_over(call.params):
-            self.lone = rule_computation(call.primitive, call.params)
-
-
-def jax_rule_key(
-    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: dict[str, Any]
-) -> Any:
-    """What tells one call of a function of JAX's own from another; None for anybody else's.
-
-    Somebody else's function may read what has changed since its last call, so that it is traced at
-    each, as JAX does.
-    """
-    functions, trees = _jax.rule_functions(subfuns)
-    if params.get("symbolic_zeros") or trees is None or not all(map(is_jaxs_own, functions)):
-        return None
-    types, settings = tuple(map(_jax.type_key, args)), jax_settings(jax.config)
-    return JaxRuleCall, primitive, functions, trees, types, settings

@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
 from tracegrad.rewriting.host_calls import would_run_again
-from tracegrad.tape.keys import parts_of_rule
+from tracegrad.tape.made_rules import parts_of_rule
 
 
 def reads_the_host(params: Mapping[str, Any]) -> bool:
@@ -56,7 +56,7 @@ def silence(node: Node, depth: int = 3) -> None:
 def _has_no_effects(node: CustomGradient) -> bool:
     """Whether it is known without a trace of a rule's faces that it has no effects. (A trace takes
     the derivatives of all operands, and the rule refuses those that its function closes over.)"""
-    parts = None if node.kind == "jvp" else parts_of_rule(node.params)
+    parts = None if node.kind == "jvp" else parts_of_rule(node.params["bwd"])
     return parts is not None and not any(
         _jax.program_facts(program).has_effects for program in parts.programs
     )

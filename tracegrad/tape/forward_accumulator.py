@@ -71,7 +71,7 @@ class ForwardAccumulator(Recording):
             if isinstance(primal, Variable):
                 self._variables[id(primal)] = primal, tangent
             else:
-                self._tangents.move(primal, tangent)
+                self._tangents.set(primal, tangent)
 
     def __repr__(self) -> str:
         return f"<ForwardAccumulator: {'recording' if self._recorder else 'not recording'}>"

@@ -13,8 +13,6 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tape.backward import seeds_for
-from tracegrad.tape.block import graph_of
 from tracegrad.tape.cotangents import (
     BATCH_JACOBIAN,
     GRADIENT,
@@ -31,6 +29,7 @@ from tracegrad.tape.leaves import (
     real,
     require_arrays,
     require_batches,
+    seeds_for,
 )
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
@@ -40,6 +39,7 @@ from tracegrad.tape.sources import (
     warn_of_unseen,
     warn_of_unwatched,
 )
+from tracegrad.tape.under_rules import graph_of
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -206,8 +206,7 @@ class GradientTape(Recording):
     def graph(self) -> Graph:
         """What was recorded, as a `Graph`: print it to see what the tape saw."""
         record = self._record
-        graph, _, _ = graph_of(record.operations(), record.types(), is_shown=True)
-        return graph
+        return graph_of(record.entries, record.arrays, (), runs_rules=False).graph
 
     def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """Why the gradients of a target are what they are: None, zero, NaN, or far too large.

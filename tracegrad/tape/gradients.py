@@ -24,12 +24,10 @@ from tracegrad.differentiation.pull_back import (
     sum_of_known,
     tree_sum,
 )
-from tracegrad.tape.backward import seeds_for
-from tracegrad.tape.block import on_the_way
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
-from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
+from tracegrad.tape.leaves import UnconnectedGradients, require_arrays, seeds_for
 from tracegrad.tape.lost_gradients import warn_of_lost
-from tracegrad.tape.record import Record
+from tracegrad.tape.record import Record, on_the_way
 from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.listening import Listener, listening
@@ -176,10 +174,11 @@ def gradients(
         for target, seed in zip(targets, seeds_for(targets, grad_ys), strict=True)
     ]
     record = _record_here(_values(sources))
-    reads = [_reads(record, x, targets) for x in sources]
+    reads = [_reads(record, x) for x in sources]
     constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
-    stops = [array for x in constants for array in _reads(record, x, targets)]
+    stops = [array for x in constants for array in _reads(record, x)]
     each = [array for of in reads for array in of]
+    _refuse_from_around(record, targets, each, stops, any(map(is_variable, sources)))
     with jax.named_scope(name):
         kind = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(_pull_back(record, targets, each, kind, seeds, stops, sums, gate_gradients))
@@ -218,7 +217,9 @@ def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
 def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
-    total = sum_of_known(_pull_back(record, [first], _reads(record, x, [first]), JACOBIAN))
+    reads = _reads(record, x)
+    _refuse_from_around(record, [first], reads, (), is_variable(x))
+    total = sum_of_known(_pull_back(record, [first], reads, JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 
@@ -267,12 +268,9 @@ def _values(values: Any) -> list[Any]:
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
 
 
-def _reads(record: Record, x: Any, targets: Sequence[Any] = ()) -> list[Any]:
-    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own, and
-    some may be by enclosing functions, of which the targets use values."""
-    own = record.stands_for(record.reads_of(x) or _values(x))
-    used = _used_from_around(record, targets) if isinstance(x, Variable) else []
-    return [*own, *_reads(_enclosing(record), x, used)] if used else own
+def _reads(record: Record, x: Any) -> list[Any]:
+    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own."""
+    return record.reads_of(x) or _values(x)
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
@@ -304,97 +302,47 @@ def _pull_back(
     kind: Derivative,
     seeds: Sequence[Any] = (),
     stops: Sequence[Any] = (),
-    *how: Any,
+    aggregate: Aggregation | None = None,
+    gated: bool = False,
 ) -> list[Any]:
     """The cotangents of sources; None for one that nothing connects to a target."""
-    around = _ways_around(record, targets, sources, stops)
-    if not around:
-        return _pull_back_here(record, targets, sources, kind, seeds, stops, *how)
-    if kind is JACOBIAN:
-        raise NotImplementedError(
-            "an x is a value of an enclosing traced function, and so are further values that the "
-            "ys depend on: ask for these second derivatives there"
-        )
-    enclosing = _enclosing(record)
-    # What is used here of the values around is pulled back through what has computed them there.
-    is_outer = [_is_from_around(record, x) for x in sources]
-    inner = [x for x, outer in zip(sources, is_outer, strict=True) if not outer]
-    here = _pull_back_here(record, targets, [*inner, *around], GRADIENT, seeds, stops, *how)
-    arrived = [(x, ct) for x, ct in zip(around, here[len(inner) :], strict=True) if ct is not None]
-    there = _pull_back(
-        enclosing,
-        [x for x, _ in arrived],
-        [x for x, outer in zip(sources, is_outer, strict=True) if outer],
-        GRADIENT,
-        [ct for _, ct in arrived],
-        stops,
-        *how,
-    )
-    each = iter(here), iter(there)
-    return [next(each[outer]) for outer in is_outer]
+    stopped = frozenset(map(record.slot, stops))
+    warn_of_lost(record, sources, targets)
+    ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
+    return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated)
 
 
-def _pull_back_here(
+def _refuse_from_around(
     record: Record,
     targets: Sequence[Any],
     sources: Sequence[Any],
-    kind: Derivative,
-    seeds: Sequence[Any] = (),
-    stops: Sequence[Any] = (),
-    aggregate: Aggregation = running_sum,
-    gated: bool = False,
-) -> list[Any]:
-    """The same by way of what the function itself computes, or what a tape follows."""
-    stopped = frozenset(record.slots[id(array)] for array in stops if id(array) in record.slots)
-    ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
-    record.refuse_to_stop(stopped, ends[1])
-    warn_of_lost(record, sources, targets)
-    recorder = recorder_around()
-    inline = recorder is None or not recorder.is_top
-    return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated, inline)
-
-
-def _ways_around(
-    record: Record, targets: Sequence[Any], sources: Sequence[Any], stops: Sequence[Any]
-) -> list[Any]:
-    """The values of enclosing functions by which targets may be connected to sources that are such
-    values too; none if there is just one, used and asked for."""
-    given = {id(x) for x in sources if _is_from_around(record, x)}
-    if not given:
-        return []
-    stopped = set(map(id, stops)) - given
-    found = [array for array in _used_from_around(record, targets) if id(array) not in stopped]
-    return found if len(given.union(map(id, found))) > 1 else []
-
-
-def _used_from_around(record: Record, targets: Sequence[Any]) -> list[Any]:
-    """The values of enclosing functions from which some of the targets may be computed."""
+    stops: Sequence[Any],
+    has_variables: bool,
+) -> None:
+    """Raises NotImplementedError for an x of an enclosing function, or a Variable, where the
+    targets also use other values of that: what connects these to the x was not recorded here."""
     if not isinstance(record, _Everything) or record.depth == 1:
-        return []
-    ends = tuple(map(record.slot, targets))
-    operations, types = record.operations(), record.types()
+        return
+    asked = {id(x) for x in sources if _is_from_around(record, x)}
+    if not asked and not has_variables:
+        return
     around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
-    used = {
-        slot for i in on_the_way(operations, types, around, ends) for slot in operations[i].args
-    }
-    return [record.arrays[slot] for slot in used.union(ends).intersection(around)]
+    ends = list(map(record.slot, targets))
+    path = on_the_way(record, around, ends)
+    used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(around)
+    others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
+    if others or len(asked) > 1:
+        raise NotImplementedError(
+            "an x is a Variable, or a value of a traced function that encloses the one which calls "
+            "gradients(), and the ys depend on other values of that function: call gradients() in "
+            "the function that computes the x, or give what the ys depend on to the inner function "
+            "as arguments"
+        )
 
 
-def _is_from_around(record: Record, array: Any) -> bool:
-    if not isinstance(record, _Everything) or record.depth == 1:
-        return False
+def _is_from_around(record: _Everything, array: Any) -> bool:
     is_traced = _jax.is_tracer(array) and _jax.has_gradient(array)
     return is_traced and _jax.trace_of(array) is not record.trace
-
-
-def _enclosing(record: Record) -> _Everything:
-    """The record of the function that is being traced around the one of a record."""
-    assert isinstance(record, _Everything)
-    found = _recording.records.get(record.depth - 1)
-    if found is None:
-        trace_again(_recording_everything, record.depth - 1)
-    found.hand_out()
-    return found
 
 
 def _colocated(gradient: Any, value: Any) -> Any:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tracegrad.differentiation.gradient_types import as_inexact
+from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import brief, with_article
 from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.statics import is_variable
@@ -142,3 +144,43 @@ def require_batches(target: Any, source: Any) -> None:
             f"the batch of the target has the size {shapes[0][0]}, that of the source "
             f"{shapes[1][0]}"
         )
+
+
+def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
+    """The cotangents that a backward pass starts from: the given ones, checked; None for ones.
+
+    A Python number, and integers of NumPy, are of the dtype of the target. Raises ValueError for a
+    wrong number or shape, TypeError for a wrong dtype and for a complex target without one.
+    """
+    given: list[Any] = [None] * len(targets)
+    if output_gradients is not None:
+        given = jax.tree.leaves(
+            output_gradients, is_leaf=lambda leaf: leaf is None or is_slices(leaf)
+        )
+    if len(given) != len(targets):
+        raise ValueError(
+            f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
+            "None) for each"
+        )
+    return [_seed(target, seed) for target, seed in zip(targets, given, strict=True)]
+
+
+def _seed(target: Any, seed: Any) -> Any:
+    if seed is None:
+        if getattr(getattr(target, "dtype", None), "kind", "") == "c":
+            raise TypeError(
+                f"the target is {target.dtype}: say with output_gradients which combination of "
+                "real and imaginary part to differentiate"
+            )
+        return None
+    aval = jax.typeof(target)
+    if is_slices(seed):
+        seed = seed.dense_as(aval)
+    seed = jnp.asarray(as_inexact(seed, aval.dtype))
+    if seed.shape != jnp.shape(target):
+        raise ValueError(
+            f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"
+        )
+    if seed.dtype != target.dtype:
+        raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
+    return seed

@@ -7,22 +7,21 @@ and so does a tape; where that takes a part of a gradient away, the tape says so
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Node, Source, Value
-from tracegrad.ir.dependence import Masks, joined, of_each, spread
-from tracegrad.ir.importer import lone_node
+from tracegrad.ir import CustomGradient, Graph, Node
+from tracegrad.ir.dependence import Masks, joined, of_each
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.lowering.closed_over import depends_on
-from tracegrad.tape.block import graph_of
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.keys import PROGRAMS, closed_over_by, closes_over_arrays
-from tracegrad.tape.record import LostGradient, Record, lost_gradient_text
+from tracegrad.tape.made_rules import What, closed_over_by, closes_over_arrays
+from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept
 from tracegrad.tape.rules_on_values import Rule
 
 # --------------------------------------------------------------------------- rules on values
@@ -40,27 +39,28 @@ def lost_around(
 
     Args:
       record: one that has recorded what the function did.
-      begun: how many steps and lost gradients the record had when the function was called.
-      operands: the arrays to which the rule gives gradients.
+      begun: how many entries and lost gradients the record had when the function was called.
+      rule, operands: the rule, and the arrays to which it gives gradients.
       computed: the arrays that the function has returned.
       info: JAX's source info of the call.
     """
     first, before = begun
-    ends = [record.slots[id(each)] for each in computed if id(each) in record.tracked]
-    if not ends:
+    tracked, arrays = record.tracked, record.arrays
+    ends = [tracked[id(each)] for each in computed if id(each) in tracked]
+    if not ends or rule.describe is None:
         return []
     made, used = set[int](), dict[int, None]()
-    for step in record.steps[first:]:
-        if step.computation is not None:
-            used.update(dict.fromkeys(slot for slot in step.args if slot not in made))
-            made.update(step.results)
+    for entry in record.entries[first:]:
+        used.update(dict.fromkeys(slot for slot in entry.args if slot not in made))
+        made.update(entry.results)
     used.update(dict.fromkeys(slot for slot in ends if slot not in made))
-    given, arrays = set(map(id, operands)), record.arrays
-    followed = [s for s in used if id(arrays[s]) in record.tracked and id(arrays[s]) not in given]
-    inside = first, len(record.steps), tuple(ends)
+    given = set(map(id, operands))
+    followed = [s for s in used if tracked.get(id(arrays[s])) == s and id(arrays[s]) not in given]
+    inside = first, len(record.entries), tuple(ends)
+    describe = rule.describe
 
     def text(array: Any) -> str:
-        return lost_gradient_text(rule.describe(array), info)
+        return lost_gradient_text(describe(array), info)
 
     inner = record.lost[before:]  # by functions that this one has called
     own = [LostGradient(s, (), functools.partial(text, arrays[s]), inside) for s in followed]
@@ -77,36 +77,48 @@ def lose_in(
     results: Sequence[Any],
 ) -> None:
     """Tells records which operands of an operation that has run functions in it close over."""
+    programs = [program for _, program in _jax.sub_programs(computation.params)]
     if not (
-        any(map(closes_over_arrays, computation.programs))
+        any(map(closes_over_arrays, programs))
         or closed_over_by(computation.primitive, computation.params)
     ):
         return
-    types, of_results = (tuple(map(jax.typeof, arrays)) for arrays in (operands, results))
-    key = lose_in, computation.keys[1], types
-    found: Sequence[tuple[int, tuple[str, str], tuple[int, ...]]] | None = PROGRAMS.get(key)
+    key = lose_in, tuple(map(_jax.type_key, operands))
+    found = computation.derived.get(key)
     if found is None:
-        found = PROGRAMS.put(key, _lost_operands(computation, types, of_results))
-    info = _jax.current_source_info() if found else None
-    for operand, what, places in found:
+        types = list(map(jax.typeof, operands))
+        found = computation.derived[key] = lost_operands(computation.called, types)
+    lose(records, found, operands, results)
+
+
+Lost = list[tuple[int, What, tuple[int, ...]]]
+
+
+def lose(
+    records: Sequence[Record], lost: Lost, operands: Sequence[Any], results: Sequence[Any]
+) -> None:
+    """Tells records of what `lost_operands` has found in what has run just now."""
+    info = _jax.current_source_info() if lost else None
+    for operand, what, places in lost:
         for record in records:
             record.lose(operands[operand], [results[i] for i in places], what, info)
 
 
-def _lost_operands(
-    computation: Computation, types: Sequence[Any], results: Sequence[Any]
-) -> list[tuple[int, tuple[str, str], tuple[int, ...]]]:
-    """Each operand of an operation that a function with a rule in it closes over: its position,
-    what the user calls it, and the results that are connected to a result of that function."""
-    source = Source(None, None)
-    node = lone_node(computation.primitive, computation.params, types, source, results)
+def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
+    """Each operand of a function that a function with a rule in it closes over: its position, what
+    the user calls it, and the results that are connected to a result of that inner function."""
+    graph = _traced(fun, types)
     walk = _ClosedOver(len(types))
-    outs = walk.rule(node, of_each(map(_jax.has_gradient, types)))
+    outs = walk.region(graph, of_each(map(_jax.has_gradient, types)))
     return [
         (operand, what, places)
         for (operand, what), bit in walk.found.items()
         if (places := tuple([i for i, mask in enumerate(outs) if mask & bit]))
     ]
+
+
+def _traced(fun: Any, types: Sequence[Any]) -> Graph:
+    return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*types))
 
 
 class _ClosedOver(Walk):
@@ -115,7 +127,7 @@ class _ClosedOver(Walk):
 
     def __init__(self, count: int):
         self._count = count
-        self.found: dict[tuple[int, tuple[str, str]], int] = {}
+        self.found: dict[tuple[int, What], int] = {}
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         outs = super().rule(node, ins)
@@ -136,60 +148,59 @@ def warn_of_lost(record: Record, sources: Sequence[Any], targets: Sequence[Any])
     """Warns, at the user's line, of each lost gradient that is a part of one that is asked for."""
     if not record.lost:
         return
-    ends = [
-        tuple([record.slots[id(each)] for each in arrays if id(each) in record.slots])
+    starts, ends = (
+        [record.slot(each) for each in arrays if record.has_slot(each)]
         for arrays in (sources, targets)
-    ]
-    key = "lost", *ends, tuple([(lost.array, lost.results, lost.inside) for lost in record.lost])
-    known: Sequence[int] | None = record.step.programs.get(key)
-    if known is None:
-        known = record.step.programs[key] = _missed(record, *ends)
-    for text in dict.fromkeys(record.lost[i].text() for i in known):
+    )
+    for text in dict.fromkeys(lost.text() for lost in _missed(record, starts, ends)):
         warn_where_called(text, UserWarning)
 
 
-def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
-    """Which lost gradients lie on a way from a source to a target."""
-    graph, values, _ = graph_of(record.operations(), record.types(), as_called=True)
-    walk = Walk()
-    starts = dict.fromkeys((values[slot] for slot in sources), 1)
+def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> list[LostGradient]:
+    """The lost gradients that lie on a way from a source to a target."""
+    starts = dict.fromkeys(sources, 1)
     for i, lost in enumerate(record.lost, 1):
         for slot in lost.results:
-            starts[values[slot]] = starts.get(values[slot], 0) | 1 << i
-
-    def rule(node: Node, ins: Masks) -> Masks:
-        pairs = zip(node.outputs, walk.rule(node, ins), strict=True)
-        return [mask | starts.get(value, 0) for value, mask in pairs]
-
-    masks: dict[Value, int] = {}
-    spread(graph, [starts.get(value, 0) for value in graph.inputs], rule, masks)
-    arrived = joined(masks[values[slot]] for slot in targets)
+            starts[slot] = starts.get(slot, 0) | 1 << i
+    masks = _spread(record, record.entries, starts)
+    arrived = joined(masks.get(slot, 0) for slot in targets)
     return [
-        i
-        for i, lost in enumerate(record.lost)
-        if masks[values[lost.array]] & 1
-        and arrived >> i + 1 & 1
-        and _is_connected(record, lost, graph.nodes, values, walk)
+        lost
+        for i, lost in enumerate(record.lost, 1)
+        if masks.get(lost.array, 0) & 1 and arrived >> i & 1 and _is_connected(record, lost)
     ]
 
 
-def _is_connected(
-    record: Record,
-    lost: LostGradient,
-    nodes: Sequence[Node],
-    values: Mapping[int, Value],
-    walk: Walk,
-) -> bool:
+def _is_connected(record: Record, lost: LostGradient) -> bool:
     """Whether what a function with a rule on values has computed is connected to the array that it
     closes over."""
     if lost.inside is None:
         return True
     first, last, ends = lost.inside
-    before, until = (
-        sum(step.computation is not None for step in record.steps[:end]) for end in (first, last)
-    )
-    masks = {values[lost.array]: 1}
-    for node in nodes[before:until]:
-        ins = [masks.get(v, 0) if isinstance(v, Value) else 0 for v in node.inputs]
-        masks.update(zip(node.outputs, walk.rule(node, ins), strict=True))
-    return any(masks.get(values[slot], 0) for slot in ends)
+    masks = _spread(record, record.entries[first:last], {lost.array: 1})
+    return any(masks.get(slot, 0) for slot in ends)
+
+
+def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) -> dict[int, int]:
+    """Masks of slots, each joined with those of all slots that it is connected to."""
+    masks = dict(starts)
+    for entry in entries:
+        ins = [masks.get(slot, 0) for slot in entry.args]
+        if not any(ins):
+            continue
+        rows = _links(record, entry)
+        for slot, row in zip(entry.results, rows):
+            found = joined(mask for i, mask in enumerate(ins) if row >> i & 1)
+            masks[slot] = masks.get(slot, 0) | found
+    return masks
+
+
+def _links(record: Record, entry: Entry) -> Sequence[int]:
+    """For each result of an entry the mask of the operands that are connected to it."""
+    computation, count = entry.computation, len(entry.args)
+    if isinstance(computation, Rule):
+        return [(1 << count) - 1] * len(entry.results)
+    types = [type_of_kept(record.arrays[slot]) for slot in entry.args]
+    known = computation.links(types)
+    rest = [(1 << count) - 1] * (len(entry.results) - len(known))
+    return [*known, *rest]

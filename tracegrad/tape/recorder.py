@@ -12,44 +12,47 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
     Computation,
-    JaxRuleCall,
-    JittedCall,
     computation_of,
-    jax_rule_key,
-    jitted_call,
-    new_jitted_call,
-    own_computation,
-    rule_computation,
-    sole_equation,
+    computation_of_rule,
+    computation_with_programs,
     without_donation,
 )
-from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import reads_the_host
-from tracegrad.tape.keys import PROGRAMS
-from tracegrad.tape.lifting import closes_over_watched, lift
-from tracegrad.tape.lost_gradients import lose_in, lost_around
+from tracegrad.tape.lost_gradients import lose, lose_in, lost_around, lost_operands
+from tracegrad.tape.made_rules import parts_of_rule
+from tracegrad.tape.programs import RULES, closes_over_watched
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules_on_values import ON_VALUES, Rule
-from tracegrad.tape.running import PLAIN, Running, are_plain, refuse_references
+from tracegrad.tape.rules_of_jax import rule_of_jax
+from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
-from tracegrad.variables.overriding import Instead, OverridingTrace
+from tracegrad.variables.overriding import ForwardingTrace, Instead, OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
 
 
-class Recorder(Running):
-    """Runs every operation under `parent`, and adds it to the records that track an operand."""
+class Recorder(ForwardingTrace):
+    """Runs every operation under its parent, and adds it to the records that track an operand.
+
+    Attributes:
+      records: those that are told what runs.
+      is_top: whether what runs under the parent runs at once.
+    """
 
     def __init__(self, parent: Any):
         super().__init__(parent)
+        self.records: list[Record] = []
+        self.is_top = isinstance(parent, _jax.TopLevelTrace)
+        self._is_staged = any(isinstance(t, _jax.StagingTrace) for t in _jax.outward(parent))
         # Sees operations before what it stands on does, which may put others in their place.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
@@ -76,34 +79,148 @@ class Recorder(Running):
         if not self.records and self.is_installed and _jax.current_trace(None) is self:
             self.uninstall()
 
+    @property
+    def gives_back(self) -> bool:
+        return self.is_top and len(self.records) == 1 and type(self.records[0]) is Record
+
     # ------------------------------------------------------------------ what JAX asks of a trace
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         if self._overriding is not None:
-            results = self._run_instead(self._overriding.instead, args, primitive, params, args)
-            if results is not None:
-                return results if primitive.multiple_results else results[0]
+            found = self._run_instead(self._overriding.instead, args, primitive, params, args)
+            if found is not None:
+                return found if primitive.multiple_results else found[0]
+        results: Any
         # Called for every operation: what costs a microsecond here counts.
-        if primitive is _JIT:
-            call = jitted_call(params) or self._new_jitted_call(params)
-            computation = call.computation
-            if call.constants:
-                return self._process_closure(call, args, params)
-        elif primitive is TO_HOST:
-            return self._end_gradient(primitive, args, params)
-        elif primitive in _WITHOUT_PROGRAMS:
-            if not self.tracks(args):
+        if primitive in _WITHOUT_PROGRAMS:
+            watching = self._watching(args)
+            if not watching:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*args, **params)
-            computation = computation_of(primitive, params)
+            results = self.apply(computation_of(primitive, params), args, watching)
+        elif primitive is TO_HOST:
+            return self._end_gradient(primitive, args, params)
+        elif primitive is not _JIT and not _jax.sub_programs(params):
+            _WITHOUT_PROGRAMS.add(primitive)
+            return self.process_primitive(primitive, args, params)
         else:
-            return self._process_any(primitive, args, params)
-        computation.is_used = True
-        if computation.run is None or not self.is_top or computation.saves:
-            return self._process(computation, args, primitive, args, params)
-        return self._run_compiled(computation, primitive, args)
+            results = self._process_programs(primitive, args, params)
+        return results if primitive.multiple_results else results[0]
+
+    def _process_programs(
+        self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """Runs an operation that has programs: what they close over are operands too."""
+        facts = _jax.facts_below(params)
+        captured: Sequence[Any] = facts.arrays
+        tell_of_assigned((*captured, *args))
+        watching = self._watching([*captured, *args])
+        if not watching and (primitive is not _JIT or facts.has_effects or self._is_staged):
+            with set_current_trace(self.parent_trace):
+                return _bind(primitive, args, without_donation(params))
+        if primitive is _JIT:
+            captured = (*captured, *facts.numpy_arrays)
+        else:
+            captured = [c for c in captured if self._watching((c,))]
+        with set_current_trace(self.parent_trace):
+            computation = computation_with_programs(primitive, params, captured)
+        if not watching and computation.saves:  # it shares what JAX has compiled
+            with set_current_trace(self.parent_trace):
+                return _bind(primitive, args, without_donation(params))
+        for identity, function in computation.refused.items():
+            if any(identity in record.tracked for record in self.records):
+                raise closes_over_watched(function)
+        reads = primitive is _JIT and facts.has_effects and reads_the_host(params)
+        if reads and not self._may_save(watching):
+            return self._run_program(params["jaxpr"], args)
+        results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
+        return results
+
+    def _may_save(self, watching: Sequence[Record]) -> bool:
+        """Whether what a derivative needs may be saved: rules need the operation as it is, and an
+        accumulator carries tangents through that."""
+        return not rules_in_force() and all(record.keeps_operations for record in watching)
+
+    def _watching(self, operands: Sequence[Any]) -> list[Record]:
+        return [record for record in self.records if record.tracks(operands)]
+
+    def apply(
+        self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
+    ) -> Any:
+        """Runs a computation and records it; returns its own results, as it gives them."""
+        for operand in operands:
+            if type(operand) not in PLAIN:
+                operands = self._own_operands(computation.name, operands)
+                break
+        saves = computation.saves if self.is_top else computation.is_run_once
+        with set_current_trace(self.parent_trace):
+            if saves and watching and self._may_save(watching):
+                active = _active(operands, watching)
+                orders = sum(record.orders for record in watching)
+                if active:
+                    computation = computation.forward(active, operands, orders)
+            run = computation.fun if self._is_staged else computation.run
+            out = run(*operands)
+        if not watching:
+            return out
+        results = self._own_results(computation, operands, jax.tree.leaves(out))
+        if computation.tree is not None:
+            out = jax.tree.unflatten(computation.tree, results[: computation.count])
+        else:
+            out = jax.tree.unflatten(jax.tree.structure(out), results)
+        info = current_source_info()
+        for record in watching:
+            record.add(computation, operands, results, info)
+        if computation.has_rules:
+            lose_in(watching, computation, operands, results)
+        return out
+
+    def _own_results(
+        self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
+    ) -> list[Any]:
+        """The results, each an array of its own.
+
+        An operation may return the very array that it was given (a reshape to the same shape). The
+        result is another value with a gradient of its own: it gets its own identity. And of a
+        checkpointed function JAX hands on a constant as it stands in the program, which is no array
+        yet: each operation that reads it would make another one of it.
+        """
+        own = set(map(id, args))
+        fresh = []
+        for result in results:
+            if not isinstance(result, jax.Array):
+                refuse_references(computation.name, [result])
+                with set_current_trace(self.parent_trace):
+                    result = jnp.asarray(result)
+            if id(result) in own:
+                result = self.alias(result)
+            own.add(id(result))
+            fresh.append(result)
+        return fresh
+
+    def _own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
+        """The operands as a record can hold them: a NumPy array may be changed by its owner."""
+        refuse_references(name, operands)
+        if are_plain(operands) or not any(isinstance(x, np.ndarray) for x in operands):
+            return operands
+        with set_current_trace(self.parent_trace):
+            return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
+
+    def alias(self, array: Any) -> Any:
+        """Another array object for the same value."""
+        with set_current_trace(self.parent_trace):
+            return _jax.fresh_alias(array)
+
+    def sees(self, args: Sequence[Any]) -> bool:
+        return bool(self.records)  # it may read a Variable
+
+    def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Runs an operation that hands on its operand, without recording it."""
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*args, **params)
+        return self.alias(result) if self._watching([result]) else result
 
     def _run_instead(
         self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
@@ -116,119 +233,6 @@ class Recorder(Running):
         with set_current_trace(self):
             return instead(*args)
 
-    def _run_compiled(self, computation: Computation, primitive: Any, args: Sequence[Any]) -> Any:
-        """Runs a compiled operation and records it: its results are new arrays, and there is
-        nothing else to heed."""
-        run = computation.run
-        assert run is not None
-        watching = [record for record in self.records if record.tracks(args)]
-        for arg in args:
-            if type(arg) not in PLAIN:
-                args = self.own_operands(primitive, args) if watching else args
-                break
-        with set_current_trace(self.parent_trace):
-            out = run(*args)
-        if watching:
-            info = current_source_info()
-            made: Sequence[Any] = out if primitive.multiple_results else (out,)
-            for record in watching:
-                record.add(computation, args, made, info)
-        return out
-
-    def call_directly(
-        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        if not self.is_top or len(self.records) != 1 or type(self.records[0]) is not Record:
-            return None
-        if rules_in_force() or _jax.config.jax_disable_jit:
-            return None
-        (record,) = self.records
-        operands = jax.tree.leaves((args, kwargs))
-        tracked = record.tracked
-        active = tuple([i for i, operand in enumerate(operands) if id(operand) in tracked])
-        form = forms.get(active)
-        if form is None:
-            if not active or len(forms) >= _MOST_FORMS:
-                return None
-            form = forms[active] = direct_form(jitted, active)
-        if form is NotDirect or not are_plain(operands):
-            return None
-        tell_of_assigned(operands)
-        try:
-            with set_current_trace(self.parent_trace):
-                arrays, call = form(*args, **kwargs)
-        except NotDirect:
-            forms[active] = NotDirect
-            return None
-        call.computation.is_used = True
-        record.add(call.computation, operands, arrays, current_source_info())
-        return jax.tree.unflatten(call.tree, arrays[: call.tree.num_leaves])
-
-    def _process_closure(
-        self, call: JittedCall, args: Sequence[Any], params: dict[str, Any]
-    ) -> list[Any]:
-        """Runs a jitted function that closes over arrays: they are operands too."""
-        if call.has_tracers:
-            return list(self._process_any(_JIT, args, params))
-        tell_of_assigned(call.constants)
-        if call.refused:
-            for record in self.records:
-                for identity, error in call.refused.items():
-                    if identity in record.tracked:
-                        raise error
-        call.computation.is_used = True
-        results: list[Any] = self._process(
-            call.computation, [*call.captured, *args], _JIT, args, params
-        )
-        return results
-
-    def _process(
-        self,
-        computation: Computation,
-        operands: Sequence[Any],
-        primitive: Any,
-        args: Sequence[Any],
-        params: dict[str, Any],
-    ) -> Any:
-        """Runs an operation in whatever way it asks for, and records it.
-
-        `operands` are those of the computation, `args` those of the primitive with these
-        parameters.
-        """
-        if computation.programs:
-            tell_of_assigned(operands)
-        watching = [record for record in self.records if record.tracks(operands)]
-        if not watching:
-            return self.run(computation, operands, primitive, args, params)
-        captured = operands[: len(operands) - len(args)]
-        for arg in args:
-            if type(arg) not in PLAIN:
-                args = self.own_operands(primitive, args)
-                operands = [*captured, *args]
-                break
-        if computation.has_effects and primitive is _JIT and reads_the_host(params):
-            return self._run_program(params["jaxpr"], args)
-        return self._run_watched(computation, operands, primitive, args, params, watching)
-
-    def _run_watched(
-        self,
-        computation: Computation,
-        operands: Sequence[Any],
-        primitive: Any,
-        args: Sequence[Any],
-        params: dict[str, Any],
-        watching: Sequence[Record],
-    ) -> Any:
-        """The same of an operation that records track, on operands that they can hold."""
-        results = self.run_and_save(computation, operands, watching)
-        if results is None:
-            out = self.run(computation, operands, primitive, args, params)
-            results = out if primitive.multiple_results else [out]
-            refuse_references(primitive, results)
-            results = self.record(computation, operands, results, watching)
-        lose_in(watching, computation, operands, results)
-        return results if primitive.multiple_results else results[0]
-
     # ---------------------------------------------------------------------------- rules on values
 
     @property
@@ -239,7 +243,7 @@ class Recorder(Running):
 
     def before_rule(self) -> dict[Record, tuple[int, int]]:
         """How far each record is, before a function with a rule runs on values."""
-        return {record: (len(record.steps), len(record.lost)) for record in self.records}
+        return {record: (len(record.entries), len(record.lost)) for record in self.records}
 
     def with_rule(
         self,
@@ -253,72 +257,23 @@ class Recorder(Running):
         They are other arrays than those that it has computed, and connected to operands only.
         `begun`: from `before_rule`.
         """
-        watching = [record for record in self.records if record.tracks(operands)]
-        if not computed or not (watching or self.tracks(computed)):
+        watching = self._watching(operands)
+        if not computed or not (watching or self._watching(computed)):
             return computed
         results = [self.alias(result) for result in computed]
-        types = tuple(map(jax.typeof, results))
-        params = {"name": rule.name, "results": types}
-        computation, info = computation_of(ON_VALUES, params), current_source_info()
+        info = current_source_info()
         for record in self.records:
             of = begun.get(record)
             lost = [] if of is None else lost_around(record, of, rule, operands, computed, info)
             if lost or record in watching:
-                record.add_rule(rule, computation, operands, results, info, lost)
+                record.add(rule, operands, results, info)
+                record.add_lost(lost)
         return results
-
-    def _new_jitted_call(self, params: dict[str, Any]) -> JittedCall:
-        with set_current_trace(self.parent_trace):
-            return new_jitted_call(params)
-
-    def _process_any(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs an operation that may have programs: a loop, a branch, or one not met before."""
-        if not any(_jax.sub_programs(params)):
-            _WITHOUT_PROGRAMS.add(primitive)
-            return self.process_primitive(primitive, args, params)
-        facts = _jax.facts_below(params)
-        constants = facts.arrays
-        tell_of_assigned((*constants, *args))
-        captured = [c for c in constants if self.is_tracked(c)] if constants else []
-        operands = [*captured, *args]
-        watching = [r for r in self.records if r.tracks(operands)]
-        if watching:
-            args = self.own_operands(primitive, args)
-            operands = [*captured, *args]
-            if primitive is _JIT and facts.has_effects and reads_the_host(params):
-                return self._run_program(params["jaxpr"], args)
-        params = dict(without_donation(params))
-        with set_current_trace(self.parent_trace):
-            if not watching:
-                return primitive.bind(*args, **params)
-            computed = primitive, params
-            if captured:
-                computed = _JIT, lift(primitive, params, captured, args)
-                if primitive is _jax.REMAT:  # not a call of one: it is differentiated as a whole
-                    alone = sole_equation(computed[1]["jaxpr"])
-                    computed = computed if alone is None else (primitive, alone.params)
-            if any(map(_jax.is_tracer, constants)):  # gone with their transformation
-                computation = Computation(*computed, is_shared=False)
-            else:
-                computation = computation_of(*computed)
-        return self._run_watched(computation, operands, primitive, args, params, watching)
-
-    def sees(self, args: Sequence[Any]) -> bool:
-        return bool(self.records)  # it may read a Variable
-
-    def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs an operation that hands on its operand, without recording it."""
-        with set_current_trace(self.parent_trace):
-            result = primitive.bind(*args, **params)
-        return self.alias(result) if self.is_tracked(result) else result
-
-    # ---------------------------------------------------------------------------- custom rules
 
     def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function with a rule. It is traced first: as an equation it can be kept, and what
-        it closes over shows as operands."""
+        """Runs a function of JAX's that has a rule."""
         if self._overriding is not None:
             ask = self._overriding.rule_instead
             results = self._run_instead(ask, args, primitive, subfuns, params, args)
@@ -327,33 +282,107 @@ class Recorder(Running):
         if not self.records:
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
-        fun, rule = subfuns[:2]
-        key = jax_rule_key(primitive, subfuns, args, params)
-        known = None if key is None else PROGRAMS.get(key)
-        if known is not None:
-            _jax.leave_result_trees(fun, known.result_trees)
-            lone = known.lone
-            if lone is not None and lone.run is not None and self.is_top:
-                lone.is_used = True
-                return list(self._run_compiled(lone, primitive, args))
-        else:
+        if self.takes_rules and not rules_in_force():
             with set_current_trace(self.parent_trace):
-                program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
-                    *args
-                )
-            known = JaxRuleCall(program, _jax.result_trees(fun))
-            # What it closes over would be that of the first call only.
-            if key is not None and not _jax.constants_of(program):
-                PROGRAMS.put(key, known)
-        results = self._run_program(known.program, args, is_new=key is None)
+                known = rule_of_jax(primitive, subfuns, args, params)
+            if known is not None:
+                return list(self.apply(known.computation, args, self._watching(args)))
+            return self._run_rule_on_values(primitive, subfuns, args, params)
+        return self._run_traced_rule(primitive, subfuns, args, params)
+
+    def _run_rule_on_values(
+        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        """Has JAX differentiate the function: its rule runs forward on values now, and backward
+        when a gradient gets there. Tapes further out record both, since they differentiate that."""
+        operands = self._own_operands(str(getattr(subfuns[0], "__name__", primitive.name)), args)
+        watching = self._watching(operands)
+        active = _active(operands, watching)
+        name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", primitive.name)
+        followed = [record for record in self.records if not isinstance(record, Spy)]
+        spies = [Spy(record, operands) for record in followed]
+
+        def bind(*operands: Any) -> list[Any]:
+            return list(primitive.bind(*operands, subfuns=subfuns, **params))
+
+        def called(*operands: Any) -> list[Any]:
+            for fun in subfuns[:2]:
+                _jax.forget_result_trees(fun)
+            return bind(*operands)
+
+        met: set[int] = set()  # the operands for which the rule has given a gradient, no None
+
+        def witnessed(operands: list[Any]) -> list[Any]:
+            return bind(*_jax.with_witnesses(operands, 0, met))
+
+        inner = watching[-1] if watching else None
+        with _StandingAside(self, inner, spies), set_current_trace(self):
+            if active:
+                try:
+                    results, vjp = _jax.vjp_of_some(witnessed, operands, active)
+                except Exception as error:
+                    if "closed-over value" in str(error):
+                        raise closes_over_watched(self._name_of(called, operands)) from error
+                    raise
+            else:
+                results = subfuns[0].call_wrapped(*operands)
+        if any(spy.has_seen for spy in spies):
+            raise closes_over_watched(self._name_of(called, operands))
+        if not active:
+            return list(results)
+        types = list(map(jax.typeof, results))
+
+        def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
+            every = [ct if ct is not None else _zeros(aval) for ct, aval in zip(cotangents, types)]
+            met.clear()
+            found = dict(zip(active, vjp(every), strict=True))
+            return [found.get(i) if i in met else None for i in range(len(operands))]
+
+        at = {id(x): i for i, x in enumerate(operands)}
+        handed_on = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
+        rule = Rule(name, called, pull_back, handed_on=handed_on)
+        results = [self.alias(result) for result in results]
+        info = current_source_info()
+        for record in watching:
+            record.add(rule, operands, results, info)
+        parts = parts_of_rule(subfuns[2]) if primitive is _jax.CUSTOM_VJP else None
+        if parts is not None and parts.closed_over:
+            kept = [(fun, _jax.result_trees(fun)) for fun in subfuns[:2] if _jax.has_run(fun)]
+            with set_current_trace(self.parent_trace):
+                found = lost_operands(called, list(map(jax.typeof, operands)))
+            for fun in subfuns[:2]:
+                _jax.forget_result_trees(fun)
+            for fun, trees in kept:  # its caller takes the tree of the results from there
+                _jax.leave_result_trees(fun, trees)
+            lose(watching, found, operands, results)
+        return results
+
+    def _name_of(self, called: Callable[..., list[Any]], operands: Sequence[Any]) -> str:
+        """The name of the function with a rule that a call is of."""
+        with set_current_trace(self.parent_trace):
+            program = jax.make_jaxpr(called)(*operands)
+        rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
+        return str(_jax.function_of(rules[0].params["call_jaxpr"]).name) if rules else "a function"
+
+    def _run_traced_rule(
+        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        """Runs a function with a rule as the equation that it is traced to: so it can be kept, and
+        what it closes over shows as operands."""
+        with set_current_trace(self.parent_trace):
+            program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
+                *args
+            )
+        results = self._run_program(program, args)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
+        fun, rule = subfuns[:2]
         if _jax.has_run(rule):
             _jax.forget_result_trees(fun)
         return results
 
-    def _run_program(self, program: Any, args: Sequence[Any], *, is_new: bool = False) -> list[Any]:
-        """Runs a program operation by operation; `is_new`: it was traced for this one run."""
+    def _run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
+        """Runs a program operation by operation."""
         open_form, constants = _jax.parts_of(program)
         values = dict(zip(open_form.constvars, constants, strict=True))
         values.update(zip(open_form.invars, args, strict=True))
@@ -363,38 +392,118 @@ class Recorder(Running):
 
         for equation in open_form.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if equation.primitive in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
-                results = self._run_equation(equation, operands, is_new)
+            if equation.primitive in RULES:
+                results = self._run_equation(equation, operands)
             else:
                 out = self.process_primitive(equation.primitive, operands, equation.params)
                 results = list(out) if equation.primitive.multiple_results else [out]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in open_form.outvars]
 
-    def _run_equation(self, equation: Any, args: Sequence[Any], is_new: bool) -> list[Any]:
+    def _run_equation(self, equation: Any, args: Sequence[Any]) -> list[Any]:
         """Runs an equation that has a rule."""
         primitive, params = equation.primitive, equation.params
         constants = _jax.closed_over(params)
-        closed_over = [*args[:constants], *_jax.facts_below(params).arrays]
-        if any(r.tracks(closed_over) for r in self.records):
+        facts = _jax.facts_below(params)
+        if self._watching([*args[:constants], *facts.arrays]):
             raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
-        watching = [r for r in self.records if r.tracks(args)]
+        watching = self._watching(args)
         if not watching:
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
-        args = self.own_operands(primitive, args)
-        known = None if is_new else rule_computation(primitive, params, constants)
-        computation = known or own_computation(equation)
-        results = self.run_and_save(computation, args, watching)
-        if results is None:
-            with set_current_trace(self.parent_trace):
-                results = _jax.bind(primitive, args, params)
-            results = self.record(computation, args, results, watching)
-        lose_in(watching, computation, args, results)
-        return results
+        with set_current_trace(self.parent_trace):
+            computation = computation_of_rule(primitive, params, args, is_kept=self.is_top)
+        computation.constants = constants
+        return list(self.apply(computation, args, watching))
 
 
-# A function whose arguments are watched in so many ways has no faster way for further ones.
-_MOST_FORMS = 16
+class Spy(Record):
+    """Stands for a record while a function with a rule runs on values: has what the record follows
+    been used, that is no operand?"""
+
+    def __init__(self, record: Record, operands: Sequence[Any]):
+        super().__init__(orders=0)
+        self.has_seen = False
+        self._followed, self._last = record.tracked, len(record.arrays)
+        self._own = set(map(id, operands))
+
+    def tracks(self, arrays: Any) -> bool:
+        for array in arrays:
+            slot = self._followed.get(id(array))
+            if slot is not None and slot < self._last and id(array) not in self._own:
+                self.has_seen = True
+        return False
+
+
+class _StandingAside:
+    """A block in which the innermost record does not see a forward function that calls the function
+    that it is of: once for each derivative of one another that it may see."""
+
+    def __init__(self, recorder: Recorder, inner: Record | None, spies: Sequence[Spy]):
+        self._recorder, self._inner, self._spies = recorder, inner, spies
+
+    def __enter__(self) -> None:
+        self._records = self._recorder.records
+        inner = self._inner
+        if inner is not None:
+            inner.orders -= 1
+        seeing = [r for r in self._records if r is not inner or r.orders > 0]
+        self._recorder.records = [*seeing, *self._spies]
+
+    def __exit__(self, *exception: object) -> None:
+        if self._inner is not None:
+            self._inner.orders += 1
+        self._recorder.records = self._records
+
+
+def _active(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
+    """The places of the operands of which derivatives may be wanted."""
+    return tuple(
+        [
+            i
+            for i, x in enumerate(operands)
+            if _jax.has_gradient(x) and any(record.tracks((x,)) for record in watching)
+        ]
+    )
+
+
+def _zeros(aval: Any) -> Any:
+    return jnp.zeros(aval.shape, aval.dtype) if _jax.has_gradient(aval) else _jax.no_cotangent(aval)
+
+
+def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    out = primitive.bind(*args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def refuse_references(name: str, values: Sequence[Any]) -> None:
+    """Raises NotImplementedError if one of the values is a `jax.Ref`."""
+    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
+        raise NotImplementedError(
+            f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
+            "outside of a compiled function cannot be followed. Use it inside a function compiled "
+            "by jax.jit or tracegrad.trace"
+        )
+
+
+_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
+# Of most operands it is known by their type that they can be held as they are.
+PLAIN = {bool, int, float, complex}
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether nobody can write to the values."""
+    for value in values:
+        if type(value) not in PLAIN:
+            if not isinstance(value, _IMMUTABLE) or _jax.is_tracer(value):
+                return False
+            PLAIN.add(type(value))
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_IMMUTABLE, np.ndarray))
+
+
 # Operations of these are without sub-programs.
 _WITHOUT_PROGRAMS: set[Any] = set()

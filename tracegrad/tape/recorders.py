@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import jax.numpy as jnp
-
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
 from tracegrad.variables.lending import renew
@@ -124,27 +122,3 @@ class Recording(Listener):
 def unrecorded() -> AbstractContextManager[None]:
     """No tape sees what is inside it: it goes to whatever is around the recorders."""
     return set_current_trace(_jax.current_trace_outside_of(Recorder))
-
-
-def with_stand_ins(arrays: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    """The arrays, in the place of each chosen one another one of its type.
-
-    It is computed from nothing, and its value is not used. The records that are on take it for a
-    source where the array is one.
-    """
-    recorder = recorder_around()
-    with set_current_trace(_jax.current_trace(None) if recorder is None else recorder.parent_trace):
-        found = [
-            _stand_in(array) if is_chosen else array
-            for array, is_chosen in zip(arrays, chosen, strict=True)
-        ]
-    for array, stand_in in zip(arrays, found, strict=True):
-        if recorder is not None and stand_in is not array:
-            for record in recorder.records:
-                if record.tracks([array]):
-                    record.add_stand_in(stand_in, array)
-    return found
-
-
-def _stand_in(array: Any) -> Any:
-    return jnp.zeros_like(array) if _jax.is_tracer(array) else _jax.fresh_alias(array)

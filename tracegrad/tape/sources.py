@@ -14,9 +14,9 @@ from tracegrad.differentiation.pull_back import sum_of_known
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
-from tracegrad.tape.linearised import Linearised
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
+from tracegrad.tape.rules_on_values import Rule
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
@@ -43,8 +43,6 @@ def cotangents_of(
     arrays = [record.reads_of(source) for source in sources]
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
-    if record.stand_ins:
-        arrays = [record.stands_for(of) for of in arrays]
     found = _of_arrays(record, list(chain(*arrays)), targets, kind, seeds)
     if set(map(len, arrays)) == {1}:  # as most are
         return found
@@ -111,22 +109,27 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
             slot = came_from[slot]
         return slot
 
+    def slot_of(array: Any) -> Any:
+        return record.tracked.get(id(array), record.others.get(id(array)))
+
     arrays = jax.tree.leaves(sources)
     return {
-        id(array): record.arrays[before(record.slots[id(array)])]
+        id(array): record.arrays[before(record.slot(array))]
         for array, leaf in zip(arrays, leaves_of(sources), strict=True)
-        if leaf.is_module_state and record.slots.get(id(array)) in came_from
+        if leaf.is_module_state and slot_of(array) in came_from
     }
 
 
 def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
     """The slots of what functions have handed on, and of what each of these is."""
-    for operation in record.operations():
-        computation = operation.computation
-        if isinstance(computation, Linearised):
-            computation = computation.original
-        for place, at in _places_of(computation).items():
-            yield operation.results[place], operation.args[at]
+    for entry in record.entries:
+        computation = entry.computation
+        if isinstance(computation, Rule):
+            places, shift = computation.handed_on, 0
+        else:
+            places, shift = _places_of(computation), len(computation.captured)
+        for place, at in places.items():
+            yield entry.results[place], entry.args[shift + at]
 
 
 def _places_of(call: Any) -> Mapping[int, int]:

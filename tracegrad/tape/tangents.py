@@ -11,18 +11,19 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
-from tracegrad.ir import Graph, GraphError, Source
+from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
-from tracegrad.ir.importer import lone_node
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.rewriting.edits import matches_of
-from tracegrad.rewriting.host_calls import end_gradients_at_host
+from tracegrad.rewriting.host_calls import end_gradients_in
 from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.keys import PROGRAMS
+from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record, lost_gradient_text
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tracing.in_force import rules_in_force
+from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tracing.in_force import differentiating, rules_in_force
 
 
 class _Ran(NamedTuple):
@@ -48,7 +49,6 @@ class Tangents(Record):
         super().__init__()
         self.tracked: dict[int, weakref.ref[Any]] = {}
         self._tangents: dict[int, Any] = {}
-        self._primals: set[int] = set()  # identities
         self._recorder: Recorder | None = None
         self._waiting: list[tuple[_Ran, Any]] = []
 
@@ -78,21 +78,11 @@ class Tangents(Record):
         self._tangents[identity] = tangent
         self.tracked[identity] = weakref.ref(array, gone)
 
-    def move(self, primal: Any, tangent: Any) -> None:
-        """Lets an array move by itself, whatever it was computed from."""
-        self.set(primal, tangent)
-        self._primals.add(id(primal))
-
-    def add_stand_in(self, stand_in: Any, of: Any) -> None:
-        if id(of) in self._primals:
-            self.move(stand_in, self.get(of))
-
     def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
         if self._tangents.get(id(array)) is not None:
             warn_where_called(lost_gradient_text(what, info), UserWarning)
 
     def _forget(self, identity: int) -> None:
-        self._primals.discard(identity)
         self._tangents.pop(identity, None)
         self.tracked.pop(identity, None)
 
@@ -104,13 +94,18 @@ class Tangents(Record):
     # ------------------------------------------------------------------------------ operations
 
     def add(
-        self, computation: Computation, args: Sequence[Any], results: Sequence[Any], info: Any
+        self,
+        computation: Computation | Rule,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        info: Any,
     ) -> None:
         """Carries tangents from the operands of an operation that has run to its results."""
+        assert isinstance(computation, Computation), "a rule is traced under an accumulator"
         self._catch_up()
         operation = _Ran(computation, args, results, info)
         trace = self._trace_around()
-        if computation.primitive not in (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP):
+        if computation.primitive not in RULES:
             self._carry(operation, trace)
             return
         # The call of a function with a rule is not over. It allows for one of the two to have been
@@ -202,30 +197,25 @@ _OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # they leave tangents as 
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     """The compiled forward pass of an operation, for operands of its types."""
-    trace, computation = _jax.current_trace(None), operation.computation
-    # As with a tape: what only runs serves all rules of the same derivative, what may be
-    # differentiated in its turn those of which all derivatives are the same.
-    exact = not isinstance(trace, _jax.TopLevelTrace)
-    types = tuple(map(jax.typeof, operation.args))
-    key = PushForward, computation.keys[exact], tuple(active), types
-    program: PushForward | None = PROGRAMS.get(key)
+    computation = operation.computation
+    key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
+    program: PushForward | None = computation.derived.get(key)
     if program is None:
-        program = push_forward(_graph_of(operation), active)
-        # A rule made under a transformation may hold values of it, which would outlive it here.
-        if computation.rule is None or isinstance(
-            _jax.current_trace_outside_of(Recorder), _jax.TopLevelTrace
-        ):
-            PROGRAMS.put(key, program)
+        with differentiating():
+            program = push_forward(_graph_of(operation), active)
+        computation.derived[key] = program
     return program
 
 
 def _graph_of(operation: _Ran) -> Graph:
     """One operation as a graph of its own; each operand is an input."""
-    of, source = operation.computation, Source(operation.source_info, None)
-    args, results = (list(map(jax.typeof, each)) for each in (operation.args, operation.results))
-    node = lone_node(of.primitive, of.params, args, source, results)
-    if of.hands_to_host:
-        end_gradients_at_host(node)
-    assert node.graph is not None
-    node.graph.add_outputs(node.outputs)
-    return node.graph
+
+    def run(*operands: Any) -> list[Any]:
+        scope, settings = _jax.equation_context(operation.source_info, None)
+        with scope, settings:
+            found: list[Any] = jax.tree.leaves(operation.computation.called(*operands))
+            return found
+
+    graph = import_program(jax.make_jaxpr(run)(*map(jax.typeof, operation.args)))
+    end_gradients_in(graph)
+    return graph

@@ -246,7 +246,6 @@ class Variant:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
-        self._forms: dict[Any, Any] = {}  # of a trace that calls it directly
         if use.recomputes:
             extra = _jax.keep_recompute_options(jax.default_backend())
             options = _jax.with_compiler_options(options, extra or {})
@@ -362,14 +361,13 @@ class Variant:
         """A call where others look on."""
         updated, read, written = variables
         trace = _jax.current_trace(None)
-        outcome = None
-        if isinstance(trace, ForwardingTrace) and not self._has_options:
-            values = show([*updated, *read])
-            outcome = trace.call_directly(self.nested, self._forms, (*values, *args), kwargs)
-        if outcome is None:
-            values = [variable.value for variable in (*updated, *read)]
-            outcome = self.nested(*values, *args, **kwargs)
-        new, result = outcome
+        is_shown = isinstance(trace, ForwardingTrace) and not self._has_options and trace.gives_back
+        values = (
+            show([*updated, *read])
+            if is_shown
+            else [variable.value for variable in (*updated, *read)]
+        )
+        new, result = self.nested(*values, *args, **kwargs)
         if self.use.calls_host:
             _jax.wait_for(new)
         for variable, value in zip((*updated, *written), new, strict=False):

@@ -94,17 +94,10 @@ class ForwardingTrace(jax.core.Trace):
     ) -> list[Any]:
         """Runs a function with a rule: `subfuns` are the function and its rule, as JAX has them."""
 
-    def call_directly(
-        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """The result of a jitted function, if there is a faster way to it; else None.
-
-        Args:
-          jitted: made without options, and it returns something; nobody but the trace is handed
-            the arguments.
-          forms: in which the trace may keep what it makes of the function.
-        """
-        return None
+    @property
+    def gives_back(self) -> bool:
+        """Whether what it keeps of Variables it was shown is given back (see `lending.show`)."""
+        return False
 
     def stage_value(self, value: Any) -> Any:
         with _jax.set_current_trace(self.parent_trace):

@@ -30,7 +30,7 @@ from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.authors import is_jaxs_rule
-from tracegrad.tape.keys import AS_RUN, PROGRAMS, program_key, rule_keys
+from tracegrad.ir.program_keys import PROGRAMS, program_key, rule_key
 
 # To compile a pass takes as long as to run it some ten times operation by operation.
 _OFTEN = 8
@@ -277,14 +277,14 @@ def key_of(program: Graph) -> Hashable:
     """
     nodes = (o.node for o in program.walk() if isinstance(o.node, CustomGradient))
     rules = tuple(map(_rule_key, dict.fromkeys(nodes)))
-    return program_key(program.program, AS_RUN), rules
+    return program_key(program.program), rules
 
 
 def _rule_key(node: CustomGradient) -> Hashable:
     if is_jaxs_rule(node):
         return node.primal.function_source
     try:
-        key: Hashable = rule_keys(node)[0]
+        key: Hashable = rule_key(node)
     except Exception:  # it cannot be traced by itself: then it is like no other
         return object()
     return key

@@ -1,0 +1,269 @@
+"""How JAX differentiates one computation of a tape: at its operands, or by saved residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from tracegrad import _jax
+from tracegrad.ir.dependence import dependence
+from tracegrad.ir.importer import import_program
+from tracegrad.lowering import evaluate as evaluate_graph
+from tracegrad.tape.effects import silence_in
+from tracegrad.tape.programs import evaluate
+
+Fun = Callable[..., list[Any]]
+# From the active operands (their places), all operands, all results and the cotangents of some
+# results (by place) to the cotangents of active operands, by place in the first.
+PullBack = Callable[
+    [tuple[int, ...], Sequence[Any], Sequence[Any], Mapping[int, Any]], dict[int, Any]
+]
+
+
+def pull_back_at_operands(
+    fun: Fun, is_whole: bool = False, has_references: bool = False
+) -> PullBack:
+    """A VJP at the operands, which need no residuals: XLA does a few operations again.
+
+    Args:
+      fun: the function.
+      is_whole: whether each operand counts as connected, as those of a recomputed function.
+      has_references: whether it uses a `jax.Ref`: JAX then has no derivative that can be staged.
+    """
+
+    def by_vjp(
+        active: tuple[int, ...],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        given: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        run: Callable[[Any], list[Any]] = lambda values: jax.tree.leaves(fun(*values))  # noqa: E731
+        _, vjp = _jax.vjp_of_some(run, operands, active, list(given))
+        return dict(enumerate(vjp(list(given.values()))))
+
+    if has_references:
+        return by_vjp
+
+    def pull_back(
+        active: tuple[int, ...],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        given: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        try:
+            _, derivative = _linearised(fun, operands, active)
+        except NotImplementedError:  # an operation of `jax.experimental.hijax` that has a VJP alone
+            return by_vjp(active, operands, results, given)
+        types = [jax.typeof(operands[i]) for i in active]
+        return transposed(derivative, types, given, is_whole)
+
+    return pull_back
+
+
+def _linearised(fun: Fun, operands: Sequence[Any], active: Sequence[int]) -> tuple[Any, Any]:
+    along = _jax.of_some(lambda values: fun(*values), operands, active)
+    results, derivative = _jax.linearize(
+        lambda *moving: jax.tree.leaves(along(*moving)), *(operands[i] for i in active)
+    )
+    return results, derivative
+
+
+def transposed(
+    derivative: Callable[..., Any],
+    types: Sequence[Any],
+    given: Mapping[int, Any],
+    is_whole: bool = False,
+) -> dict[int, Any]:
+    """The cotangents of those inputs of a derivative that reach an output with a cotangent.
+
+    Outputs without a cotangent are left out, not given zeros: a rule would run for zeros, and an
+    infinite derivative would make NaN of them.
+    """
+    types = [t.update(weak_type=False) for t in types]
+    wanted = list(given)
+
+    def along(*tangents: Any) -> list[Any]:
+        found = derivative(*tangents)
+        return [found[k] for k in wanted]
+
+    program = jax.make_jaxpr(along)(*types)
+    connected = [True] * len(types) if is_whole else _connected(program)
+    if not any(connected):
+        return {}
+    cotangents = [
+        jax.lax.convert_element_type(ct, aval.dtype)
+        for ct, aval in zip(given.values(), program.out_avals, strict=True)
+    ]
+    if any(_jax.calls_host(p.name) for p in _jax.program_facts(program).primitives):
+        transpose = _silently_transposed(derivative, wanted, types)
+    else:  # (The transpose of references takes the function as JAX has it.)
+        linear = along if _jax.opened(program).effects else jaxpr_as_fun(program)
+        transpose = jax.linear_transpose(linear, *types)
+    found = transpose(cotangents)
+    return {k: ct for k, ct in enumerate(found) if connected[k]}
+
+
+def _silently_transposed(
+    derivative: Callable[..., Any], wanted: Sequence[int], types: Sequence[Any]
+) -> Callable[..., Any]:
+    """The transpose of a derivative that prints or calls the host: of a recomputed function.
+
+    What does not depend on the tangents JAX runs to get there. What the function prints is in the
+    transpose as well: here it would be printed once too often.
+    """
+    saved, tree = jax.tree.flatten(derivative)
+    trees: list[Any] = []
+
+    def transposed(saved: Sequence[Any]) -> list[Any]:
+        derivative = jax.tree.unflatten(tree, saved)
+        found = jax.linear_transpose(
+            lambda *tangents: [derivative(*tangents)[k] for k in wanted], *types
+        )
+        needs, needs_tree = jax.tree.flatten(found)
+        trees.append(needs_tree)
+        return needs
+
+    before = import_program(jax.make_jaxpr(transposed)(saved))
+    silence_in(before)
+    transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], evaluate_graph(before, saved))
+    return transpose
+
+
+def _connected(program: Any) -> list[bool]:
+    """For each input of a linear program whether it reaches an output. (Effects are those of
+    references.)"""
+    primitives = _jax.program_facts(program).primitives
+    if not primitives.isdisjoint(_WITH_TURNS) or _jax.opened(program).effects:
+        masks = dependence(import_program(program))
+        reached = 0
+        for mask in masks:
+            reached |= mask
+        return [bool(reached >> i & 1) for i in range(len(program.in_avals))]
+    open_form = _jax.opened(program)
+    return _reaching(open_form, open_form.outvars)
+
+
+_WITH_TURNS = frozenset({_jax.SCAN, _jax.COND, _jax.WHILE})
+
+
+def _reaching(program: Any, outvars: Sequence[Any]) -> list[bool]:
+    """The same of an open program without loops and branches, and of some of its results. It looks
+    into calls."""
+    live = {v for v in outvars if not hasattr(v, "val")}
+    for equation in reversed(program.eqns):
+        if live.isdisjoint(equation.outvars):
+            continue
+        is_used = [True] * len(equation.invars)
+        if equation.primitive is _jax.JIT:
+            inner = _jax.opened(equation.params["jaxpr"])
+            pairs = zip(inner.outvars, equation.outvars, strict=True)
+            outs = [v for v, out in pairs if out in live]
+            is_used = _reaching(inner, outs)
+        live.update(v for v, used in zip(equation.invars, is_used) if used and _is_variable(v))
+    return [v in live for v in program.invars]
+
+
+def _is_variable(atom: Any) -> bool:
+    return not hasattr(atom, "val")
+
+
+# ------------------------------------------------------------------------------------- residuals
+
+
+def next_forward(
+    fun: Fun,
+    pull_back_before: PullBack,
+    first: int,
+    active: tuple[int, ...],
+    types: Sequence[Any],
+    is_whole: bool = False,
+    has_rules: bool = True,
+) -> tuple[Fun, PullBack, int, Any]:
+    """A function that returns, beside its results, the residuals of its derivative.
+
+    The next forward of a forward adds the residuals of the second derivative. Cotangents of what
+    `fun` returns are pulled back by the residuals made for it, and cotangents of residuals by
+    those of the next order. So for a rule that is not the true derivative the second derivative is
+    that of what the rule computed.
+
+    Args:
+      fun: the function; its results, if it is a forward already, end with residuals.
+      pull_back_before: how its own cotangents are pulled back, if it is.
+      first: how many results `fun` had before the residuals of its last order were added; 0 if it
+        is no forward.
+      active: the operands of which derivatives may be wanted.
+      types: of all operands.
+      is_whole: as of `pull_back_at_operands`.
+      has_rules: whether there is a rule that may not be the true derivative in it.
+
+    Returns:
+      the forward, its pull back, how many results `fun` has, and the tree of these.
+    """
+    trees: list[Any] = []
+
+    def run(*operands: Any) -> Any:
+        results = fun(*operands)
+        trees[:] = [jax.tree.structure(results)]
+        return results
+
+    def saving(*operands: Any) -> list[Any]:
+        results, derivative = _linearised(run, operands, active)
+        residuals, tree = jax.tree.flatten(derivative)
+        trees.append(tree)
+        return [*results, *residuals]
+
+    program = jax.make_jaxpr(saving)(*types)
+    of_results, tree = trees
+    count = of_results.num_leaves
+    open_form = _jax.opened(program)
+    # An operand is not returned (JAX would copy it), nor one array twice (a VJP under jit returns
+    # one up to four times). A result is returned once more as a residual: what is computed from a
+    # gradient is not, by that, computed from the result.
+    places = {id(v): i for i, v in enumerate(open_form.invars)}
+    kept, residuals = list(range(count)), list[int]()
+    for i, v in enumerate(open_form.outvars[count:], count):
+        if id(v) not in places or hasattr(v, "val"):
+            places[id(v)] = len(types) + len(kept)
+            kept.append(i)
+        residuals.append(places[id(v)])
+
+    def forward(*operands: Any) -> list[Any]:
+        results = evaluate(program, operands, {})
+        return [results[i] for i in kept]
+
+    def pull_back(
+        wanted: tuple[int, ...],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        given: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        # Without rules one derivative is that of all results: then one loop is run, not two.
+        begin = first if has_rules or max(given) < first else 0
+        own = {k: ct for k, ct in given.items() if k < begin}
+        here = {k: ct for k, ct in given.items() if begin <= k < count}
+        after = {k: ct for k, ct in given.items() if k >= count}
+        found: dict[int, Any] = {}
+        if own:
+            _add_to(found, pull_back_before(wanted, operands, results, own))
+        if here:
+            arrays = [*operands, *results]
+            derivative = jax.tree.unflatten(tree, [arrays[i] for i in residuals])
+            every = transposed(derivative, [types[i] for i in active], here, is_whole)
+            at = {i: k for k, i in enumerate(wanted)}
+            of_active = {active[k]: ct for k, ct in every.items()}
+            _add_to(found, {at[i]: ct for i, ct in of_active.items() if i in at})
+        if after:  # one order more than was foreseen: it runs again
+            again = pull_back_at_operands(forward)
+            _add_to(found, again(wanted, operands, results, after))
+        return found
+
+    return forward, pull_back, count, of_results
+
+
+def _add_to(cotangents: dict[int, Any], more: Mapping[int, Any]) -> None:
+    for k, ct in more.items():
+        cotangents[k] = jnp.add(cotangents[k], ct) if k in cotangents else ct

@@ -1,0 +1,110 @@
+"""Functions of JAX's own that have a rule (relu, softplus, ...): each is traced and compiled once.
+
+Somebody else's function may read what has changed since its last call, so that it runs at each, as
+JAX has it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from tracegrad import _jax
+from tracegrad._jax.caches import Cache, of_program
+from tracegrad.tape.computations import Computation, computation_of_rule
+from tracegrad.tape.programs import RULES
+
+
+class RuleOfJax(NamedTuple):
+    """A call of such a function.
+
+    Attributes:
+      computation: what it computes.
+      result_trees: what a run of the function leaves for its caller.
+    """
+
+    computation: Computation
+    result_trees: tuple[Any, ...]
+
+
+_known: Cache[Any, RuleOfJax | None] = Cache(512)
+
+
+def rule_of_jax(
+    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
+) -> RuleOfJax | None:
+    """The call of a function of JAX's own; None for anybody else's. Called outside of recorders."""
+    functions, trees = _jax.rule_functions(subfuns)
+    if params.get("symbolic_zeros") or trees is None or not all(map(_is_jaxs_own, functions)):
+        return None
+    types, settings = tuple(map(_jax.type_key, args)), _settings(jax.config)
+    key = primitive, functions, trees, types, settings
+    if key not in _known:
+        _known.put(key, _traced(primitive, subfuns, args, params))
+    known = _known.get(key)
+    if known is not None and not _jax.has_run(subfuns[0]):
+        _jax.leave_result_trees(subfuns[0], known.result_trees)
+    return known
+
+
+def _traced(
+    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
+) -> RuleOfJax | None:
+    def bind(*args: Any) -> list[Any]:
+        return list(primitive.bind(*args, subfuns=tuple(subfuns), **params))
+
+    program = jax.make_jaxpr(bind)(*args)
+    open_form, trees = _jax.opened(program), _jax.result_trees(subfuns[0])
+    for fun in subfuns[:2]:
+        _jax.forget_result_trees(fun)
+    if len(open_form.eqns) != 1 or _jax.constants_of(program):
+        return None
+    (equation,) = open_form.eqns
+    same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
+    if not same or equation.primitive not in RULES or _jax.closed_over(equation.params):
+        return None
+    computation = computation_of_rule(equation.primitive, equation.params, args, is_kept=False)
+    computation.compile()
+    return RuleOfJax(computation, trees)
+
+
+# What of JAX's settings a function of JAX may read while it is traced.
+_settings = operator.attrgetter(
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+)
+
+
+def _is_jaxs_own(function: Any) -> bool:
+    """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
+    that its identity tells what it does."""
+    return _is_from_jax(function) and _closes_over_jax(function)
+
+
+@of_program
+def _closes_over_jax(function: Any) -> bool:
+    return _is_own(function, depth=6)
+
+
+def _is_own(value: Any, depth: int) -> bool:
+    if value is None or isinstance(value, bool | int | float | str | jax.tree_util.PyTreeDef):
+        return True
+    if isinstance(value, tuple):
+        return all(_is_own(item, depth) for item in value)
+    if depth == 0 or not callable(value) or not _is_from_jax(value):
+        return False
+    inner = getattr(value, "__wrapped__", None)
+    if inner is not None and not _is_own(inner, depth - 1):
+        return False
+    cells = getattr(value, "__closure__", None) or ()
+    return all(_is_own(cell.cell_contents, depth - 1) for cell in cells)
+
+
+def _is_from_jax(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return bool(module.partition(".")[0] == "jax")

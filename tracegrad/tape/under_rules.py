@@ -1,0 +1,180 @@
+"""What was recorded, as one program: to be shown, to be explained, and to be edited by rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.ir.importer import import_program
+from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.lowering import evaluate as evaluate_graph
+from tracegrad.rewriting.ports import perturbed
+from tracegrad.tape.derivatives import transposed
+from tracegrad.tape.effects import silence_in
+from tracegrad.tape.record import Entry, type_of_kept
+from tracegrad.tape.rules_on_values import Rule, refusing_values
+from tracegrad.tracing.in_force import Force, apply_in_force
+
+
+def _shown(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """An operation that stands in a graph for a function that has run on values."""
+    primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, name: list(results))
+    found: list[Any] = primitive.bind(*operands, name=rule.name)
+    return found
+
+
+class Recorded(NamedTuple):
+    """Entries as a graph.
+
+    Attributes:
+      graph: it takes the arrays that no entry has made.
+      inputs: the slots of those arrays.
+    """
+
+    graph: Graph
+    inputs: list[int]
+
+
+def graph_of(
+    entries: Sequence[Entry],
+    types: Sequence[Any],
+    outputs: Sequence[int],
+    first: Sequence[int] = (),
+    *,
+    runs_rules: bool = True,
+) -> Recorded:
+    """The graph of entries, each function as it was called, without what it saves.
+
+    Args:
+      entries: in the order in which they ran.
+      types: of the arrays of all slots, or these.
+      outputs: the slots that are the graph's outputs.
+      first: the slots that are its first inputs, used or not.
+      runs_rules: whether functions that ran on values are traced; else each is one operation.
+    """
+    made = {slot for entry in entries for slot in entry.results}
+    used = [slot for entry in entries for slot in entry.args]
+    inputs = [s for s in dict.fromkeys([*first, *used, *outputs]) if s not in made]
+
+    def tape(*arrays: Any) -> list[Any]:
+        known = dict(zip(inputs, arrays, strict=True))
+        run_entries(entries, known, None if runs_rules else types)
+        return [known[slot] for slot in outputs]
+
+    program = jax.make_jaxpr(tape)(*[type_of_kept(types[slot]) for slot in inputs])
+    return Recorded(import_program(program), inputs)
+
+
+def run_entries(
+    entries: Sequence[Entry],
+    known: dict[int, Any],
+    shown: Sequence[Any] | None = None,
+    change: Callable[[int, Any], Any] = lambda slot, value: value,
+) -> None:
+    """Runs entries once more, to be traced.
+
+    Args:
+      entries: in the order in which they ran.
+      known: the arrays by slot; it gets those of the results.
+      shown: the types of all slots, where a function that ran on values is not to run.
+      change: what stands for a result, of a slot, in what follows.
+    """
+    saved: set[int] = set()
+    for entry in entries:
+        if not saved.isdisjoint(entry.args):
+            raise NotImplementedError(
+                "rules (or a gradient_override_map) came into force between the call of a compiled "
+                "function on this tape and a second derivative through it: open the tape inside "
+                "their block"
+            )
+        computation = entry.computation
+        operands = [known[slot] for slot in entry.args]
+        scope, settings = _jax.equation_context(entry.source_info, None)
+        with scope, settings:
+            if isinstance(computation, Rule) and shown is not None:
+                types = [type_of_kept(shown[slot]) for slot in entry.results]
+                results = _shown(computation, operands, types)
+            elif isinstance(computation, Rule):
+                with refusing_values(computation.name):
+                    results = computation.called(*operands)
+            else:
+                results = computation.called(*operands)
+        results = jax.tree.leaves(results)
+        saved.update(entry.results[len(results) :])
+        for slot, result in zip(entry.results, results):
+            known[slot] = change(slot, result)
+
+
+def vjp_under_rules(
+    path: Sequence[tuple[Entry, tuple[int, ...]]],
+    arrays: Sequence[Any],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    stopped: Collection[int],
+    forces: Sequence[Force],
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """How cotangents of targets are pulled back to sources by a program to which rules are applied.
+
+    What rules put into it has no recorded values: the entries are computed once more, which XLA
+    makes one with the first. A rule may put a source that was computed in between inside of one
+    operation with what is computed from it. So the cotangent of such a source is that of an input
+    that is added to it.
+    """
+    entries = [entry for entry, _ in path]
+    made = {slot for entry in entries for slot in entry.results}
+    used = [slot for entry in entries for slot in entry.args]
+    given = [
+        slot
+        for slot in dict.fromkeys([*sources, *used, *targets])
+        if slot not in made or slot in stopped
+    ]
+    added = [slot for slot in dict.fromkeys(sources) if slot not in given]
+
+    def tape(*operands: Any) -> list[Any]:
+        known = dict(zip(given, operands))
+        fixed = {slot: known[slot] for slot in stopped if slot in known}
+        zeros = dict(zip(added, operands[len(given) :]))
+
+        def change(slot: int, value: Any) -> Any:
+            if slot in fixed:
+                return fixed[slot]
+            return perturbed(value, zeros[slot]) if slot in zeros else value
+
+        run_entries(entries, known, change=change)
+        return [known[slot] for slot in targets]
+
+    types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
+    graph = import_program(jax.make_jaxpr(tape)(*types))
+    if graph.effects:
+        silence_in(graph)
+    places = {slot: i for i, slot in enumerate([*given, *added])}
+    wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
+    graph.differentiated = tuple(i in wanted for i in range(len(types)))
+    edited = apply_in_force(graph, forces)
+
+    def run(*operands: Any) -> list[Any]:
+        return evaluate_graph(edited, operands)
+
+    run = jax.named_call(run, name=UNDER_RULES)
+    operands = [
+        *(arrays[slot] for slot in given),
+        *(jnp.zeros_like(arrays[slot]) for slot in added),
+    ]
+    chosen = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]
+
+    def backward(seeds: Sequence[Any]) -> list[Any]:
+        along = _jax.of_some(lambda values: run(*values), operands, wanted)
+        _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
+        cts = transposed(derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen})
+        at = {place: k for k, place in enumerate(wanted)}
+        return [cts.get(at[places[slot]]) for slot in sources]
+
+    return backward
