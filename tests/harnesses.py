@@ -20,7 +20,8 @@ import numpy as np
 from jax._src.internal_test_util import test_harnesses
 
 import tracegrad
-from tracegrad.tracing import to_callable
+from tracegrad import _jax
+from tracegrad.ir.editing import around_each
 
 Harness = test_harnesses.Harness
 
@@ -116,7 +117,17 @@ def with_pullback(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[...,
 
 
 def rebuilt(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    return to_callable(tracegrad.graph(fun)(*args), rebuild=True)
+    """The function as an edit of everything leaves it: each operation is written anew in its place,
+    and with them all regions around. What a rule replaces when it is differentiated stays."""
+    graph = tracegrad.graph(fun)(*args)
+    everywhere = [
+        found
+        for found in graph.walk()
+        if not (found.node.regions or found.rule_around or found.node.has_references)
+        if not any(node.op in _jax.CALLS_WITH_RULES for node, _ in found.path)
+    ]
+    anew = around_each(graph, everywhere, lambda op, *operands: op.results(*operands)).graph
+    return anew.to_callable()
 
 
 def same_program(ours: jax.stages.Lowered, theirs: jax.stages.Lowered) -> bool:

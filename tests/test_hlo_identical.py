@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from harnesses import rebuilt
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, Program
 
 import tracegrad
 from tracegrad import _jax
-from tracegrad.tracing import to_callable
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 
@@ -95,12 +95,12 @@ def assert_compiled_as_by_jit(
 ) -> None:
     theirs = jax.jit(fun, compiler_options=options).lower(*args)
     traced = tracegrad.trace(fun).lower(*args)
-    rebuilt = to_callable(tracegrad.graph(fun)(*args), rebuild=True)
+    anew = rebuilt(fun, args)
     # The same signature: XLA names the parameters of a program after the function's arguments.
-    rebuilt = functools.wraps(fun)(rebuilt)
+    anew = functools.wraps(fun)(anew)
     ours = {
         "of the traced function": traced,
-        "with every region rebuilt": jax.jit(rebuilt, compiler_options=options).lower(*args),
+        "with every region rebuilt": jax.jit(anew, compiler_options=options).lower(*args),
     }
     for what, lowered in ours.items():
         assert_same(lowered.as_text(), theirs.as_text(), f"StableHLO {what}")

@@ -25,7 +25,7 @@ def check(view, folder: Path) -> None:
     parser.feed(view._repr_html_())
     bodies = json.loads(texts[0])["bodies"]
     assert [row[0] for row in bodies[0]["rows"]] == [
-        [value.name for value in node.outputs] for node in graph.nodes
+        [graph.names[value] for value in node.outputs] for node in graph.nodes
     ]
     assert view.to_dot().count(" -> ") >= len(graph.nodes) // 2
     view.to_model_explorer(folder / "graph.json")

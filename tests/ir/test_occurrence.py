@@ -137,10 +137,11 @@ def test_the_path_of_an_occurrence_is_its_calls_from_the_outside_in(depth):
             return jax.jit(inner)(x)
 
         f.__name__ = f"level_{i}"
-    found = only(tg.graph(f)(1.0), "sin")
+    graph = tg.graph(f)(1.0)
+    found = only(graph, "sin")
     assert len(found.path) == depth
     assert found.path[-1][0].name == "f"
-    assert found.graph is found.path[-1][0].regions["jaxpr"]
+    assert graph.region_of(found) is found.path[-1][0].regions["jaxpr"]
 
 
 def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():

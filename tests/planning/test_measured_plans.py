@@ -476,17 +476,6 @@ def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_a_tap_is_an_input_that_a_budget_does_not_know():
-    fun, (weights, x) = small()
-    tap = tracegrad.rules.tap_gradient(tracegrad.match.op("logistic"), "gate")
-
-    def step(*args: Any) -> Any:
-        return tracegrad.grad(fun)(*args)
-
-    with pytest.raises(tracegrad.GraphError, match=r"the tap .* without a callback"):
-        tracegrad.trace(step, rules=[tap], memory_budget="100%").graph(weights, x)
-
-
 def deep(w: jax.Array, x: jax.Array) -> jax.Array:
     for _ in range(8):
         x = jnp.tanh(x @ w)

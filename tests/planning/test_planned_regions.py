@@ -12,12 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
 from tracegrad.ir import Recompute
+from tracegrad.ir.editing import around_each
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.rewriting.flatten import flatten
+from tracegrad.rewriting.scan_groups import in_groups
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 
@@ -212,7 +214,9 @@ def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
     graph = flatten(tg.graph(scanned)(*GATED))
     (scan,) = (node for node in graph.nodes if node.op == "scan")
     body = flatten(scan.regions["jaxpr"])
-    graph.set_region(scan, "jaxpr", keeping_gates(model(body)))
+    again = in_groups(scan, keeping_gates(model(body)), 1)
+    place = tg.ir.Occurrence((), scan)
+    graph = around_each(graph, [place], lambda op, *operands: again(*operands)).graph
     assert sum(isinstance(place.node, Recompute) for place in graph.walk()) > 1
     policy = jax.checkpoint_policies.save_only_these_names("r", "c")
     by_hand = jax.checkpoint(functools.partial(gated, name=checkpoint_name), policy=policy)

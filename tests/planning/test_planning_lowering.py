@@ -570,4 +570,3 @@ def test_the_original_graph_is_not_edited():
     before = str(graph)
     assert isinstance(recompute_to_fit("50%", measure=False)(graph), Graph)
     assert str(graph) == before
-    assert graph.is_clean

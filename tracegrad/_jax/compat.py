@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import jaxlib.version
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
@@ -36,6 +37,35 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
+
+
+def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict[str, Any]:
+    """The parameters of a scan with so many more constants, scanned operands and stacked results.
+
+    Where they are described by the trees of the operands (from 0.12 on, see `scan_split`), the
+    description is that of a scan which JAX writes for as many, and in which nothing is forwarded.
+    """
+    params, (before, carried) = dict(equation.params), scan_split(equation.params)
+    linear = params.get("linear")
+    if linear is not None:
+        more = ((False,) * constants, (False,) * slices)
+        params["linear"] = (*linear[:before], *more[0], *linear[before:], *more[1])
+    if "num_consts" in params:
+        return params | {"num_consts": before + constants}
+    scanned = len(equation.invars) - before - carried + slices
+    results = len(equation.outvars) - carried + stacked
+
+    def like(fixed: Any, carry: Any, xs: Any) -> Any:
+        def body(carry: Any, xs: Any) -> Any:
+            new = [sum(fixed, x * 2.0) for x in carry]
+            return new, [sum(xs, sum(fixed, i + 2.0)) * 1.0 for i in range(results)]
+
+        return jax.lax.scan(body, carry, xs, length=2)
+
+    one, many = jnp.ones(()), jnp.ones(2)
+    program = jax.make_jaxpr(like)([one] * (before + constants), [one] * carried, [many] * scanned)
+    scan = next(each for each in program.eqns if each.primitive.name == "scan")
+    return params | {"ft_in": scan.params["ft_in"], "ft_out": scan.params["ft_out"]}
 
 
 def policy_name(policy: Any) -> str:

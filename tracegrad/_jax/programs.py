@@ -105,6 +105,72 @@ def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
+def program_of(
+    like: Any,
+    *,
+    constants: Mapping[Any, Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    equations: Sequence[Any],
+) -> Any:
+    """A program of other parts, in the form of another one (closed or open).
+
+    An effect on a reference says which input that is, so it is counted anew; that on a reference
+    which is made inside goes.
+    """
+    open_form = opened(like)
+    variables = [*constants, *inputs]
+    effects = _effects_of(equations, {v: i for i, v in enumerate(variables)})
+    info = open_form.debug_info
+    if (len(inputs), len(outputs)) != (len(open_form.invars), len(open_form.outvars)):
+        info = info._replace(arg_names=None, result_paths=None)
+    parts: dict[str, Any] = {
+        "constvars": list(constants),
+        "invars": list(inputs),
+        "outvars": list(outputs),
+        "eqns": list(equations),
+        "effects": effects,
+        "debug_info": info,
+    }
+    arrays = list(constants.values())
+    if PROGRAM_TYPES[0] is PROGRAM_TYPES[1]:
+        return open_form.replace(**parts, consts=arrays)
+    new = open_form.replace(**parts)
+    return new if like is open_form else like.replace(jaxpr=new, consts=arrays)
+
+
+def _effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
+    found = set[Any]()
+    for equation in equations:
+        for effect in equation.effects:
+            if hasattr(effect, "input"):  # JAX 0.10 names the variable
+                found |= {effect} if effect.input in places else set()
+            elif hasattr(effect, "input_index"):
+                place = places.get(equation.invars[effect.input_index])
+                found |= set() if place is None else {effect.replace(input_index=place)}
+            else:
+                found.add(effect)
+    return found
+
+
+def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
+    """An effect of an equation whose operands are others now: that on a reference says which."""
+    if not hasattr(effect, "input_index"):
+        return effect
+    reference = before[effect.input_index]
+    return effect.replace(input_index=next(i for i, atom in enumerate(now) if atom is reference))
+
+
+def is_of_reference(effect: Any) -> bool:
+    """Whether an effect is that of reading or writing a `jax.Ref`."""
+    return hasattr(effect, "input") or hasattr(effect, "input_index")
+
+
+def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> Any:
+    """The program of one operation on operands like these."""
+    return jax.make_jaxpr(lambda *operands: bind(primitive, operands, params))(*args)
+
+
 def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
     """The program with new inputs of these types behind its own, which some of its constants are.
 
@@ -151,6 +217,22 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, Any]:
+    """A primitive's parameters with other sub-programs, by the names of `sub_programs`."""
+    new = dict(params)
+    for key, value in params.items():
+        if key in programs:
+            new[key] = programs[key]
+        elif isinstance(value, (tuple, list)):
+            fields = getattr(value, "_fields", None)
+            items = [
+                programs.get(f"{key}.{fields[i]}" if fields else f"{key}[{i}]", item)
+                for i, item in enumerate(value)
+            ]
+            new[key] = type(value)(*items) if fields else type(value)(items)
+    return new
+
+
 def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The programs of an operation that mean something outside of its own lowering: its
     `sub_programs`, or what the object of an `OF_AN_OBJECT` keeps, by name."""
@@ -169,6 +251,42 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     """Binds one primitive; the results are always a list."""
     out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
     return list(out) if primitive.multiple_results else [out]
+
+
+@contextmanager
+def standing_for(source_info: Any) -> Iterator[None]:
+    """What is bound inside has the scope and the source line of an equation."""
+    with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
+        yield
+
+
+@contextmanager
+def outside_of_scopes() -> Iterator[None]:
+    """What is bound inside has its own scopes alone, and its own source line."""
+    with source_info_util.user_context(None, name_stack=source_info_util.new_name_stack()):
+        yield
+
+
+def weak_as(array: Any, aval: Any) -> Any:
+    """An array, of a weak type where a type of its shape and dtype is weak, and only there."""
+    if jax.typeof(array).weak_type == aval.weak_type:
+        return array
+    convert: Any = primitives.convert_element_type_p
+    return convert.bind(array, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
+
+
+def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
+    """The parameters of a jitted call with so many more operands and results, of which nothing is
+    said: no sharding, no layout, not donated."""
+    unsaid = _CALL.params["in_shardings"][0]
+    more = {
+        "donated_invars": (False,) * operands,
+        "in_layouts": (None,) * operands,
+        "in_shardings": (unsaid,) * operands,
+        "out_layouts": (None,) * results,
+        "out_shardings": (unsaid,) * results,
+    }
+    return {**params, **{name: (*params[name], *own) for name, own in more.items()}}
 
 
 def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:

@@ -15,8 +15,8 @@ from typing import Any, cast
 import jax
 
 from tracegrad import _jax
+from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.importer import import_program
-from tracegrad.lowering.closed_over import depends_on
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.statics import is_variable
 

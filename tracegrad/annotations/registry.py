@@ -19,15 +19,19 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, Node, Occurrence, match, scopes
-from tracegrad.ir.importer import import_program
+from tracegrad.ir import GraphError, Occurrence, match, scopes
+from tracegrad.ir.editing import Op
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import calling_line, warn_where_called
 from tracegrad.ir.program_keys import PROGRAMS, params_key
+from tracegrad.ir.running import run_graph
 from tracegrad.ir.wording import described
-from tracegrad.lowering import Lowering, evaluate
-from tracegrad.rewriting.edits import of_arrays
-from tracegrad.rewriting.match_rule import MatchRule, at_each
-from tracegrad.rewriting.overriding import override, require_gradient_function, with_gradient
+from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
+from tracegrad.rewriting.overriding import (
+    overriding,
+    require_gradient_function,
+    with_gradient,
+)
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 
@@ -218,14 +222,16 @@ class _Registered:
 
 
 def _override(name: str, grad: _Registered) -> MatchRule:
-    def edit(graph: Graph, nodes: Sequence[Node], found: Occurrence) -> None:
+    replaced = overriding(grad, f"{_MARK}{name}")
+
+    def overridden(op: Op, *operands: Any) -> list[Any]:
         _met.add(name)
-        override(graph, nodes[0], grad, found, name=f"{_MARK}{name}")
+        return replaced(op, *operands)
 
     where = match.where(functools.partial(_is_named, name))
     text = f"gradient_override_map({name!r})"
-    edited = at_each(of_arrays(edit))
-    return MatchRule("override_gradient", where, edited, missing_ok=True, text=text)
+    edit = of_arrays(around(overridden))
+    return MatchRule("override_gradient", where, edit, missing_ok=True, text=text)
 
 
 def _is_named(name: str, found: Occurrence) -> bool:
@@ -310,9 +316,7 @@ class _Overrides(OverridingTrace):
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
         """A call, loop or branch with the overrides in it; None if there is nothing to override."""
-        program = import_program(
-            jax.make_jaxpr(lambda *operands: _jax.bind(primitive, operands, params))(*args)
-        )
+        program = graph_of(_jax.program_of_one(primitive, params, args))
         original = program
         for rule in self.force.rules:
             program = rule(program)
@@ -321,7 +325,7 @@ class _Overrides(OverridingTrace):
         edited = program
 
         def run(*operands: Any) -> list[Any]:
-            return evaluate(edited, operands, Lowering())
+            return run_graph(edited, operands)
 
         # Compiled once, where the operation would have been.
         return jax.jit(_named(run, str(params.get("name", primitive.name))))

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Collection, Sequence
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, StopGradient, Value
+from tracegrad.ir import Graph, Node, StopGradient, Value, has_gradient
 from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
@@ -18,8 +18,8 @@ def active_values(graph: Graph) -> set[Value]:
     known = graph.differentiated
     others = len(graph.inputs) - len(known)  # what rules have put behind them: taps
     chosen = [*known, *[True] * others]
-    given = [int(c and v.has_gradient) for c, v in zip(chosen, graph.inputs, strict=True)]
-    constants = [v for v in traced_constants(graph) if v.has_gradient and not known]
+    given = [int(c and has_gradient(v)) for c, v in zip(chosen, graph.inputs, strict=True)]
+    constants = [v for v in traced_constants(graph) if has_gradient(v) and not known]
     return _live(graph, [True] * len(graph.outputs), _reached(graph, given, constants))
 
 
@@ -65,7 +65,7 @@ def _rule(node: Node, ins: Masks) -> Masks:
     is_open = node.primitive in (_jax.SCAN, _jax.JIT)
     entered = enter(node, ins, _run) if is_open else None
     outs = [1] * len(node.outputs) if entered is None else entered[0]
-    return [mask * v.has_gradient for mask, v in zip(outs, node.outputs, strict=True)]
+    return [mask * has_gradient(v) for mask, v in zip(outs, node.outputs, strict=True)]
 
 
 def _live(graph: Graph, wanted: Sequence[bool], reached: Collection[Value]) -> set[Value]:

@@ -2,7 +2,7 @@
 
 JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments, and takes
 zero for what the function closes over, in silence. A graph is lowered with a check of that (see
-`tracegrad.lowering.closed_over`); what is differentiated as it runs is checked as it runs.
+`tracegrad.ir.running`); what is differentiated as it runs is checked as it runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, RegionNode, Source
-from tracegrad.ir.importer import lone_node
-from tracegrad.lowering.closed_over import refuse_derivatives
-from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.ir import CustomGradient
+from tracegrad.ir.closed_over import refuse_derivatives
+from tracegrad.ir.importer import graph_of, node_of
+from tracegrad.ir.running import run_graph
 from tracegrad.variables.overriding import ForwardingTrace
 
 
@@ -44,11 +44,10 @@ class _Checking(ForwardingTrace):
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        node = _closing_over(primitive, params, args)
-        if node is None:
+        if not params or not _jax.facts_below(params).closes_over:
             return self.parent_trace.process_primitive(primitive, args, params)
         with _jax.set_current_trace(self.parent_trace):
-            results = evaluate_node(node, args)
+            results = run_graph(graph_of(_jax.program_of_one(primitive, params, args)), args)
             return results if primitive.multiple_results else results[0]
 
     def run_rule(
@@ -69,7 +68,7 @@ class _Checking(ForwardingTrace):
 
 def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
     """Raises if a call of a function with a rule loses a derivative."""
-    source = Source(_jax.current_source_info(), None)
+    here = _jax.current_source_info()
     try:
         # Anew for each call: what it closes over may be another value each time.
         program = jax.make_jaxpr(lambda *args: bound(*args))(*args)
@@ -81,8 +80,7 @@ def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
     for equation in open_form.eqns:
         if equation.primitive is _jax.CUSTOM_JVP:
             operands = [v.val if hasattr(v, "val") else values[v] for v in equation.invars]
-            avals = [atom.aval for atom in equation.invars]
-            node = lone_node(equation.primitive, equation.params, avals, source)
+            node = node_of(equation.replace(source_info=here))
             assert isinstance(node, CustomGradient)
             refuse_derivatives(node, operands)
 
@@ -95,15 +93,3 @@ def _may_close_over(function: Any) -> bool:
         function = function.func
     function = inspect.unwrap(function)
     return bool(getattr(function, "__closure__", None)) or not inspect.isfunction(function)
-
-
-# ------------------------------------------------------------------------- programs as operations
-
-
-def _closing_over(primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> Any:
-    """The node of an operation with programs in which something closes over; else None."""
-    if not params or not _jax.facts_below(params).closes_over:
-        return None
-    source = Source(_jax.current_source_info(), None)
-    node = lone_node(primitive, params, list(map(jax.typeof, args)), source)
-    return node if isinstance(node, RegionNode) else None

@@ -21,7 +21,18 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import cached, once_for_each
-from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, StopGradient, Value
+from tracegrad.ir import (
+    Apply,
+    CustomGradient,
+    Graph,
+    Literal,
+    Node,
+    StopGradient,
+    Value,
+    has_gradient,
+    is_reference,
+)
+from tracegrad.ir.closed_over import loses_derivative
 from tracegrad.ir.dependence import (
     Masks,
     dependence,
@@ -33,8 +44,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.operations import CONNECTING
-from tracegrad.lowering import evaluate_node
-from tracegrad.lowering.closed_over import loses_derivative
+from tracegrad.ir.running import run_node
 
 # The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
 # Without them a gradient that may not be unconnected takes half as long again to trace.
@@ -67,7 +77,7 @@ def connections(graph: Graph) -> list[frozenset[int]]:
 
 def is_connectable(value: Value | Literal) -> bool:
     """Whether a gradient can arrive at a value (or at what is written to a Ref)."""
-    return value.is_reference or value.has_gradient
+    return is_reference(value) or has_gradient(value)
 
 
 # ------------------------------------------------------------------------------- the forward walk
@@ -83,7 +93,7 @@ class Walk:
         What is not connectable has none, of the results if it is so of the operands."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
-        if any(v.is_reference for v in (*node.inputs, *node.outputs)):
+        if any(is_reference(v) for v in (*node.inputs, *node.outputs)):
             # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
             return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
         if node.op in CONNECTING:
@@ -136,9 +146,9 @@ class Walk:
 
 def _all_to_all(node: Node, ins: Masks) -> Masks:
     """Masks of results of which each that has a cotangent is connected to every such operand."""
-    masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if v.has_gradient]
+    masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if has_gradient(v)]
     everything = functools.reduce(operator.or_, masks, 0)
-    return [everything if v.has_gradient else 0 for v in node.outputs]
+    return [everything if has_gradient(v) else 0 for v in node.outputs]
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:
@@ -174,12 +184,12 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     if loses_derivative(node, reached):
         return None  # connected: differentiating it is an error
     rows = _call_rows(node, reached)
-    if rows is None or all(row for row, v in zip(rows, node.outputs) if v.has_gradient):
+    if rows is None or all(row for row, v in zip(rows, node.outputs) if has_gradient(v)):
         return rows
     # A rule of tangents gives one to each result: to an operand of which that is independent it
     # gives nothing, unless it is what the rule has written for all of them.
     first = node.closed_over
-    given = [i >= first and v.has_gradient for i, v in enumerate(node.inputs)]
+    given = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
     try:
         written = _jax.written_tangents(
             _binding(node), _types(node)[0], [i for i, flows in enumerate(given) if flows]
@@ -214,7 +224,7 @@ def _has_rules(node: Node) -> bool:
 def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     """For every result the operands that JAX gives a cotangent that is no symbolic zero."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
-    flowing = [j for j, v in enumerate(node.outputs) if v.has_gradient]
+    flowing = [j for j, v in enumerate(node.outputs) if has_gradient(v)]
     # Only a rule that is told of symbolic zeros can tell the cotangents of its results apart.
     alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
     rows = [0] * len(node.outputs)
@@ -230,7 +240,7 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
     """A node as it is now: its parameters hold regions and rules as they were before any edit."""
-    return lambda operands: evaluate_node(node, operands)
+    return lambda operands: run_node(node, operands)
 
 
 @cached(_REMEMBERED)

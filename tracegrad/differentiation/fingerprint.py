@@ -9,7 +9,7 @@ import re
 import jax
 
 from tracegrad.differentiation.graph_gradient import gradient_of, with_operands
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, has_gradient
 
 
 def fingerprint(graph: Graph) -> str:
@@ -21,9 +21,9 @@ def fingerprint(graph: Graph) -> str:
     """
     constants = list(graph.constants)
     operands = [*graph.inputs, *constants]
-    active = [i for i, value in enumerate(operands) if value.has_gradient]
+    active = [i for i, value in enumerate(operands) if has_gradient(value)]
     types = [value.aval for value in operands]
-    cotangents = [value.aval for value in graph.outputs if value.has_gradient]
+    cotangents = [value.aval for value in graph.outputs if has_gradient(value)]
     written = [str(jax.make_jaxpr(with_operands(graph, constants))(types))]
     with contextlib.suppress(Exception):  # who differentiates it is told why
         gradient = gradient_of(graph, constants, active)

@@ -19,10 +19,9 @@ from jax.lax import GatherScatterMode
 
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
-from tracegrad.ir import Graph, Literal, Node, Value
+from tracegrad.ir import Atom, Graph, Literal, Node, Value, has_gradient
 from tracegrad.ir.importer import import_program
-from tracegrad.lowering import Lowering
-from tracegrad.lowering.evaluate import evaluate_node
+from tracegrad.ir.running import run_node
 from tracegrad.variables.reading import ReadsOutside
 
 
@@ -44,7 +43,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     main = _Entered(import_program(program))
     outputs = main.graph.outputs
     found = [
-        _scatters(main, value) if flag and value.has_gradient else None
+        _scatters(main, value) if flag and has_gradient(value) else None
         for value, flag in zip(outputs, sparse, strict=True)
     ]
     for value, scatters in zip(outputs, found, strict=True):
@@ -121,7 +120,7 @@ class _Entered:
             self.inner[node] = _Entered(node.regions["jaxpr"], node, self)
         return self.inner[node]
 
-    def need(self, value: Value | Literal) -> None:
+    def need(self, value: Atom) -> None:
         """Has a value kept for who runs this, at whatever depth it is."""
         if isinstance(value, Value):
             self.needed.add(value)
@@ -135,7 +134,7 @@ def _find_needed(place: _Entered) -> None:
     needed, chosen = place.needed, []
     for node in reversed(place.graph.nodes):
         inner = place.inner.get(node)
-        inputs: Sequence[Value | Literal]
+        inputs: Sequence[Atom]
         if inner is not None and inner.opened:
             pairs = zip(node.outputs, inner.graph.outputs, strict=True)
             inner.needed.update(v for out, v in pairs if out in needed and isinstance(v, Value))
@@ -159,9 +158,8 @@ def _run(place: _Entered, args: Sequence[Any], values: _Values) -> None:
         operands = [_read(place, v, values) for v in node.inputs]
         inner = place.inner.get(node)
         if inner is None or not inner.opened:
-            results = evaluate_node(node, operands, Lowering())
+            results = run_node(node, operands)
         else:
-            assert node.source is not None
             scope, settings = _jax.equation_context(*node.source)
             with scope, settings:
                 _run(inner, operands, values)
@@ -169,18 +167,18 @@ def _run(place: _Entered, args: Sequence[Any], values: _Values) -> None:
         here.update(zip(node.outputs, results, strict=True))
 
 
-def _read(place: _Entered, value: Value | Literal, values: _Values) -> Any:
+def _read(place: _Entered, value: Atom, values: _Values) -> Any:
     """A value of a place; None if it was not needed."""
-    return value.value if isinstance(value, Literal) else values[place].get(value)
+    return value.val if isinstance(value, Literal) else values[place].get(value)
 
 
 # ---------------------------------------------------------------------------------- what is zeros
 
 
-def _origin(place: _Entered, value: Value | Literal) -> tuple[_Entered, Value | Literal]:
+def _origin(place: _Entered, value: Atom) -> tuple[_Entered, Atom]:
     """Where a value comes from, in or out of jitted functions."""
     while isinstance(value, Value):
-        node = value.producer
+        node = place.graph.producers.get(value)
         if node is not None and node.primitive is _jax.JIT:
             index = node.outputs.index(value)
             place = place.region(node)
@@ -197,15 +195,16 @@ def _origin(place: _Entered, value: Value | Literal) -> tuple[_Entered, Value | 
 _KEEPS_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
 
 
-def _is_zeros(place: _Entered, value: Value | Literal) -> bool:
+def _is_zeros(place: _Entered, value: Atom) -> bool:
     """Whether a value is zeros by the program itself."""
     while True:
         place, value = _origin(place, value)
         if isinstance(value, Literal):
-            return bool(np.all(np.asarray(value.value) == 0))
-        if value.producer is None or value.producer.op not in _KEEPS_ZEROS:
+            return bool(np.all(np.asarray(value.val) == 0))
+        node = place.graph.producers.get(value)
+        if node is None or node.op not in _KEEPS_ZEROS:
             return False
-        value = value.producer.inputs[0]
+        value = node.inputs[0]
 
 
 # --------------------------------------------------------------------------------------- scatters
@@ -219,12 +218,12 @@ class _Scatter:
     """Rows written into zeros: what is written, to where, and how to read that."""
 
     place: _Entered
-    updates: Value | Literal
-    indices: tuple[Value | Literal, ...]
+    updates: Atom
+    indices: tuple[Atom, ...]
     rows: _Rows
 
 
-def _scatters(place: _Entered, value: Value | Literal) -> list[_Scatter] | None:
+def _scatters(place: _Entered, value: Atom) -> list[_Scatter] | None:
     """The scatters of which a value is the sum, in the order of the lookups; None if it is not."""
     found: list[_Scatter] = []
     pending = [(place, value)]
@@ -232,13 +231,13 @@ def _scatters(place: _Entered, value: Value | Literal) -> list[_Scatter] | None:
         place, value = _origin(*pending.pop())
         if _is_zeros(place, value):
             continue
-        node = value.producer if isinstance(value, Value) else None
+        node = place.graph.producers.get(value) if isinstance(value, Value) else None
         if node is None:
             return None
         if node.op in ("add", "add_any"):
             pending += [(place, v) for v in node.inputs[::-1]]
             continue
-        is_cast = node.op == "convert_element_type" and node.inputs[0].has_gradient
+        is_cast = node.op == "convert_element_type" and has_gradient(node.inputs[0])
         if is_cast or node.op == "copy":
             pending.append((place, node.inputs[0]))
             continue

@@ -21,11 +21,21 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, RegionNode, Value
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Node,
+    Occurrence,
+    Recompute,
+    RegionNode,
+    Value,
+    has_gradient,
+)
 from tracegrad.ir.dependence import Masks, joined, spread
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.operations import CONNECTING
-from tracegrad.lowering import evaluate_node, read
+from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 # Adds up the cotangents that reach one value on several ways; given at least one.
@@ -131,7 +141,7 @@ def reached_from(
     `deciding`: of how many of its first results a node says itself to what they are connected, when
     cotangents are pulled back through it.
     """
-    start = {value for value in wanted if value.has_gradient}
+    start = {value for value in wanted if has_gradient(value)}
 
     def rule(node: Node, ins: Masks) -> Masks:
         whole = len(node.outputs) if _is_whole(node) else deciding.get(node, 0)
@@ -143,7 +153,7 @@ def reached_from(
 
     masks: dict[Value, int] = {}
     spread(graph, [value in start for value in graph.inputs], rule, masks)
-    return {value for value, mask in masks.items() if mask and value.has_gradient}
+    return {value for value, mask in masks.items() if mask and has_gradient(value)}
 
 
 def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
@@ -207,14 +217,15 @@ def _jax_vjp(
     # Results without a cotangent are left out, not given zeros: a rule on the way to such a result
     # alone is then not called. It may return a gradient whatever its cotangent is.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
-    run = functools.partial(evaluate_node, node)
+    run = functools.partial(run_node, node)
     try:
         _, vjp = _jax.vjp_of_some(run, read(node.inputs, values), active, given)
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
         explain_loop(error)
-        around = node.graph
-        explain_rule(error, None if around is None else lambda: around)
+        types = [atom.aval for atom in node.inputs]
+        one = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
+        explain_rule(error, lambda: graph_of(one()))
         if not getattr(error, "__notes__", ()):  # lowering names the node as well
             add_note(error, f"while differentiating {Occurrence((), node)}")
         raise

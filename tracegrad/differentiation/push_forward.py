@@ -7,17 +7,19 @@ prints) is left out: effects happen once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, RegionNode, Value
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
 from tracegrad.ir.dependence import dependence, spread_below
+from tracegrad.ir.editing import around_each
 from tracegrad.ir.importer import import_program
-from tracegrad.lowering import evaluate
+from tracegrad.ir.occurrence import Path
+from tracegrad.ir.running import run_graph
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.rewriting.host_calls import would_run_again
 
@@ -48,7 +50,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     function = with_forward_mode(graph)
 
     def pushed(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        along = _jax.of_some(lambda operands: evaluate(function, operands), args, active)
+        along = _jax.of_some(lambda operands: run_graph(function, operands), args, active)
         _, found = _jax.jvp(along, tuple(args[i] for i in active), tuple(tangents))
         return [t for t, out in zip(found, graph.out_avals, strict=True) if _jax.has_gradient(out)]
 
@@ -62,7 +64,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
         quiet = _without_past_effects(imported, len(types))
 
         def run(*operands: Any) -> list[Any]:
-            return evaluate(quiet, operands)
+            return run_graph(quiet, operands)
 
     def connected_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         found = run(*args, *tangents)
@@ -88,21 +90,20 @@ def _without_past_effects(graph: Graph, values: int) -> Graph:
       values: how many of its inputs are values.
     """
     flows = spread_below(graph, [int(i >= values) for i in range(len(graph.inputs))])
-    return _quiet(graph, {value for value, mask in flows.items() if mask}, {})
+    tangents = {value for value, mask in flows.items() if mask}
+    past = list(_past(graph, (), tangents))
+    return around_each(graph, past, lambda op, *operands: []).graph
 
 
-def _quiet(graph: Graph, tangents: set[Value], done: dict[Graph, Graph]) -> Graph:
-    if graph in done:
-        return done[graph]
-    result = done[graph] = graph.copy()
-    for node, here in list(zip(graph.nodes, result.nodes, strict=True)):
+def _past(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
+    for node in graph.nodes:
+        found = Occurrence(path, node)
         if not node.effects or isinstance(node, CustomGradient):
             continue
-        if isinstance(here, RegionNode):
+        if node.regions:
             for name, region in node.regions.items():
-                result.set_region(here, name, _quiet(region, tangents, done))
-        elif not tangents.intersection(node.inputs) and not node.has_references:
+                yield from _past(region, found.into(name), tangents)
+        elif not tangents.intersection(node.operands) and not node.has_references:
             if node.outputs:
                 raise would_run_again(node)
-            result.erase(here, with_effects=True)
-    return result
+            yield found

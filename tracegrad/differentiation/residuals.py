@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, Occurrence, RegionNode, operations
+from tracegrad.ir import Graph, Node, Occurrence, has_gradient, operations
 from tracegrad.ir.costs import nbytes, nbytes_anywhere
-from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph, run_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ class NodeResiduals:
                 value = id(value)
                 self._keep_alive.append(node.params)
             params.append((name, value))
-        regions = tuple(node._regions.items()) if isinstance(node, RegionNode) else ()
+        regions = tuple(node.regions.items())
         return (node.primitive, types, tuple(params), regions)
 
 
 def host_bytes(graph: Graph) -> int:
     """Bytes that a program keeps in the host's memory for its backward pass."""
-    active = [i for i, value in enumerate(graph.inputs) if value.has_gradient]
+    active = [i for i, value in enumerate(graph.inputs) if has_gradient(value)]
 
     def forward(*args: Any) -> Any:
-        _, pullback = _jax.vjp_of_some(functools.partial(evaluate, graph), args, active)
+        _, pullback = _jax.vjp_of_some(functools.partial(run_graph, graph), args, active)
         return jax.tree.leaves(pullback)
 
     kept = jax.make_jaxpr(forward)(*graph.in_avals).out_avals
@@ -87,10 +87,10 @@ def host_bytes(graph: Graph) -> int:
 
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
-    run, types = functools.partial(evaluate_node, node), [v.aval for v in node.inputs]
+    run, types = functools.partial(run_node, node), [v.aval for v in node.inputs]
     found = residuals_of(run, types, active)
     if node.regions:  # a loop shows only now that it cannot be run backwards
-        flowing = [i for i, v in enumerate(node.outputs) if v.has_gradient]
+        flowing = [i for i, v in enumerate(node.outputs) if has_gradient(v)]
         cotangents = [node.outputs[i].aval for i in flowing]
         jax.eval_shape(
             lambda args, given: _jax.vjp_of_some(run, args, active, flowing)[1](given),

@@ -18,7 +18,17 @@ from dataclasses import dataclass, field, replace
 from tracegrad import _jax
 from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk, is_connectable
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Origin, StopGradient, Value
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Node,
+    Occurrence,
+    Origin,
+    StopGradient,
+    Value,
+    dtype_of,
+    is_reference,
+)
 from tracegrad.ir.authors import whose
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
 from tracegrad.ir.occurrence import Path, at, users_line
@@ -88,7 +98,7 @@ def explain_unconnected(graph: Graph, source: int, ways: Sequence[CutsOnWay]) ->
     """Why an input gets no gradient, in words; `ways`: its `smallest_cuts`."""
     value = graph.inputs[source]
     if not is_connectable(value):
-        return f"it is {value.dtype}, which has no gradient"
+        return f"it is {dtype_of(value)}, which has no gradient"
     found = ["cut by " + ", and by ".join(map(str, cuts)) for cuts in ways]
     found = list(dict.fromkeys(found))
     if not found:
@@ -203,7 +213,7 @@ class _Search:
 
     def _into(self, node: Node, ins: Masks, ways: dict[Value, _Ways]) -> list[tuple[int, _Ways]]:
         """The ways from the operands of a node, given those from its results."""
-        references = [v for v in node.operands if v.is_reference]
+        references = [v for v in node.operands if is_reference(v)]
         if references:  # what is written there may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
             return [(i, found) for i in range(len(node.inputs)) for found in onward]

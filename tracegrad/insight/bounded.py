@@ -18,7 +18,7 @@ from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.visits import strong
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.importer import import_program
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph, run_node
 
 Function = Callable[[Sequence[Any]], list[Any]]
 
@@ -63,13 +63,13 @@ class _CountingPass(MeasuredPass):
         if isinstance(node, CustomGradient):
             return self.forward(node.primal, operands, here.into("call_jaxpr"))[0]
         if node.has_references:
-            return evaluate_node(node, operands)
+            return run_node(node, operands)
         split = node.params["cond_nconsts"]
         start = split + node.params["body_nconsts"]
         condition, body = node.region("cond_jaxpr"), node.region("body_jaxpr")
 
         def runs_on(carry: list[Any]) -> Any:
-            (more,) = evaluate(condition, [*operands[:split], *carry])
+            (more,) = run_graph(condition, [*operands[:split], *carry])
             return more
 
         def again(state: Any) -> Any:
@@ -82,7 +82,7 @@ class _CountingPass(MeasuredPass):
             inside = [*operands[split:start], *carry]
             outs, inner = self._run(body, inside, here.into("body_jaxpr"))
             outs = list(map(strong, outs))
-            if condition.outputs[0].aval.shape:  # under vmap what has ended stays as it is
+            if condition.out_avals[0].shape:  # under vmap what has ended stays as it is
                 outs = _where(runs_on(carry), outs, carry)
             return steps + 1.0, jnp.maximum(longest, inner), outs
 

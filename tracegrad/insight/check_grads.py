@@ -39,7 +39,6 @@ from tracegrad.insight.raising import arithmetic_for, in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.wording import first_line
-from tracegrad.lowering import Lowering
 from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.rule_errors import words_of
 
@@ -216,7 +215,7 @@ def _check(
         limits = limits_for(whole)
 
         def run(given: Sequence[Any]) -> list[Any]:
-            return limits.arithmetic.evaluate(whole, [*given, *values], Lowering(rebuild=True))
+            return limits.arithmetic.run_graph(whole, [*given, *values])
 
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:

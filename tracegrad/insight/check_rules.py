@@ -41,10 +41,10 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.lowering import evaluate_node
-from tracegrad.rewriting.implicit import is_fixed_point
+from tracegrad.ir.running import run_node
 from tracegrad.tracing.rule_errors import words_at
 
 
@@ -105,7 +105,7 @@ class _Operands(MeasuredPass):
         return isinstance(node, StopGradient) or node.op in operations.IMPLICIT
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        results = evaluate_node(here.node, operands)
+        results = run_node(here.node, operands)
         # One of the operands of a sample is a key, which is no array of numbers.
         kept = results if here.node.op in operations.IMPLICIT else operands
         for i, value in enumerate(kept):
@@ -145,7 +145,8 @@ def _check_rule(
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    of, function = _function_of(node, active, limits.arithmetic)
+    region = perturbed.program.region_of(rule)
+    of, function = _function_of(node, region, active, limits.arithmetic)
     for step in dict.fromkeys((first, last)):
         args = in_double(arg[step] for arg in stacked)
         compiled = bounded(function, args)
@@ -181,21 +182,21 @@ def _check_rule(
 
 
 def _function_of(
-    node: CustomGradient, active: list[int], arithmetic: AsItIs
+    node: CustomGradient, region: Graph, active: list[int], arithmetic: AsItIs
 ) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
     """What a rule is the derivative of, as a function of all of its operands, and by which of those
     that have a gradient."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: arithmetic.evaluate(node.primal, given)
+        return active, lambda given: arithmetic.run_graph(node.primal, given)
     # Its operands are those of the call, the results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
-        call = results[0].producer if isinstance(results[0], Value) else None
+        call = region.producers.get(results[0]) if isinstance(results[0], Value) else None
         if call and call.op in operations.CALLBACKS and list(results) == list(call.outputs):
             break
     else:  # a mapped call is in a loop of its own; then there is the check of the whole function
         return [], lambda given: []
-    return [i for i in active if i < count], lambda given: arithmetic.run(call, given[:count])
+    return [i for i in active if i < count], lambda given: arithmetic.run_node(call, given[:count])
 
 
 def _rule_along(
@@ -211,7 +212,7 @@ def _rule_along(
     may be told; and why, if it gives none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(arithmetic.run, node), args, active, flowing)
+    run = _jax.of_some(functools.partial(arithmetic.run_node, node), args, active, flowing)
     try:
         if node.kind == "jvp":
             along = {i: direction}
@@ -257,7 +258,7 @@ def _own_derivative(
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
-        outs = arithmetic.evaluate(own, [*args[:i], operand, *args[i + 1 :]])
+        outs = arithmetic.run_graph(own, [*args[:i], operand, *args[i + 1 :]])
         return [outs[k] for k in flowing]
 
     operand = jnp.asarray(args[i])
@@ -271,27 +272,28 @@ def _own_derivative(
 
 def without_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
     """A program with chosen rules replaced by their functions."""
-    program = program.copy()
 
     def is_chosen(found: Occurrence) -> bool:
         return isinstance(found.node, CustomGradient) and chosen(found.node)
 
     while rules := list(program.find(is_chosen)):
-        around = {found.node for found in rules}
-        for found in rules:
-            if not any(node in around for node, _ in found.path):
-                here = program.own(found)
-                assert isinstance(here.node, CustomGradient)
-                here.graph.replace(here.node, here.node.primal)
+        nodes = {found.node for found in rules}
+        outermost = [o for o in rules if not any(node in nodes for node, _ in o.path)]
+        program = around_each(program, outermost, _primal).graph
     return program
+
+
+def _primal(op: Op, *operands: Any) -> list[Any]:
+    (node,) = op.nodes
+    assert isinstance(node, CustomGradient)
+    return node.primal(*operands)
 
 
 def _is_meant(node: CustomGradient) -> bool:
     """Whether this package has put a rule in to change a gradient."""
-    codes = [] if node.source is None else _jax.frame_positions(node.source.info)[0]
+    codes = _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
-    changes = any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
-    return changes or is_fixed_point(node)  # which is not the derivative of the steps to it
+    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
 
 
 def _definition(node: CustomGradient) -> str:

@@ -8,14 +8,14 @@ results go into.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.insight.parts import parts_of
-from tracegrad.ir import Literal, Node, Occurrence, Value
+from tracegrad.ir import Atom, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import label, parameters
 
@@ -76,7 +76,7 @@ class Drawing:
         self._drawn: set[RegionFlow] = set()
         ends: _Ends = {}
         for value in flow.graph.inputs:
-            ends[value] = self._box(value.name, (), [value]), 0
+            ends[value] = self._box(flow.graph.names[value], (), [value], flow.graph.names), 0
         self._region(flow, (), (), ends)
         self._lead(self._box("return", ()), flow.graph.outputs, ends)
 
@@ -85,15 +85,16 @@ class Drawing:
         text: str,
         frame: Frame,
         outputs: Sequence[Value] = (),
+        names: Mapping[Value, str] | None = None,
         flow: Flow | None = None,
         occurrence: Occurrence | None = None,
     ) -> str:
         name = f"n{len(self.boxes)}"
-        types = tuple((value.name, _jax.type_text(value.aval)) for value in outputs)
+        types = tuple(((names or {})[v], _jax.type_text(v.aval)) for v in outputs)
         self.boxes.append(Box(name, text, frame, types, flow, occurrence))
         return name
 
-    def _lead(self, target: str, values: Sequence[Value | Literal], ends: _Ends) -> None:
+    def _lead(self, target: str, values: Sequence[Atom], ends: _Ends) -> None:
         """Draws the arrows to a box that values go into."""
         for i, value in enumerate(values):
             if isinstance(value, Value):
@@ -102,7 +103,7 @@ class Drawing:
     def _region(self, flow: RegionFlow, path: Path, frame: Frame, ends: _Ends) -> None:
         """Draws the constants and nodes of a graph; `ends` has its inputs, and gets the rest."""
         for value in flow.graph.constants:
-            ends[value] = self._box(value.name, frame, [value]), 0
+            ends[value] = self._box(flow.graph.names[value], frame, [value], flow.graph.names), 0
         parts, _ = parts_of(flow.graph)
         for node, part in zip(flow.graph.nodes, parts, strict=True):
             inside = (*frame, *part)
@@ -125,14 +126,16 @@ class Drawing:
         known = bool(regions) and self._drawn.issuperset(regions.values())
         if not regions or (known and not self._repeat):
             text += " (as above)" if known else ""
-            name = self._box(text, frame, node.outputs, kind, occurrence)
+            name = self._box(text, frame, node.outputs, flow.graph.names, kind, occurrence)
             self._lead(name, node.inputs, ends)
             return name
         around = self._fresh((*frame, node.name))
         inputs = [value for inner in regions.values() for value in inner.graph.inputs]
-        entry = self._box(text, around, inputs, kind, occurrence)
+        names = {v: inner.graph.names[v] for inner in regions.values() for v in inner.graph.inputs}
+        entry = self._box(text, around, inputs, names, kind, occurrence)
         self._lead(entry, node.inputs, ends)
-        leave = self._box(f"{node.name}: results", around, node.outputs, kind)
+        results = f"{node.name}: results"
+        leave = self._box(results, around, node.outputs, flow.graph.names, kind)
         first = 0
         for name, inner in regions.items():
             self._drawn.add(inner)

@@ -18,7 +18,7 @@ from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.selection import Selection, Wrt, check_wrt, resolve
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
-from tracegrad.ir import Graph, Occurrence
+from tracegrad.ir import Graph, Occurrence, dtype_of, has_gradient, is_reference
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
@@ -220,7 +220,7 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
 
 def _refuse_references(program: Graph) -> None:
     for node in program.nodes:
-        if any(value.is_reference for value in node.outputs):
+        if any(is_reference(value) for value in node.outputs):
             line = Occurrence((), node).origin
             raise NotImplementedError(
                 f"the function makes a jax.Ref{at(line)}, and what is written "
@@ -236,7 +236,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
         fits = (
             count == 1
             and getattr(outs[0].aval, "shape", None) == ()
-            and jnp.issubdtype(outs[0].aval.dtype, jnp.floating)
+            and jnp.issubdtype(dtype_of(outs[0]), jnp.floating)
         )
         if not fits:
             types = [_jax.type_text(out.aval) for out in outs]
@@ -246,7 +246,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
                 "mean, or say by `cotangent=` with what to weigh the results: a tree like the "
                 "result (`has_aux=True` leaves out all but the first of a pair)"
             )
-        return [jnp.ones((), outs[0].aval.dtype), *assigned]
+        return [jnp.ones((), dtype_of(outs[0])), *assigned]
     leaves = jax.tree.leaves(cotangent, is_leaf=is_none)
     if len(leaves) != count:
         raise ValueError(
@@ -254,10 +254,12 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
         )
     seeds: list[Any] = []
     for leaf, out in zip(leaves, outs, strict=True):
-        if leaf is not None and (jnp.shape(leaf) != out.aval.shape or not out.has_gradient):
+        if leaf is not None and (
+            jnp.shape(leaf) != getattr(out.aval, "shape", None) or not has_gradient(out)
+        ):
             raise ValueError(
                 f"a cotangent of shape {jnp.shape(leaf)} was given for a result "
                 f"{_jax.type_text(out.aval)}; None stands for a result that is left out"
             )
-        seeds.append(None if leaf is None else jnp.asarray(leaf, out.aval.dtype))
+        seeds.append(None if leaf is None else jnp.asarray(leaf, dtype_of(out)))
     return [*seeds, *assigned]

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 
 from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Recompute, Value
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Literal,
+    Node,
+    Recompute,
+    Value,
+    has_gradient,
+    is_reference,
+)
 from tracegrad.ir.dependence import (
     Masks,
     back_around,
@@ -83,9 +92,9 @@ def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionF
     >>> flow.reached
     [True]
     """
-    carrying = [v.has_gradient or v.is_reference for v in graph.inputs]
+    carrying = [has_gradient(v) or is_reference(v) for v in graph.inputs]
     wanted = [
-        v.has_gradient and (targets is None or k in targets) for k, v in enumerate(graph.outputs)
+        has_gradient(v) and (targets is None or k in targets) for k, v in enumerate(graph.outputs)
     ]
     return _Flows().of(graph, carrying, wanted, wanted, recomputed=False)
 
@@ -167,7 +176,7 @@ class _Flows:
     def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
         """The operands to which a gradient goes on from the results at which one arrives."""
         carrying = of_each(map(bool, ins))
-        references = [v for v in node.operands if v.is_reference]
+        references = [v for v in node.operands if is_reference(v)]
         if references:  # what is written there is read elsewhere
             return joined(carrying) if any(got) or arrived.intersection(references) else 0
         if not any(ins):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from tracegrad.insight.comparisons import Checked
 from tracegrad.ir import Graph, Occurrence, operations
 from tracegrad.ir.authors import whose
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import listed
 
@@ -24,17 +24,21 @@ _IMPLICIT = "its derivative is that of the distribution, not of how it was drawn
 def hold(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
     """The program with what it stops, or samples, as it is now; where that is. What is left is in
     loops."""
-    program = program.copy()
+    values = {}
     held = dict[str, Checked]()
     for found, value in list(stops.items()):
         if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
-            here, nan = program.own(found), math.nan
-            here.graph.replace(here.node, functools.partial(_constant, value))
+            values[found], nan = value, math.nan
             why = f", since {_IMPLICIT}" if is_sample(found) else ""
             said = "deliberate", found.origin, "", f"held as it is{why}"
             held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
             del stops[found]
-    return program, tuple(held.values())
+
+    def constant(op: Op, *operands: Any) -> Any:
+        return jnp.asarray(values[op.match])
+
+    edited = around_each(program, list(values), constant, depends_on=lambda match: match)
+    return edited.graph, tuple(held.values())
 
 
 def is_sample(found: Occurrence) -> bool:
@@ -48,10 +52,6 @@ def without_verdict(check: Checked, sample: Occurrence) -> Checked:
         return check
     note = f"it may go through {_stop(sample)}, and {_IMPLICIT}"
     return dataclasses.replace(check, status="none", got=math.nan, note=note)
-
-
-def _constant(value: Any, *_: Any) -> Any:
-    return jnp.asarray(value)
 
 
 def _name(found: Occurrence) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.insight.parts import parts_of
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.occurrence import Origin, Path
-from tracegrad.ir.text import label, operand_text, parameters, types_text
+from tracegrad.ir.text import label, operand_text, operands_text, parameters, types_text
+from tracegrad.ir.walking import shared_regions
 
 _KINDS = {kind: number for number, kind in enumerate(Flow)}
 _RULE = len(_KINDS)  # what is no part of the program, but of how it is differentiated
@@ -62,7 +63,7 @@ def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
     body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told by number;
     a place of -1 is the call's.
     """
-    writer = _Writer()
+    writer = _Writer(graph, shared_regions(graph))
     writer.body(flow, ())
     return {
         "name": graph.name,
@@ -74,6 +75,8 @@ def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
 
 @dataclass
 class _Writer:
+    graph: Graph
+    shared: frozenset[Graph]  # regions that several calls enter
     bodies: list[dict[str, Any]] = field(default_factory=list)
     known: dict[RegionFlow, int] = field(default_factory=dict)
     places: dict[tuple[str, str, str], int] = field(default_factory=dict)
@@ -100,12 +103,12 @@ class _Writer:
         body: dict[str, Any] = {
             "name": graph.name,
             "inputs": [
-                [value.name, _jax.type_text(value.aval), reached]
+                [graph.names[value], _jax.type_text(value.aval), reached]
                 for value, reached in zip(graph.inputs, inputs, strict=True)
             ],
-            "constants": [[v.name, _jax.type_text(v.aval)] for v in graph.constants],
+            "constants": [[graph.names[v], _jax.type_text(v.aval)] for v in graph.constants],
             "types": [_jax.type_text(aval) for aval in graph.out_avals],
-            "out": [operand_text(value) for value in graph.outputs],
+            "out": [operand_text(graph, value) for value in graph.outputs],
             "again": int(again),
         }
         self.bodies.append(body)
@@ -151,16 +154,17 @@ class _Writer:
             ]
             if isinstance(node, CustomGradient):
                 regions += self.rule(node, path)
+        graph = path[-1][0].region(path[-1][1]) if path else self.graph
         return [
-            [value.name for value in node.outputs],
+            [graph.names[value] for value in node.outputs],
             label(node),
-            [operand_text(value) for value in node.inputs],
+            [operand_text(graph, value) for value in node.inputs],
             parameters(node),
             types_text(node.outputs),
             self.place(node, path),
             self.scopes.setdefault(frame, len(self.scopes)),
             _RULE if flow is None else _KINDS[flow.flows[node]],
-            "" if flow is None else ", ".join(map(operand_text, flow.lost.get(node, ()))),
+            "" if flow is None else operands_text(graph, flow.lost.get(node, ())),
             regions,
         ]
 
@@ -169,9 +173,9 @@ class _Writer:
         origin = Occurrence(path, node).origin
         if origin is None:
             return -1
-        if path and path[-1][0].graph is not None:
+        if path:
             call, name = path[-1]
-            shared = name not in call.regions or call.region(name).is_shared
+            shared = name not in call.regions or call.region(name) in self.shared
             if shared and Occurrence(path[:-1], call).origin == origin:
                 return -1
         if origin not in self.lines:
@@ -182,7 +186,7 @@ class _Writer:
 
 def _reached(value: Value, reached: bool) -> int:
     """1: a gradient arrives; 0: none does; -1: there is none for its type."""
-    return int(reached) if value.has_gradient else -1
+    return int(reached) if has_gradient(value) else -1
 
 
 def _title(name: str) -> str:

@@ -84,7 +84,7 @@ class _Ranges:
                 self.last[root] = end
         self._dying: dict[int, list[Value]] = {}  # by the operation that reads them last
         for value, first in self.first.items():
-            if value.producer not in self.inlined and first < self.last[value]:
+            if program.producers[value] not in self.inlined and first < self.last[value]:
                 self._dying.setdefault(self.last[value], []).append(value)
         self.sizes = [self.size_given + size for size in self._buffers(end)]
 
@@ -112,12 +112,12 @@ class _Ranges:
             value
             for value, first in self.first.items()
             if first <= moment <= self.last[value] and value not in over
-            if value.producer not in self.inlined
+            if self.program.producers[value] not in self.inlined
         ]
         return tuple(self._held(value, moment) for value in (*self.given, *alive))
 
     def _held(self, value: Value, moment: int) -> Held:
-        made = value.producer
+        made = self.program.producers.get(value)
         later = [node for i, node in self.readers.get(value, ()) if i >= moment]
         back = list(filter(is_backward, later))
         if made is None or not is_backward(made):
@@ -185,7 +185,7 @@ def _source(made: Occurrence, value: Value) -> tuple[Occurrence, Value]:
         if len(region.outputs) != len(made.node.outputs):
             break
         inner = region.outputs[made.node.outputs.index(value)]
-        if not isinstance(inner, Value) or inner.producer is None:
+        if not isinstance(inner, Value) or inner not in region.producers:
             break
-        made, value = Occurrence(made.into(name), inner.producer), inner
+        made, value = Occurrence(made.into(name), region.producers[inner]), inner
     return made, value

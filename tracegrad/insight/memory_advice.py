@@ -96,7 +96,7 @@ def _recomputes(peak: Peak) -> Iterator[Advice]:
             [node for node in found.nodes if not is_backward(node)]
             for found in peak.program.find(selectors[text])
         ]
-        frees, flops = _freed(residuals, instances)
+        frees, flops = _freed(peak.program, residuals, instances)
         if frees > 0 and (frees, flops) not in known:  # else a scope in another, with nothing else
             known.add((frees, flops))
             rules = [recompute(selectors[text])]
@@ -111,7 +111,9 @@ def _recomputes(peak: Peak) -> Iterator[Advice]:
         yield Advice(what, most, None, {"memory_budget": budget})
 
 
-def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tuple[int, int]:
+def _freed(
+    program: Graph, residuals: Sequence[Held], instances: Sequence[Sequence[Node]]
+) -> tuple[int, int]:
     """Bytes, about, if each of these parts is recomputed by itself, and the FLOPs of that."""
     alive = {each.value for each in residuals} | {
         value for each in residuals if each.source is not None for value in each.source.node.outputs
@@ -124,8 +126,12 @@ def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tu
         times = max((each.times for each in held), default=0)
         # What comes in is kept, and so is what goes out to where others read it.
         read = {v for node in nodes for v in node.operands}
-        come = [v for v in read - alive if v.producer is not None and v.producer not in members]
-        gone = [each for each in held if _is_read_elsewhere(each, members)]
+        come = [
+            v
+            for v in read - alive
+            if v in program.producers and program.producers[v] not in members
+        ]
+        gone = [each for each in held if _is_read_elsewhere(program, each, members)]
         kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
         frees += max(0, sum(each.size for each in held) - kept)
         most = max(most, sum(each.size // each.times for each in held))
@@ -133,8 +139,8 @@ def _freed(residuals: Sequence[Held], instances: Sequence[Sequence[Node]]) -> tu
     return frees - most, flops  # one of them is there when it is run again
 
 
-def _is_read_elsewhere(held: Held, members: set[Node]) -> bool:
-    users = () if held.value is None else held.value.users
+def _is_read_elsewhere(program: Graph, held: Held, members: set[Node]) -> bool:
+    users = () if held.value is None else program.users.get(held.value, ())
     return any(user not in members and not is_backward(user) for user in users)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import Graph, Node, Occurrence, Value
+from tracegrad.ir import Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.dependence import (
     Masks,
     Rule,
@@ -27,23 +27,23 @@ class Perturbed:
     """
 
     def __init__(self, program: Graph):
-        self._program = program
+        self.program = program
         self._walk = Walk()
 
     def of(self, found: Occurrence) -> tuple[list[int], list[bool]]:
         """The operands of a node that vary, by position, and for each result whether a cotangent
         comes back from it."""
-        graph = self._program
-        varying = [int(value.has_gradient) for value in graph.inputs]
-        wanted = [value.has_gradient for value in graph.outputs]
+        graph = self.program
+        varying = [int(has_gradient(value)) for value in graph.inputs]
+        wanted = [has_gradient(value) for value in graph.outputs]
         for node, name in found.path:
             masks = self._varying(graph, varying)
             live = self._live(graph, varying, wanted)
             entered = self._walk.enter(node, [mask_of(v, masks) for v in node.inputs])
             graph = node.region(name)
             if entered is None:  # differentiated as a whole
-                varying = [int(value.has_gradient) for value in graph.inputs]
-                wanted = [value.has_gradient for value in graph.outputs]
+                varying = [int(has_gradient(value)) for value in graph.inputs]
+                wanted = [has_gradient(value) for value in graph.outputs]
                 continue
             varying = [int(mask != 0) for mask in entered[1][name]]
             rule = self._rule(self._varying(graph, varying))

@@ -21,15 +21,9 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, RegionNode, Value
 from tracegrad.ir.authors import is_jaxs_rule
-from tracegrad.ir.nodes import copied
-from tracegrad.lowering import (
-    Lowering,
-    bind_functions,
-    evaluate,
-    evaluate_node,
-    read,
-    run_nodes,
-)
+from tracegrad.ir.bound_functions import bind_functions
+from tracegrad.ir.nodes import has_gradient
+from tracegrad.ir.running import read, run_graph, run_node, run_nodes
 
 EPS = float(np.finfo(np.float64).eps)
 # Their programs are of one dtype. JAX writes new ones if it is asked through these functions.
@@ -54,34 +48,30 @@ class AsItIs:
         self.eps = EPS
         self.constant_eps = 0.0
 
-    def evaluate(
-        self, graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
-    ) -> list[Any]:
+    def run_graph(self, graph: Graph, args: Sequence[Any]) -> list[Any]:
         """The flat results of a graph."""
-        return evaluate(graph, args, lowering)
+        return run_graph(graph, args)
 
-    def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
+    def run_node(self, node: Node, args: Sequence[Any]) -> list[Any]:
         """The results of one node."""
-        return evaluate_node(node, args)
+        return run_node(node, args)
 
 
 class Raised(AsItIs):
     """Runs graphs in double precision, whatever dtypes they are in."""
 
-    def evaluate(
-        self, graph: Graph, args: Sequence[Any], lowering: Lowering | None = None
-    ) -> list[Any]:
+    def run_graph(self, graph: Graph, args: Sequence[Any]) -> list[Any]:
         given = [_raised(x, v.aval) for x, v in zip(args, graph.inputs, strict=True)]
-        instead = {node: functools.partial(self.run, node) for node in graph.nodes}
-        values = run_nodes(graph, given, Lowering(), instead=instead)
+        instead = {node: functools.partial(self.run_node, node) for node in graph.nodes}
+        values = run_nodes(graph, given, instead=instead)
         outs = read(graph.outputs, values)
         return [_raised(x, v.aval) for x, v in zip(outs, graph.outputs, strict=True)]
 
-    def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
-        if any(value.is_reference for value in (*node.operands, *node.outputs)):
+    def run_node(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        if any(_jax.is_reference(value.aval) for value in (*node.operands, *node.outputs)):
             return self._as_it_is(node, args)
         for v in node.inputs:
-            if isinstance(v, Literal) and not _is_round(v.value):
+            if isinstance(v, Literal) and not _is_round(v.val):
                 self.constant_eps = max(self.constant_eps, _eps(v))
         operands = [_raised(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
         if isinstance(node, RegionNode):
@@ -95,7 +85,7 @@ class Raised(AsItIs):
 
     def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
         def function_of(name: str) -> Callable[..., list[Any]]:
-            return lambda *args: self.evaluate(node.region(name), args)
+            return lambda *args: self.run_graph(node.region(name), args)
 
         if node.primitive is _jax.JIT:
             return function_of("jaxpr")(*operands)
@@ -107,13 +97,13 @@ class Raised(AsItIs):
     def _as_it_is(self, node: Node, args: Sequence[Any]) -> list[Any]:
         """The results of a node that runs in its own dtypes, converted."""
         given = [_converted(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
-        if any(v.has_gradient for v in node.operands):
+        if any(map(has_gradient, node.operands)):
             values = [*node.outputs, *node.operands]
             for region in node.regions.values():
                 values += _values_below(region)
-            if any(v.has_gradient for v in node.outputs):
+            if any(map(has_gradient, node.outputs)):
                 self.eps = max(self.eps, *map(_eps, values))
-        results = evaluate_node(node, given)
+        results = run_node(node, given)
         return [_raised(y, v.aval) for y, v in zip(results, node.outputs, strict=True)]
 
 
@@ -215,8 +205,7 @@ def _in_double(node: Node) -> Callable[[list[Any]], list[Any]] | None:
             params[key] = _double(value)
         elif isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
             params[key] = None  # how a product is computed from numbers of fewer bits
-    raised = copied(node, node.inputs, params=params)
-    return functools.partial(evaluate_node, raised)
+    return functools.partial(run_node, node.having(node.equation.replace(params=params)))
 
 
 def _scatter(node: Node, operands: list[Any]) -> list[Any]:

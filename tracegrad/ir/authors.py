@@ -25,7 +25,7 @@ def whose(occurrence: Occurrence) -> str:
     The function of the annotation itself is not asked, but the one that called it.
     """
     node = occurrence.node
-    stack = () if node.source is None else _jax.frames(node.source.info)
+    stack = _jax.frames(node.source.info)
     if isinstance(node, StopGradient):
         stack = _above_stop_gradient(stack)
         if stack and is_own_file(stack[0].file_name):

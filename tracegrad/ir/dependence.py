@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.nodes import CustomGradient, Literal, Node, Recompute, Value
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value, is_reference
 
 T = TypeVar("T")
 Masks = list[int]
@@ -89,7 +89,7 @@ def spread(
         outs = rule(node, ins)
         masks.update(zip(node.outputs, outs, strict=True))
         for value in node.inputs:
-            if value.is_reference and isinstance(value, Value):
+            if isinstance(value, Value) and is_reference(value):
                 # It may have been written to.
                 masks[value] = joined(ins)
     return [mask_of(value, masks) for value in graph.outputs]
@@ -123,7 +123,7 @@ def joined(masks: Iterable[int]) -> int:
     return functools.reduce(operator.or_, masks, 0)
 
 
-def mask_of(value: Value | Literal, masks: Mapping[Value, int]) -> int:
+def mask_of(value: Atom, masks: Mapping[Value, int]) -> int:
     """The mask of a node's operand; constants and literals have none."""
     return masks.get(value, 0) if isinstance(value, Value) else 0
 
@@ -135,7 +135,7 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     without regions, or with regions of which only JAX knows how they are called.
     """
     regions = node.regions
-    if not regions or any(v.is_reference for v in node.inputs):
+    if not regions or any(is_reference(v) for v in node.inputs):
         return None
     if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
         name, region = next(iter(regions.items()))
@@ -198,7 +198,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
     rule = rule or _data_flow()
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
-        if any(v.is_reference and v in live for v in node.inputs):  # it may be written to
+        if any(is_reference(v) and v in live for v in node.inputs):  # it may be written to
             live |= set(node.operands)
         elif any(wanted):
             masks = rule(node, of_each([True] * len(node.inputs)))

@@ -1,4 +1,4 @@
-"""What lower rooms need of those above them: to lower, trace, plan and explain.
+"""What lower rooms need of those above them: to call, plan and explain a graph.
 
 Each room gives its own when it is imported, so that the lower ones need not know it.
 """
@@ -6,32 +6,13 @@ Each room gives its own when it is imported, so that the lower ones need not kno
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
-    from tracegrad.ir.nodes import Literal, Node, Value
-
-
-class Insertable(Protocol):
-    """A program that can be written into a graph: another graph, or what JAX has traced."""
-
-    @property
-    def out_avals(self) -> list[Any]: ...
-
-    @property
-    def effects(self) -> Collection[Any]: ...
-
-    def written_into(
-        self, place: Graph, inputs: Sequence[Value | Literal], beside: Node | None
-    ) -> tuple[list[Node], list[Value | Literal]]:
-        """Its nodes as nodes of a graph, in which they stand nowhere yet, and its outputs.
-
-        `inputs`: what stands for its own. `beside`: the node whose line they have.
-        """
 
 
 def _later(file: str, what: str) -> Callable[..., Any]:
@@ -46,15 +27,12 @@ def _later(file: str, what: str) -> Callable[..., Any]:
 
 @dataclass
 class Engine:
-    """`to_callable`: the function that a graph computes. `trace_at`: what a function is
-    traced to on flat arguments of these types, in the place of a graph that it is to be written
-    into.
+    """`to_callable`: the function that a graph computes.
     `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget.
     `derivatives_by_rules`: a block in which JAX's own derivatives go by the rules in force.
     `explain_tape`: why the gradients of a tape are what they are."""
 
     to_callable: Callable[[Graph], Callable[..., Any]]
-    trace_at: Callable[[Callable[..., Any], Sequence[Any], Graph], Insertable]
     fit_to_budget: Callable[[Any], Callable[[Graph], Graph]]
     derivatives_by_rules: Callable[[], AbstractContextManager[None]]
     explain_tape: Callable[..., Any]
@@ -62,7 +40,6 @@ class Engine:
 
 engine = Engine(
     to_callable=_later("tracing.callable", "to_callable"),
-    trace_at=_later("tracing.graphs", "trace_at"),
     fit_to_budget=_later("planning.plan_recompute", "fit_to_budget"),
     derivatives_by_rules=_later("differentiation.jax_derivatives", "derivatives_by_rules"),
     explain_tape=_later("insight.explain_tape", "explain_tape"),

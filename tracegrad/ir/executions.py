@@ -56,7 +56,7 @@ class _ByFrame(Grouping):
             run.clear()
 
         for node in graph.nodes:
-            stack = stack_of(node, graph, root=not path)
+            stack = stack_of(node, root=not path)
             anchor = self._anchor(stack, known)
             if anchor is None:
                 finish()
@@ -142,13 +142,18 @@ def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Boun
 
 def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
     """Whether none of these groups uses what another computes."""
-    owner = {bound.node: i for i, members in enumerate(executions) for bound in members}
-    for node, i in owner.items():
-        for value in node.inputs:
-            producer = getattr(value, "producer", None)
-            if producer is not None and owner.get(producer, i) != i:
-                return False
-    return True
+    makers = {
+        value: i
+        for i, members in enumerate(executions)
+        for bound in members
+        for value in bound.node.outputs
+    }
+    return all(
+        makers.get(value, i) == i
+        for i, members in enumerate(executions)
+        for bound in members
+        for value in bound.node.operands
+    )
 
 
 class CallOf(_ByFrame):
@@ -172,7 +177,7 @@ class CallOf(_ByFrame):
         for o in graph.walk():
             if o.node.regions:
                 found[o.node.name] = None
-            for code in reversed(stack_of(o.node, o.graph, root=not o.path).codes):
+            for code in reversed(stack_of(o.node, root=not o.path).codes):
                 if not _is_machinery(code):
                     found[_short(code.co_qualname)] = None
         return list(found)

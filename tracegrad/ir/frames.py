@@ -9,15 +9,12 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import origin_of_function
-
-if TYPE_CHECKING:
-    from tracegrad.ir.graph import Graph
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,13 +76,13 @@ class Stack(NamedTuple):
         return tuple(map(Frame, self.codes[start:stop], self.offsets[start:stop]))
 
 
-def stack_of(node: Node, region: Graph, *, root: bool) -> Stack:
-    """The stack of a node of a region.
+def stack_of(node: Node, *, root: bool) -> Stack:
+    """The stack of a node.
 
-    `root`: the region is the traced function itself; who traced it is left out.
+    `root`: it stands in the traced function itself; who traced that is left out.
     """
-    codes, offsets = ([], []) if node.source is None else _jax.frame_positions(node.source.info)
-    function = origin_of_function(region.function_source)
+    codes, offsets = _jax.frame_positions(node.source.info)
+    function = origin_of_function(node.function)
     file, line = (function.file, function.line) if function else ("", 0)
     for i, code in enumerate(codes):
         # Not by its name: most functions of a file of layers are called ``__call__``.

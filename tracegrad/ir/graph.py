@@ -1,38 +1,28 @@
-"""A traced program: inputs, constants, nodes in order, outputs; and how it is read and edited.
+"""A traced program: inputs, constants, nodes in order, outputs; and how it is read.
 
-Graphs nest: a node with regions holds a graph for each. A region may be shared by many calls (a
-jitted function called forty times is one region), and by a graph and its copies. Reading walks
-through sharing; editing goes through `Graph.own`, which copies the regions on the way to a node
-where somebody else uses them too.
+A graph *is* a program of JAX's (a jaxpr) with a way to look at it, and nobody changes one: each
+edit makes another graph, which shares what it did not touch. So a graph that was not edited has the
+very program that it came from, and lowering is no work.
 
-A graph that was not edited keeps the JAX program that it was imported from, and is lowered to
-exactly that; how it knows, see `ir.body`.
+Graphs nest: a node with regions holds a graph for each. A jitted function that is called forty
+times is one region.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import copying, grouping, match, text, verification, walking
-from tracegrad.ir.body import Body, leave
-from tracegrad.ir.engine import Insertable, engine
-from tracegrad.ir.errors import GraphError
-from tracegrad.ir.nodes import (
-    Call,
-    Literal,
-    Node,
-    Recompute,
-    RegionNode,
-    Tap,
-    Value,
-    copied,
-    same_type,
-    set_field,
-)
+from tracegrad.ir import match, text, verification, walking
+from tracegrad.ir.engine import engine
+from tracegrad.ir.nodes import Atom, Node, RegionNode, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import some
@@ -40,19 +30,21 @@ from tracegrad.ir.wording import some
 _TYPES = 8  # that a graph's `repr` lists
 
 
-class Graph(Body):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Graph:
     """A program over JAX's primitives.
 
     Attributes:
+      program: JAX's program, which the graph is.
+      nodes: its equations, in the order of execution.
       name: the traced function's name.
-      inputs: one `Value` per flat input.
-      constants: the arrays (or tracers) that the function closed over, by their `Value`.
-      nodes: in the order of execution.
-      outputs: one `Value` or `Literal` per flat output.
+      function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
+      hints: what the names of the inputs are made from, ``params['w']``; "" where nothing is known.
+      first: the graph that this one was made from by edits; None: it was traced as it is. A value
+        keeps the name that it has there.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
       signature: the traced function's, static parameters left out; None where it has none.
       variables: the Variables that the function reads: the last inputs are their values.
-      taps: the taps that are inputs of it, behind all others; see `tracegrad.rules.tap_gradient`.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
       settings: attributes of these modules that are no data, and that the function changes.
@@ -61,47 +53,100 @@ class Graph(Body):
       differentiated: of each input whether somebody takes the gradient with respect to it; ()
         where that is not known.
       loses: paths of what the function changes in a state that it is given, and nobody would see.
-      program: the JAX program that it was imported from; None once it, or a region below it, was
-        edited.
-      function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
 
     `print(graph)` is meant to be read.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> graph = tg.graph(lambda x: jnp.sin(x) * 2)(1.0)
-    >>> [node.op for node in graph.nodes], graph.inputs, graph.is_clean
-    (['sin', 'mul'], (x: ~f32[],), True)
+    >>> [node.op for node in graph.nodes], [graph.names[value] for value in graph.inputs]
+    (['sin', 'mul'], ['x'])
     """
 
-    def __init__(self, name: str, *, function_source: str = ""):
-        super().__init__(name)
-        self.function_source = function_source
-        self.in_tree: Any = None
-        self.out_tree: Any = None
-        self.signature: inspect.Signature | None = None
-        self.variables: tuple[Any, ...] = ()
-        self.assigned: tuple[Any, ...] = ()
-        self.taps: tuple[Tap, ...] = ()
-        self.updates: tuple[int, ...] = ()
-        self.settings: tuple[Any, ...] = ()
-        self.differentiated: tuple[bool, ...] = ()
-        self.loses: tuple[str, ...] = ()
-        self.surroundings: dict[str, weakref.ref[Any]] = {}
-        self._names: dict[str, int] = {}  # base name -> how many times it was taken again
-        # For a copy: the node of the original -> its node here, so that occurrences stay good.
-        self._copies: weakref.WeakKeyDictionary[Node, Node] = weakref.WeakKeyDictionary()
+    program: Any
+    nodes: tuple[Node, ...]
+    name: str
+    function_source: str = ""
+    hints: tuple[str, ...] = ()
+    first: Graph | None = None
+    in_tree: Any = None
+    out_tree: Any = None
+    signature: inspect.Signature | None = None
+    variables: tuple[Any, ...] = ()
+    assigned: tuple[Any, ...] = ()
+    updates: tuple[int, ...] = ()
+    settings: tuple[Any, ...] = ()
+    differentiated: tuple[bool, ...] = ()
+    loses: tuple[str, ...] = ()
+    surroundings: Mapping[str, weakref.ref[Any]] = field(default_factory=dict)
 
-    # ---------------------------------------------------------------------------------- reading
+    # ---------------------------------------------------------------------------------- its parts
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """One value for each flat input."""
+        return tuple(_jax.opened(self.program).invars)
+
+    @cached_property
+    def outputs(self) -> tuple[Atom, ...]:
+        """One value or literal for each flat output."""
+        return tuple(_jax.opened(self.program).outvars)
+
+    @cached_property
+    def constants(self) -> Mapping[Value, Any]:
+        """The arrays (or tracers) that the function closed over, by their values."""
+        open_form, arrays = _jax.parts_of(self.program)
+        return MappingProxyType(dict(zip(open_form.constvars, arrays, strict=True)))
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [value.aval for value in self.inputs]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [atom.aval for atom in self.outputs]
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        """The side effects of all its nodes (prints, callbacks, reads and writes of Refs)."""
+        return frozenset(self.program.effects)
+
+    @property
+    def result_count(self) -> int:
+        """How many of the outputs are the result: those before new values of what is assigned."""
+        return len(self.outputs) - len(self.assigned) - len(self.updates)
+
+    # ---------------------------------------------------------------------------------- its values
+
+    @cached_property
+    def users(self) -> Mapping[Value, tuple[Node, ...]]:
+        """The nodes that take a value as an operand, each once, in order; no entry for none."""
+        found: dict[Value, dict[Node, None]] = {}
+        for node in self.nodes:
+            for value in node.operands:
+                found.setdefault(value, {})[node] = None
+        return {value: tuple(nodes) for value, nodes in found.items()}
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Node]:
+        """The node that computes a value; no entry for inputs and constants."""
+        return {value: node for node in self.nodes for value in node.outputs}
+
+    @cached_property
+    def names(self) -> Mapping[Value, str]:
+        """The names of its values in the text form, no two alike: ``w``, ``dot_general_1``."""
+        return text.names_of(self)
+
+    @cached_property
+    def results(self) -> frozenset[Value]:
+        """The values among its outputs."""
+        return frozenset(atom for atom in self.outputs if isinstance(atom, Value))
+
+    # ---------------------------------------------------------------------------------- looking
 
     @property
     def recomputes(self) -> bool:
         """Whether it or a region below it has a `Recompute`."""
         return _jax.REMAT.name in self.operations
-
-    @property
-    def result_count(self) -> int:
-        """How many of the outputs are the result: those before new values of what is assigned."""
-        return len(self._outputs) - len(self.assigned) - len(self.updates)
 
     @property
     def calls_host(self) -> bool:
@@ -110,10 +155,15 @@ class Graph(Body):
         look at whatever the process holds."""
         return any(map(_jax.calls_host, self.operations))
 
-    @property
-    def operations(self) -> set[str]:
+    @cached_property
+    def closes_over(self) -> bool:
+        """Whether a `jax.custom_jvp` in it closes over what may be differentiated."""
+        return any(isinstance(node, RegionNode) and node.closes_over for node in self.nodes)
+
+    @cached_property
+    def operations(self) -> frozenset[str]:
         """The names of the primitives of all nodes in it and in the regions below it."""
-        return {node.op for region in walking.regions_below(self) for node in region._nodes}
+        return frozenset(node.op for region in self.regions_below for node in region.nodes)
 
     @property
     def regions_below(self) -> list[Graph]:
@@ -136,15 +186,18 @@ class Graph(Body):
           wanted: a selector, or a predicate on each `Occurrence`.
 
         Returns:
-          A list that prints one match a line, with its scope and its source line.
+          A list that prints one match a line, with its scope and its source line. The matches are
+          good in every graph that was made from this one by edits of other places.
         """
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
         return Matches(selector.look(self).matches)
 
-    def name_values(self, *erased: Value) -> None:
-        """Names every value that has no name yet, and those of nodes that were erased: from the
-        argument, else from the operation."""
-        text.name_values(self, erased)
+    def region_of(self, occurrence: Occurrence) -> Graph:
+        """The region that a node of this graph stands in."""
+        if not occurrence.path:
+            return self
+        node, name = occurrence.path[-1]
+        return node.region(name)
 
     def __str__(self) -> str:
         return text.format_graph(self)
@@ -156,12 +209,23 @@ class Graph(Body):
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
 
     def verify(self) -> None:
-        """Checks that this is a program: every value defined once and before its uses, user lists
-        right, and every node's types as JAX's own typing rules give them, at any depth.
+        """Checks that this is a program, by JAX's own checker, in each region once: every value is
+        defined once and before its uses, and the types are those of JAX's typing rules.
 
         Raises GraphError naming the node and its source line.
         """
         verification.verify(self)
+
+    # ---------------------------------------------------------------------------------- running
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Runs it, or traces it, on flat arguments; returns its flat outputs."""
+        if len(args) < len(self.inputs):
+            raise TypeError(
+                f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
+                "to JAX. Give it the reference and the index, and let it take the part"
+            )
+        return _jax.eval_program(self.program, args)
 
     def to_callable(self) -> Callable[..., Any]:
         """A function with the traced function's own signature (pytrees, keyword arguments).
@@ -169,232 +233,39 @@ class Graph(Body):
         It runs under every JAX transformation. It reads the Variables among its inputs, and
         assigns those among its outputs, whenever it is called. A graph that is a region takes and
         returns flat lists.
-
-        What it computes is the graph as that is when it is called. JAX keeps what it has traced:
-        a call under `jax.jit` that was compiled before an edit does not see the edit, so make a
-        new function after one, or take that of a `copy` for one that no edit reaches.
         """
         return engine.to_callable(self)
 
-    # ---------------------------------------------------------------------------------- copying
-
-    def copy(self) -> Graph:
-        """A graph of its own with the same nodes; the regions below are shared until edited.
-
-        Occurrences found in the original are good in the copy, through `own`.
-        """
-        return copying.copy(self)
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: object) -> Graph:
-        return self.copy()
-
-    def written_into(
-        self, place: Graph, inputs: Sequence[Value | Literal], beside: Node | None
-    ) -> tuple[list[Node], list[Value | Literal]]:
-        """Its nodes as nodes of another graph; see `tracegrad.ir.copying`."""
-        return copying.written(self, place, inputs, beside)
-
-    def own(self, occurrence: Occurrence) -> Occurrence:
-        """The occurrence in regions that nobody else enters: copies those on its path that are
-        shared, and the primal and faces of a custom gradient. Edit `result.graph` around
-        `result.node` then.
-
-        Takes occurrences found before other edits, or in the graph that this one was copied from.
-        Raises GraphError if the node was erased or is of another graph.
-        """
-        return copying.own(self, occurrence)
-
-    def node_here(self, node: Node) -> Node:
-        """What a node of the graph that this one was copied from has become.
-
-        Raises GraphError if it was erased or is of another graph.
-        """
-        here = node if node.graph is self else self._copies.get(node)
-        if here is None or here.graph is not self:
-            raise GraphError(f"{node!r} is not a node of {self.name} (any more)")
-        return here
-
-    # ---------------------------------------------------------------------------------- editing
-
-    def insert(
-        self,
-        program: Graph | Callable[..., Any],
-        inputs: Sequence[Value | Literal],
-        *,
-        before: Node | None = None,
-        after: Node | None = None,
-    ) -> list[Value | Literal]:
-        """Writes the nodes of another program into this one.
-
-        Args:
-          program: a function of as many arrays, which is traced for this place (inside a
-            `jax.shard_map`, in its mesh), or a `Graph`, which is copied.
-          inputs: one value of this graph (or literal) for each of its inputs.
-          before, after: the node of this graph beside which the new ones stand; at most one of
-            them. Neither: at the end.
-
-        Returns:
-          The values that the outputs of `program` have become; nothing uses them yet: see
-          `replace_uses`.
-
-        Raises GraphError for a wrong number or type of inputs.
-
-        >>> import jax.numpy as jnp, tracegrad as tg
-        >>> g = tg.graph(lambda x: jnp.sin(x) + 1)(0.5)
-        >>> sin = g.nodes[0]
-        >>> (clipped,) = g.insert(lambda v: jnp.minimum(v, 0.25), sin.outputs, after=sin)
-        >>> g.replace_uses(sin.outputs[0], clipped)
-        >>> float(g.to_callable()(0.5))
-        1.25
-        """
-        if before is not None and after is not None:
-            raise ValueError("give `before` or `after`, not both")
-        return self._write(self._for_here(program, inputs), inputs, before, after)
-
-    def _for_here(
-        self, program: Graph | Callable[..., Any], inputs: Sequence[Value | Literal]
-    ) -> Insertable:
-        """A graph that takes these inputs, or what a function of them is traced to."""
-        self._check_mine(*inputs)
-        if not isinstance(program, Graph):
-            return engine.trace_at(program, [value.aval for value in inputs], self)
-        if len(inputs) != len(program.inputs):
-            raise GraphError(
-                f"{program.name} takes {len(program.inputs)} inputs, {len(inputs)} were given"
-            )
-        for given, expected in zip(inputs, program.inputs, strict=True):
-            if not same_type(given.aval, expected.aval):
-                raise GraphError(f"{program.name} takes {expected!r}, not {given!r}")
-        return program
-
-    def _write(
-        self,
-        program: Insertable,
-        inputs: Sequence[Value | Literal],
-        before: Node | None,
-        after: Node | None,
-    ) -> list[Value | Literal]:
-        beside, index = before or after, len(self._nodes)
-        if beside is not None:
-            self._check_node(beside)
-            index = self._nodes.index(beside) + (after is not None)
-        self._edited()
-        new, outputs = program.written_into(self, inputs, beside)
-        self._set_nodes([*self._nodes[:index], *new, *self._nodes[index:]])
-        self._tell_owners(frozenset().union(*(node.effects for node in new)))
-        return outputs
+    # ---------------------------------------------------------------------------------- other parts
 
     def replace(
         self,
-        node: Node,
-        program: Graph | Callable[..., Any],
-        inputs: Sequence[Value | Literal] | None = None,
-    ) -> None:
-        """Puts the nodes of another program in the place of a node.
-
-        Args:
-          node: a node of this graph.
-          program: as in `insert`; its outputs are of the types of the node's.
-          inputs: one value of this graph (or literal) for each of its inputs. None: the node's.
-
-        Raises GraphError for a wrong number or type of inputs or outputs, or if the node has an
-        effect that the program has not (which would be dropped in silence).
-        """
-        self._check_node(node)
-        inputs = node.inputs if inputs is None else inputs
-        new = self._for_here(program, inputs)
-        given, wanted = new.out_avals, [value.aval for value in node.outputs]
-        if len(given) != len(wanted) or not all(map(same_type, given, wanted)):
-            raise GraphError(
-                f"{new!r} gives other values than {Occurrence((), node)}, in whose place it is to "
-                "stand"
-            )
-        if {*map(type, node.effects)} - {*map(type, new.effects)}:
-            raise GraphError(
-                f"cannot replace {Occurrence((), node)}: it has effects {set(node.effects)}, which "
-                "an edit must not drop"
-            )
-        results = self._write(new, inputs, before=node, after=None)
-        for old, result in zip(node.outputs, results, strict=True):
-            self.replace_uses(old, result)
-        self.erase(node, with_effects=True)
-
-    def widen(
-        self,
-        node: Node,
-        regions: Mapping[str, Graph],
-        inputs: Sequence[Value],
-        avals: Sequence[Any],
-    ) -> Node:
-        """Replaces a call by one with wider regions: of more inputs or outputs, behind the others.
-
-        Args:
-          node: a node with regions, of this graph.
-          regions: all of its regions, by name.
-          inputs: what it is given for their further inputs.
-          avals: the types of its further outputs.
-
-        Returns:
-          The new node.
-        """
-        self._check_node(node)
-        assert isinstance(node, RegionNode)
-        self._check_mine(*inputs)
-        self._edited()
-        in_order = {name: regions[name] for name in node.regions}  # that of branches has a meaning
-        wide = copied(node, (*node.inputs, *inputs), is_new=True, _regions=in_order)
-        self.adopt(wide, [*(value.aval for value in node.outputs), *avals])
-        for old, new in zip(node.outputs, wide.outputs, strict=False):
-            new.hint = old.hint
-            self.replace_uses(old, new)
-        self._set_nodes(wide if n is node else n for n in self._nodes)
-        self._disown(node)
-        return wide
-
-    def set_region(self, node: Node, name: str, region: Graph) -> None:
-        """Gives a node another region: of as many inputs and outputs, of the same types."""
-        self._check_node(node)
-        assert isinstance(node, RegionNode)
-        old = node.region(name)
-        for what, ours, theirs in (
-            ("takes", old.in_avals, region.in_avals),
-            ("returns", old.out_avals, region.out_avals),
-        ):
-            same = len(ours) == len(theirs) and all(map(same_type, ours, theirs))
-            if not same:
-                raise GraphError(f"{region!r} {what} other values than {old!r}")
-        self._edited()
-        before = frozenset().union(*(r.effects for r in node._regions.values()))
-        node._regions[name] = region
-        after = frozenset().union(*(r.effects for r in node._regions.values()))
-        set_field(node, "effects", (node.effects - before) | after)
-        set_field(node, "replaced", node.replaced | {name})
-        region.add_owner(node)
-        leave(node, old)
-        self._tell_owners(after)
-
-    def group(
-        self,
-        nodes: Iterable[Node],
         *,
-        recompute: bool = False,
-        policy: Callable[..., Any] | None = None,
-        name: str = "group",
-        copies: Sequence[Node] = (),
-    ) -> Call | Recompute:
-        """Moves nodes of this graph into a region of their own.
+        nodes: Iterable[Node] | None = None,
+        inputs: Sequence[Value] | None = None,
+        outputs: Sequence[Atom] | None = None,
+        constants: Mapping[Value, Any] | None = None,
+        **other: Any,
+    ) -> Graph:
+        """The graph with other parts.
 
         Args:
-          nodes: a convex set: no path leads from one of them out and back to another.
-          recompute: make a `Recompute` of them (with `policy`), else a jitted `Call`.
-          name: the region's name.
-          copies: nodes before them, in order, that are in the region as well as where they stand.
-
-        Returns:
-          The new node, which stands where its inputs are defined and before its users.
-
-        Raises GraphError for a set that is empty or not convex, and for effects moved or copied.
+          nodes, inputs, outputs: in the place of its own. They use and define JAX's variables.
+          constants: arrays by their values, in the place of its own.
+          **other: further attributes of the graph.
         """
-        return grouping.group(self, nodes, recompute, policy, name, copies)
+        nodes = self.nodes if nodes is None else tuple(nodes)
+        constants = self.constants if constants is None else constants
+        hints = self.hints
+        if inputs is not None:
+            known = dict(zip(self.inputs, self.hints, strict=False))
+            hints = tuple(known.get(value, "") for value in inputs)
+        program = _jax.program_of(
+            self.program,
+            constants=constants,
+            inputs=self.inputs if inputs is None else inputs,
+            outputs=self.outputs if outputs is None else outputs,
+            equations=[node.equation for node in nodes],
+        )
+        parts = {"program": program, "nodes": nodes, "hints": hints, "first": self.first or self}
+        return dataclasses.replace(self, **(parts | other))

@@ -1,39 +1,47 @@
 """JAX programs → graphs: `jax.make_jaxpr` traces, this module reads what came out.
 
-Sub-programs that JAX shares (a jitted function called twice) become one shared region. Nothing is
-interpreted and nothing is lost: each node keeps its primitive, parameters, source and effects.
+A program has one graph as long as anybody holds that: a function that is called forty times is one
+region, in one trace as in several. Nothing is interpreted and nothing is lost: a node holds JAX's
+equation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import (
+    NO_REGIONS,
     Apply,
+    Atom,
     Call,
     CustomGradient,
-    Literal,
     Node,
     Recompute,
-    RegionNode,
-    Source,
     StopGradient,
     Value,
 )
 
+# A graph holds its program, so that no other program has its id as long as the graph is here.
+_known: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+
+_NO_HINTS: Mapping[Value, str] = MappingProxyType({})
+_KINDS: dict[Any, type[Node]] = {
+    _jax.REMAT: Recompute,
+    _jax.CUSTOM_JVP: CustomGradient,
+    _jax.CUSTOM_VJP: CustomGradient,
+}
+
 
 def import_program(
-    program: Any,
-    function: _jax.TracedFrom | None = None,
-    *,
-    name: str | None = None,
-    seen: dict[int, Graph] | None = None,
-    operands: Sequence[Value | Literal] = (),
+    program: Any, function: _jax.TracedFrom | None = None, *, name: str | None = None
 ) -> Graph:
     """The graph of a program made by `jax.make_jaxpr`.
 
@@ -41,165 +49,92 @@ def import_program(
       program: a ``ClosedJaxpr`` (or an open one without constants).
       function: what it was traced from; default: what JAX says.
       name: the graph's name; default: that function's.
-      seen: the regions that were imported before, by the identity of their programs.
-      operands: what it is called with, where it is a region.
     """
-    seen = {} if seen is None else seen
+    graph = graph_of(program)
+    if function is None and name is None:
+        return graph
     function = function or _jax.function_of(program)
-    open_form, constants = _jax.parts_of(program)
-    graph = Graph(name or function.name, function_source=function.source)
-    seen[id(program)] = graph
-    count, names = len(open_form.invars), function.arguments
-    if len(names) != count:  # JAX does not know them: then as the caller calls its operands
-        names = tuple(v.hint if isinstance(v, Value) else "" for v in operands)
-    names = names if len(names) == count else ("",) * count
-    arguments = graph.add_inputs([var.aval for var in open_form.invars], names)
-    nodes, outputs = _written(open_form, constants, graph, arguments, seen)
-    closes_over = any(isinstance(node, RegionNode) and node.closes_over for node in nodes)
-    graph.fill(nodes, outputs, program, closes_over)
-    return graph
-
-
-class TracedProgram:
-    """A program that JAX has traced for a place in a graph, where it is imported.
-
-    Attributes:
-      out_avals: the types of its outputs.
-      effects: its side effects.
-    """
-
-    def __init__(self, program: Any, name: str):
-        self._parts = _jax.parts_of(program)
-        self._name = name
-        self.out_avals: list[Any] = list(program.out_avals)
-        self.effects = program.effects
-
-    def __repr__(self) -> str:
-        return f"{self._name} -> ({', '.join(map(_jax.type_text, self.out_avals))})"
-
-    def written_into(
-        self, place: Graph, inputs: Sequence[Value | Literal], beside: Node | None
-    ) -> tuple[list[Node], list[Value | Literal]]:
-        """See `tracegrad.ir.engine.Insertable`."""
-        source = None if beside is None else beside.source
-        return _written(*self._parts, place, inputs, {}, source)
-
-
-def _written(
-    open_form: Any,
-    constants: Sequence[Any],
-    graph: Graph,
-    inputs: Sequence[Value | Literal],
-    seen: dict[int, Graph],
-    source: Source | None = None,
-) -> tuple[list[Node], list[Value | Literal]]:
-    """The equations of a program as nodes of a graph, where they stand nowhere yet; its outputs.
-
-    `inputs`: what stands for its own. `source`: that of all nodes; None: each its own.
-    """
-    values: dict[Any, Value | Literal] = dict(zip(open_form.invars, inputs, strict=True))
-    for var, constant in zip(open_form.constvars, constants, strict=True):
-        values[var] = graph.add_constant(constant, var.aval)
-    nodes: list[Node] = []
-    for equation in open_form.eqns:
-        primitive, params = equation.primitive, equation.params
-        inputs = tuple(
-            [Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in equation.invars]
-        )
-        origin = source or Source(equation.source_info, equation.ctx)
-        effects = equation.effects
-        held = (v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
-        if (
-            primitive is _jax.STOP_GRADIENT
-            or any(isinstance(item, _jax.PROGRAM_TYPES) for items in held for item in items)
-            or primitive.name == _jax.OF_AN_OBJECT
-        ):
-            node = make_node(primitive, params, inputs, origin, effects, seen)
-        else:  # nearly all: without another call
-            node = Apply(primitive, params, inputs, (), origin, frozenset(effects))
-        graph.adopt(node, [var.aval for var in equation.outvars])
-        nodes.append(node)
-        values.update(zip(equation.outvars, node.outputs, strict=True))
-    outputs = [
-        Literal(a.val, a.aval) if hasattr(a, "val") else values[a] for a in open_form.outvars
-    ]
-    return nodes, outputs
-
-
-def make_node(
-    primitive: Any,
-    params: Mapping[str, Any],
-    inputs: tuple[Value | Literal, ...],
-    source: Source,
-    effects: Iterable[Any],
-    seen: dict[int, Graph],
-) -> Node:
-    """The node of one operation, of the kind that its primitive asks for; for `seen` see
-    `import_program`."""
-    kind: type[Node] = Apply
-    more: dict[str, Any] = {}
-    if primitive is _jax.STOP_GRADIENT:
-        kind = StopGradient
-    else:
-        regions = {
-            # Alive as long as the root program, which holds it.
-            name: seen.get(id(p)) or import_program(p, seen=seen, operands=inputs)
-            for name, p in _jax.programs_in(primitive, params)
-        }
-        if regions:
-            kind, more = Call, {"_regions": regions}
-        if primitive is _jax.REMAT:
-            kind = Recompute
-        elif primitive is _jax.CUSTOM_JVP or primitive is _jax.CUSTOM_VJP:
-            kind = CustomGradient
-            avals = [value.aval for value in inputs]
-            more["trace_face"] = lambda face: _trace_rule(primitive, params, avals, face)
-    return kind(
-        primitive=primitive,
-        params=params,
-        inputs=inputs,
-        source=source,
-        effects=frozenset(effects),
-        **more,
+    nodes = graph.nodes
+    if function.source != graph.function_source:
+        nodes = tuple(dataclasses.replace(node, function=function.source) for node in nodes)
+    return dataclasses.replace(
+        graph,
+        nodes=nodes,
+        name=name or function.name,
+        function_source=function.source,
+        hints=_hints(graph.inputs, function.arguments),
     )
 
 
-def lone_node(
-    primitive: Any,
-    params: Mapping[str, Any],
-    avals: Sequence[Any],
-    source: Source,
-    results: Sequence[Any] | None = None,
-) -> Node:
-    """The node of one operation that stands in no program, on operands of these types.
+def graph_of(
+    program: Any, operands: Sequence[Atom] = (), hints: Mapping[Value, str] = _NO_HINTS
+) -> Graph:
+    """The graph of a program; of the same program the same graph.
 
-    `results`: the types of its results, for one that stands in a graph by itself.
+    Args:
+      operands: what it is called with, where it is a region.
+      hints: what these are called, for a program whose arguments have no names.
     """
-    graph = Graph(primitive.name)
-    node = make_node(primitive, params, tuple(map(graph.add_input, avals)), source, (), {})
-    if results is not None:
-        graph.append(node, results)
-    return node
+    graph = _known.get(id(program))
+    if graph is None:
+        function = _jax.function_of(program)
+        open_form = _jax.opened(program)
+        names = function.arguments
+        if len(names) != len(open_form.invars):
+            names = tuple(
+                [hints.get(atom, "") if isinstance(atom, Value) else "" for atom in operands]
+            )
+        inner = dict(zip(open_form.invars, names, strict=False))
+        nodes = tuple([node_of(each, function.source, inner) for each in open_form.eqns])
+        graph = _known[id(program)] = Graph(
+            program=program,
+            nodes=nodes,
+            name=function.name,
+            function_source=function.source,
+            hints=_hints(open_form.invars, names),
+        )
+    return graph
+
+
+def _hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(names) if len(names) == len(inputs) else ("",) * len(inputs)
+
+
+def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:
+    """The node of an equation, of the kind that its primitive asks for."""
+    primitive = equation.primitive
+    if primitive is _jax.STOP_GRADIENT:
+        return StopGradient(equation, equation, NO_REGIONS, function)
+    programs = _jax.programs_in(primitive, equation.params)
+    if not programs:
+        return Apply(equation, equation, NO_REGIONS, function)
+    regions = MappingProxyType(
+        {name: graph_of(program, equation.invars, hints) for name, program in programs}
+    )
+    kind = _KINDS.get(primitive, Call)
+    if kind is CustomGradient:
+        return CustomGradient(equation, equation, regions, function, trace_faces)
+    return kind(equation, equation, regions, function)
 
 
 # ---------------------------------------------------------------------- rules of custom gradients
 
 
-def _trace_rule(
-    primitive: Any, params: Mapping[str, Any], avals: Sequence[Any], face: str
-) -> tuple[dict[str, Graph], frozenset[int]]:
+def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[int]]:
     """The faces of a rule as graphs, traced by differentiating the node as JAX does; and of a vjp
     the inputs for which it returns a gradient.
 
     A vjp gives both faces at once: the residuals that one returns are what the other takes. JAX
     refuses to differentiate with respect to what the function closes over, the first operands.
     """
-    closed_over = _jax.closed_over(params)
+    closed_over = node.closed_over
+    avals = [atom.aval for atom in node.inputs]
+    equation = node.equation  # the traced functions hold it, and not the node
 
     def bound(*args: Any) -> list[Any]:
-        return _jax.bind(primitive, args, params)
+        return _jax.bind(equation.primitive, args, equation.params)
 
-    if face == "jvp":
+    if node.kind == "jvp":
         return {"jvp": trace_jvp(bound, avals)}, frozenset()
 
     # Not returned by the traced function: JAX remembers the trees of results, and would keep the
@@ -234,12 +169,11 @@ def _trace_rule(
 
     given = [shape for shape in out_shapes if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(*residuals, *given)
+    back = ["residual"] * len(residuals) + ["ct"] * len(given)
     faces = {
-        "forward": import_program(forward, name="forward"),
-        "backward": import_program(backward_program, name="backward"),
+        "forward": _face(forward, "forward", ["x"] * len(avals)),
+        "backward": _face(backward_program, "backward", back),
     }
-    _hint(faces["forward"], ["x"] * len(avals))
-    _hint(faces["backward"], ["residual"] * len(residuals) + ["ct"] * len(given))
     return faces, frozenset(returned)
 
 
@@ -265,11 +199,10 @@ def trace_jvp(
         return [*outs, *flowing]
 
     tangents = [avals[i] for i in active]
-    graph = import_program(jax.make_jaxpr(jvp)(*avals, *tangents), name="jvp")
-    _hint(graph, ["x"] * len(avals) + ["tangent"] * len(tangents))
-    return graph
+    program = jax.make_jaxpr(jvp)(*avals, *tangents)
+    return _face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
 
 
-def _hint(graph: Graph, names: Sequence[str]) -> None:
-    for value, name in zip(graph.inputs, names, strict=True):
-        value.hint = name
+def _face(program: Any, name: str, hints: Sequence[str]) -> Graph:
+    source = _jax.function_of(program).source
+    return import_program(program, _jax.TracedFrom(name, source, tuple(hints)))

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
@@ -27,9 +27,6 @@ from tracegrad import _jax
 from tracegrad.ir import scopes
 from tracegrad.ir.nodes import CustomGradient, Node, Source
 from tracegrad.ir.wording import notebook_cell
-
-if TYPE_CHECKING:
-    from tracegrad.ir.graph import Graph
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (jax, jaxlib))
@@ -99,12 +96,6 @@ class Occurrence:
         return self.node.name
 
     @property
-    def graph(self) -> Graph:
-        """The region that the node stands in."""
-        assert self.node.graph is not None
-        return self.node.graph
-
-    @property
     def scope(self) -> str:
         """All named scopes around it, those of the enclosing calls first: ``encoder/block_0``."""
         return "/".join(filter(None, (scopes.text(scopes.around(node)) for node in self.steps)))
@@ -142,10 +133,8 @@ class Occurrence:
         None where JAX recorded no traceback at all.
         """
         fallback: Origin | None = None
-        for depth in range(len(self.path), -1, -1):
-            node = self.path[depth][0] if depth < len(self.path) else self.node
-            region = self.path[depth - 1][0].region(self.path[depth - 1][1]) if depth else None
-            found, is_users = _origin_in(node, region)
+        for depth, node in reversed(list(enumerate(self.steps))):
+            found, is_users = _origin_in(node, within=bool(depth))
             if is_users:
                 return found
             fallback = fallback or found
@@ -155,9 +144,7 @@ class Occurrence:
     def lines(self) -> tuple[Origin, ...]:
         """The lines of the user and of libraries, but for JAX's own, that led to it: from the
         function of its region inwards."""
-        if self.node.source is None:
-            return ()
-        stack = _within(_jax.frames(self.node.source.info), self.graph.function_source)
+        stack = _within(_jax.frames(self.node.source.info), self.node.function)
         return tuple(
             Origin(frame.file_name, frame.line_num, frame.function_name)
             for frame in reversed(stack)
@@ -224,17 +211,13 @@ class Matches(list[Occurrence]):
         )
 
 
-def _origin_in(node: Node, region: Graph | None) -> tuple[Origin | None, bool]:
-    """The innermost user's frame of a node inside its region's function.
+def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
+    """The innermost user's frame of a node; `within`: inside its region's function.
 
     Returns the origin (None if there is no frame) and whether it is the user's.
     """
-    if node.source is None:
-        return None, False
     stack = _jax.frames(node.source.info)
-    if region is not None:
-        stack = _within(stack, region.function_source)
-    return origin_in(stack)
+    return origin_in(_within(stack, node.function) if within else stack)
 
 
 def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
@@ -254,14 +237,12 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
 
 def users_line(node: Node) -> Origin | None:
     """The user's line of a node inside the function of its region; None if it has none there."""
-    found, is_users = _origin_in(node, node.graph)
+    found, is_users = _origin_in(node, within=True)
     return found if is_users else None
 
 
-def written_out(call: Node, node: Node) -> Source | None:
+def written_out(call: Node, node: Node) -> Source:
     """The source of a node of a call's region, where that stands in the place of the call."""
-    if call.source is None or node.source is None:
-        return call.source
     has_line = users_line(node) is not None
     info = _jax.inside(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.nodes import (
+    Atom,
     CustomGradient,
-    Literal,
     Node,
     Recompute,
     StopGradient,
@@ -65,12 +65,11 @@ def format_graph(graph: Graph, paint: Paint = plain) -> str:
 def _graph_lines(
     graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
 ) -> list[str]:
-    graph.name_values()
     lines = _header(graph)
     rows: list[_Row] = []
     scope = ""
     for node in graph.nodes:
-        inner = _jax.name_stack(node.source.info) if node.source is not None else ""
+        inner = _jax.name_stack(node.source.info)
         if inner != scope:
             rows.append(_Row(f"# {inner or '(no scope)'}"))
             scope = inner
@@ -78,7 +77,7 @@ def _graph_lines(
         place = "" if origin is None else origin.place
         # A reader who has met a region above is told so, and not shown it again.
         known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
-        rows.append(_Row(f"{statement(node)}{known}", types_text(node.outputs), place, node))
+        rows.append(_Row(f"{statement(graph, node)}{known}", types_text(node.outputs), place, node))
         for name, region in node.regions.items():
             if region not in seen:
                 seen.add(region)
@@ -92,12 +91,12 @@ def _graph_lines(
                 texts.add(text)
                 rows.extend(_Row(_INDENT + line) for line in body)
     lines += _aligned(rows, path, paint)
-    lines.append(f"  return {', '.join(map(operand_text, graph.outputs))}".rstrip())
+    lines.append(f"  return {operands_text(graph, graph.outputs)}".rstrip())
     return lines
 
 
 def _header(graph: Graph) -> list[str]:
-    arguments = [f"{v.name}: {_jax.type_text(v.aval)}" for v in graph.inputs]
+    arguments = [value_text(graph, value) for value in graph.inputs]
     results = ", ".join(_jax.type_text(aval) for aval in graph.out_avals)
     line = f"{graph.name}({', '.join(arguments)}) -> {results or '()'}"
     if len(line) > _WIDTH and len(arguments) > 1:
@@ -105,7 +104,7 @@ def _header(graph: Graph) -> list[str]:
     else:
         lines = [line]
     for value in graph.constants:
-        lines.append(f"  {value.name}: {_jax.type_text(value.aval)} is a constant")
+        lines.append(f"  {value_text(graph, value)} is a constant")
     return lines
 
 
@@ -132,10 +131,10 @@ def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
     return lines
 
 
-def statement(node: Node) -> str:
-    """A node in words: ``y = dot_general(x, w)``."""
-    results = ", ".join(v.name for v in node.outputs) or "_"
-    operands = ", ".join(map(operand_text, node.inputs))
+def statement(graph: Graph, node: Node) -> str:
+    """A node of a graph in words: ``y = dot_general(x, w)``."""
+    results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
+    operands = operands_text(graph, node.inputs)
     return f"{results} = {label(node)}({operands}){parameters(node)}"
 
 
@@ -151,20 +150,41 @@ def label(node: Node) -> str:
     return f"{node.op} {node.name}" if node.regions and node.name != node.op else node.op
 
 
-def name_values(graph: Graph, erased: Sequence[Value]) -> None:
-    """See `Graph.name_values`."""
-    made = [value for node in graph.nodes for value in node.outputs]
-    for value in (*graph.inputs, *graph.constants, *made, *erased):
-        if value._name is None:
-            kind = "arg" if value.producer is None else value.producer.name
-            value._name = _unique(graph, *_readable(value.hint or kind))
+def names_of(graph: Graph) -> dict[Value, str]:
+    """See `Graph.names`."""
+    hints = zip(
+        (*graph.inputs, *graph.constants), (*graph.hints, *["const"] * len(graph.constants))
+    )
+    named = [(value, hint or "arg") for value, hint in hints]
+    named += [(value, node.name) for node in graph.nodes for value in node.outputs]
+    names = _kept_names(graph, graph.first) if graph.first is not None else {}
+    taken = dict.fromkeys(names.values(), 0)
+    for value, hint in named:
+        if value not in names:
+            names[value] = _unique(taken, *_readable(hint))
+    return names
 
 
-def _unique(graph: Graph, base: str, name: str) -> str:
-    while name in graph._names:  # `x_1` may be an argument's own name
-        graph._names[base] = graph._names.get(base, 0) + 1
-        name = f"{base}_{graph._names[base]}"
-    graph._names.setdefault(name, 0)
+def _kept_names(graph: Graph, before: Graph) -> dict[Value, str]:
+    """The names of those values that are made by the same as in a graph before edits."""
+    here, there = graph.producers, before.producers
+    given = {*graph.inputs, *graph.constants}
+    return {
+        value: name
+        for value, name in before.names.items()
+        if (value in given if value not in there else _same(here.get(value), there[value]))
+    }
+
+
+def _same(node: Node | None, before: Node) -> bool:
+    return node is not None and node.key is before.key
+
+
+def _unique(taken: dict[str, int], base: str, name: str) -> str:
+    while name in taken:  # `x_1` may be an argument's own name
+        taken[base] = taken.get(base, 0) + 1
+        name = f"{base}_{taken[base]}"
+    taken.setdefault(name, 0)
     return name
 
 
@@ -189,12 +209,24 @@ def types_text(values: Sequence[Value]) -> str:
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
-def operand_text(value: Value | Literal) -> str:
+def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
+    """The names of values, and the numbers that literals are: ``x, 2.0``."""
+    return ", ".join(operand_text(graph, atom) for atom in atoms)
+
+
+def operand_text(graph: Graph, atom: Atom) -> str:
     """A value's name, or the number that a literal is."""
-    if isinstance(value, Value):
-        return value.name
-    array = np.asarray(value.value) if np.ndim(value.value) == 0 else None
-    return str(value.value if array is None else array.item())
+    if isinstance(atom, Value):
+        return graph.names.get(atom, "?")
+    array = np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
+    return str(atom.val if array is None else array.item())
+
+
+def value_text(graph: Graph, atom: Atom) -> str:
+    """A value with its type: ``x: f32[3]``."""
+    if not isinstance(atom, Value):
+        return operand_text(graph, atom)
+    return f"{operand_text(graph, atom)}: {_jax.type_text(atom.aval)}"
 
 
 def parameters(node: Node) -> str:

@@ -39,25 +39,19 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
             _verify(region, (*path, (node, name)), seen)
     for value in graph.outputs:
         if isinstance(value, Value) and value not in defined:
-            raise GraphError(f"{graph.name} returns {value!r}, which nothing in it defines")
+            kind = _jax.type_text(value.aval)
+            raise GraphError(f"{graph.name} returns a {kind} that nothing in it defines")
 
 
 def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
-    if node.graph is not graph:
-        raise GraphError(f"the node stands in {graph.name} but says otherwise")
-    for value in node.inputs:
-        if not isinstance(value, Value):
-            continue
+    for value in node.operands:
         if value not in defined:
-            where = "of another graph" if value.graph is not graph else "defined later, or nowhere"
-            raise GraphError(f"expected inputs that are defined before; {value!r} is {where}")
-        if node not in value.users:
-            raise GraphError(f"the users of {value!r} do not list the node")
+            where = "defined later" if value in graph.producers else "of another graph"
+            kind = _jax.type_text(value.aval)
+            raise GraphError(f"expected operands that are defined before; a {kind} is {where}")
     for value in node.outputs:
         if value in defined:
-            raise GraphError(f"{value!r} is defined twice")
-        if value.producer is not node:
-            raise GraphError(f"{value!r} names another producer")
+            raise GraphError(f"{graph.names[value]} is defined twice")
     if isinstance(node, Apply):
         _check_types(node)
     for name, region in node.regions.items():
@@ -69,7 +63,6 @@ def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
 
 def _check_types(node: Node) -> None:
     avals = [value.aval for value in node.inputs]
-    assert node.source is not None
     scope, settings = _jax.equation_context(*node.source)
     with scope, settings:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ def regions_below(graph: Graph) -> list[Graph]:
         each = waiting.pop()
         if each not in seen:
             seen[each] = None
-            regions = [r for node in each._nodes for r in node.regions.values()]
+            regions = [r for node in each.nodes for r in node.regions.values()]
             waiting += reversed(regions)
     return list(seen)
 
@@ -56,20 +57,12 @@ def _walk(graph: Graph, path: Path) -> Iterator[Occurrence]:
             yield from _walk(region, found.into(name))
 
 
-def dissolve(graph: Graph) -> None:
-    """Takes apart a graph that nobody uses any more, with its regions.
-
-    Graphs, nodes and values know one another: what they hold, such as arrays that a function
-    closes over, would be there until Python looks for circles.
-    """
-    graphs = regions_below(graph)
-    for each in graphs:
-        values = [*each._inputs, *each._constants]
-        for node in each._nodes:
-            values += node.outputs
-        for value in values:
-            value.producer = None
-            value._uses = []
-        each._nodes, each._nodes_read = [], ()
-        each._inputs, each._outputs = (), ()
-        each._constants, each._program = {}, None
+def shared_regions(graph: Graph) -> frozenset[Graph]:
+    """The regions below a graph that are entered from more than one place."""
+    entered = Counter(
+        region
+        for each in regions_below(graph)
+        for node in each.nodes
+        for region in node.regions.values()
+    )
+    return frozenset(region for region, times in entered.items() if times > 1)

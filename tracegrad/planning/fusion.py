@@ -17,9 +17,9 @@ import jax
 from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import Module
 from tracegrad._jax.spans import alive
-from tracegrad.ir import CustomGradient, Graph, Node, Value, operations
+from tracegrad.ir import CustomGradient, Graph, Node, operations
 from tracegrad.ir.costs import nbytes
-from tracegrad.lowering.evaluate import Lowering, evaluate_node, read, run_nodes
+from tracegrad.ir.running import read, run_node, run_nodes
 
 _SCOPE = "tracegrad.node."
 _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")
@@ -52,18 +52,17 @@ def without_compiling(graph: Graph) -> Fusion:
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
-    """`evaluate`, each node in a scope of its own, by which `seen` knows it."""
-    lowering = Lowering()
+    """`run_graph`, each node in a scope of its own, by which `seen` knows it."""
 
     def in_scope(number: int, node: Node) -> Callable[[list[Any]], Sequence[Any]]:
         def run(operands: list[Any]) -> Sequence[Any]:
             with jax.named_scope(f"{_SCOPE}{number}"):
-                return evaluate_node(node, operands, lowering)
+                return run_node(node, operands)
 
         return run
 
     instead = {node: in_scope(i, node) for i, node in enumerate(graph.nodes)}
-    return read(graph.outputs, run_nodes(graph, args, lowering, instead=instead))
+    return read(graph.outputs, run_nodes(graph, args, instead=instead))
 
 
 def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
@@ -123,7 +122,7 @@ def _inlined(
 ) -> tuple[set[int], set[int]]:
     """The nodes that are views of arguments; and these, those that were seen inside of others and
     nowhere else, and other views."""
-    results = {v.producer for v in graph.outputs if isinstance(v, Value)}
+    results = {graph.producers.get(value) for value in graph.results}
     # A view of an argument is there from the beginning to the end, as that is, if XLA writes it.
     of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()
     for i, node in enumerate(graph.nodes):

@@ -47,8 +47,8 @@ def load_plan(
 
     @functools.wraps(fun, updated=())
     def load(*args: Any, **kwargs: Any) -> RecomputePlan:
-        graph = trace_graph(fun)(*args, **kwargs)
-        graph.differentiated = tuple(saved["differentiated"])
+        differentiated = tuple(saved["differentiated"])
+        graph = replace(trace_graph(fun)(*args, **kwargs), differentiated=differentiated)
         flat = flatten(graph)
         if fingerprint(flat) != saved["program"]:
             raise ValueError(

@@ -17,8 +17,8 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.activity import active_values, traced_constants
 from tracegrad.differentiation.graph_gradient import gradient_of
-from tracegrad.ir import Graph
-from tracegrad.lowering.evaluate import evaluate
+from tracegrad.ir import Graph, has_gradient
+from tracegrad.ir.running import run_graph
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 from tracegrad.variables.statics import are_traced
 
@@ -54,7 +54,7 @@ class Gradient:
         operands, active = [*program.inputs, *traced_constants(program)], active_values(program)
         self._active = [i for i, value in enumerate(operands) if value in active]
         self._shapes = [_jax.placed(v.aval, sharding) for v, sharding in placed]
-        self._cotangents = [_jax.placed(v.aval) for v in program.outputs if v.has_gradient]
+        self._cotangents = [_jax.placed(v.aval) for v in program.outputs if has_gradient(v)]
         self._examples = examples
         self._devices = _jax.device_count(shardings or ())
         self._device = _jax.device_of(shardings or ())
@@ -66,7 +66,7 @@ class Gradient:
 
         Raises NotMeasuredError if it cannot be compiled by itself.
         """
-        return self._compiled(program, evaluate)[0]
+        return self._compiled(program, run_graph)[0]
 
     def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
         """The same of a program with nothing recomputed, and what becomes of its results."""

@@ -17,7 +17,7 @@ from tracegrad._jax.spans import alive
 from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import NodeResiduals, Residuals
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, operations
+from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, has_gradient, operations
 from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, ScanWay
@@ -119,8 +119,9 @@ class _Modelling:
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], size)
             if read := self.read.get(node):
-                values = [node.inputs[i] for i in read.operands]
-                values += [node.outputs[i] for i in read.results]
+                atoms = [*(node.inputs[i] for i in read.operands)]
+                atoms += [node.outputs[i] for i in read.results]
+                values = [atom for atom in atoms if isinstance(atom, Value)]
                 needs[at].update(*(self.roots.get(v, ()) for v in values))
                 extra[at] += read.extra
                 if is_by_element(node):
@@ -151,7 +152,7 @@ class _Modelling:
         seen of that in a compiled program corrects the plan."""
         given = {*self.graph.inputs, *self.graph.constants}
         for node in self.graph.nodes:
-            if node.op in operations.RESHAPES and node.inputs[0] in given:
+            if node.op in operations.RESHAPES and given.issuperset(node.operands):
                 given.update(node.outputs)
         first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
         readers = ((i, node) for i, node in enumerate(self.graph.nodes) if node in self.read)
@@ -211,5 +212,5 @@ def handed_bytes(scan: Node) -> int:
     body = scan.regions["jaxpr"]
     constants, carried = _jax.scan_split(scan.params)
     read, cut = body.inputs[:constants], body.inputs[constants + carried :]
-    gradients = [v for v in (*read, *cut) if v.has_gradient]
+    gradients = [v for v in (*read, *cut) if has_gradient(v)]
     return sum(nbytes(v.aval) for v in (*cut, *gradients))

@@ -118,7 +118,8 @@ def plan_recompute(
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
         graph = trace_graph(fun)(*args, **kwargs)
         if chosen is not None:
-            graph.differentiated = resolve(fun, chosen, args, kwargs).of_inputs
+            of_inputs = resolve(fun, chosen, args, kwargs).of_inputs
+            graph = replace(graph, differentiated=of_inputs)
         return asked.plan(graph, shardings_of(graph, args, kwargs))
 
     plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"

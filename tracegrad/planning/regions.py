@@ -3,18 +3,16 @@ run in the ways of their segment's step."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.costs import nbytes
-from tracegrad.ir.grouping import leaving
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
-from tracegrad.rewriting.recomputed import recompute_but_for
+from tracegrad.rewriting.recomputed import Stretch, in_stretches
 
 
 def with_regions(
@@ -25,34 +23,26 @@ def with_regions(
     `offloaded`: the positions of its inputs that may be kept on the host as well.
     """
     assert model.graph is not None
-    graph = model.graph.copy()
-    inputs = [graph.inputs[i] for i in offloaded]
-    names = (f"planned_{k}" for k in itertools.count())
-    copied = {graph.node_here(node) for node in _copied(model)}
-    for segment in reversed(plan):  # what comes before it stays where it is
-        start, stop = segment.start, segment.stop
-        inside, written = model.steps[segment.step], model.nodes[start:stop]
-        scans = ((n, way) for n, way in inside.scans.items() if n in written)
-        instead = {graph.node_here(n): way.program for n, way in scans}
-        if segment.recompute:
-            nodes = [graph.node_here(n) for n in nodes_of(model, start, stop)]
-            saved = {}
-            for node in (model.nodes[i] for i in sorted(segment.saved)):
-                positions = active_inputs(node, model.active)
-                reads = positions and model.residuals.of(node, positions).results
-                saved[graph.node_here(node)] = bool(reads)
-            waiting = Piece(inside, start, stop).run(segment.shifted(-start)).late.items()
-            here = [graph.node_here(n) for n in written]
-            late = {here[v]: here[reader] for v, reader in waiting}
-            on_host = inputs if segment.offload else None
-            recompute_but_for(graph, nodes, saved, names, instead, late, copied, on_host)
-        else:
-            for node, program in instead.items():
-                graph.replace(node, program)
-    for node in reversed(graph.nodes):
-        if node in copied and not leaving(graph, [node]):
-            graph.erase(node)
-    return graph
+    inputs = [model.graph.inputs[i] for i in offloaded]
+    stretches = [_stretch(model, segment, inputs) for segment in plan]
+    return in_stretches(model.graph, stretches, set(_copied(model)))
+
+
+def _stretch(model: MemoryModel, segment: Segment, inputs: Sequence[Value]) -> Stretch:
+    start, stop = segment.start, segment.stop
+    inside, written = model.steps[segment.step], model.nodes[start:stop]
+    nodes = nodes_of(model, start, stop)
+    instead = {n: way.program for n, way in inside.scans.items() if n in written}
+    if not segment.recompute:
+        return Stretch(nodes, instead)
+    saved = {}
+    for node in (model.nodes[i] for i in sorted(segment.saved)):
+        positions = active_inputs(node, model.active)
+        saved[node] = bool(positions and model.residuals.of(node, positions).results)
+    waiting = Piece(inside, start, stop).run(segment.shifted(-start)).late.items()
+    late = {written[v]: written[reader] for v, reader in waiting}
+    on_host = inputs if segment.offload else None
+    return Stretch(nodes, instead, True, saved, late, on_host)
 
 
 def _copied(model: MemoryModel) -> Iterator[Node]:
@@ -65,7 +55,7 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
     there: dict[Value, frozenset[Value]] = {}
     for node, fate in zip(model.graph.nodes, fusion, strict=True):
         taken = node.operands
-        made = [v for v in taken if v.producer is not None]
+        made = [v for v in taken if v in model.graph.producers]
         read = frozenset[Value]().union(*(there.get(v, {v}) for v in made))
         size = min((nbytes(v.aval) for v in node.outputs), default=0)
         is_whole = all(nbytes(v.aval) <= size for v in taken)

@@ -25,7 +25,7 @@ from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import residuals_of
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.costs import nbytes
-from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
 from tracegrad.planning.planner import frontier, recomputing
@@ -70,7 +70,7 @@ def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
     ways = []
     for option in best:
         program = option.made()
-        read = residuals_of(functools.partial(evaluate, program), program.in_avals, active)
+        read = residuals_of(functools.partial(run_graph, program), program.in_avals, active)
         ways.append(ScanWay(program, read, option.working, option.flops, option.name))
     return ways
 
@@ -97,15 +97,11 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
 
     given = [v.aval for v in scan.inputs]
-    alone = trace_graph(lambda *operands: evaluate_node(scan, operands))(*given)
-    here = next(node for node in alone.nodes if node.primitive is _jax.SCAN)
     body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
 
     def put(ways: Sequence[Segment], size: int = 1) -> Graph:
         """The scan with its body run in these ways, in turn, or in groups of a size."""
-        program = alone.copy()
-        node = program.node_here(here)
         first, *others = ways
         if others:
             inside = with_regions(body, [Segment(0, len(body), step=first.step)])
@@ -114,13 +110,11 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
                 assert len(part) == len(body), "what is around is views"
                 bodies.append(with_regions(part, [replace(way, step=0)]))
-            program.replace(node, in_turn(scan, bodies))
+            run = in_turn(scan, bodies)
         else:
             on_host = range(constants, constants + carried) if first.offload else ()
-            program.set_region(node, "jaxpr", with_regions(body, [first], on_host))
-            if size > 1:
-                program.replace(node, in_groups(node, size))
-        return flatten(program)
+            run = in_groups(scan, with_regions(body, [first], on_host), size)
+        return flatten(trace_graph(run)(*given))
 
     carry = sum(nbytes(v.aval) for v in body.graph.inputs[constants : constants + carried])
     handed, around_it = handed_bytes(scan), cotangents_around(scan, body.graph, around.active)

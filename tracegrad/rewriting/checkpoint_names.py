@@ -8,7 +8,8 @@ very derivative that JAX has for it, in which they have their names, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,58 +17,64 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Value
+from tracegrad.ir import CustomGradient, Node, Occurrence
+from tracegrad.ir.editing import behind_each
 from tracegrad.ir.importer import trace_jvp
-from tracegrad.lowering.evaluate import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.overriding import with_tangents
 
 
-def name_results(graph: Graph, node: Node, names: Iterator[str], reads_results: bool) -> list[str]:
-    """Gives names to the results of a node; `reads_results`: whether its derivative reads them."""
-    given = [next(names) for _ in node.outputs]
+def named_results(
+    node: Node, operands: Sequence[Any], names: Sequence[str], reads_results: bool
+) -> list[Any]:
+    """The results of a node, with names; `reads_results`: whether its derivative reads them."""
     # Run backwards, loops and calls read what is inside them.
     is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
     if reads_results and is_open:
-        graph.replace(node, _with_names(node, given))
-    else:
-        name_values(graph, node.outputs, given, after=node)
-    return given
+        return _with_names(node, names)(*operands)
+    return _named(run_node(node, operands), names)
 
 
-def name_values(graph: Graph, values: Sequence[Value], names: Sequence[str], **place: Node) -> None:
-    """Puts names behind values, at a place in the graph, one node for each."""
-    for value, name in zip(values, names, strict=True):
-        (result,) = graph.insert(_naming(name), [value], **place)
-        graph.replace_uses(value, result)
+def with_name(value: Any, name: str) -> Any:
+    """A value that a policy may save by its name."""
+    if jnp.iscomplexobj(value):  # which JAX cannot save, as it rounds what it does
+        return jax.lax.complex(with_name(jnp.real(value), name), with_name(jnp.imag(value), name))
+    return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
 
 
-def _naming(name: str) -> Callable[[Any], Any]:
-    # A function for each: one that JAX has seen is not traced again.
-    def named(value: Any) -> Any:
-        if jnp.iscomplexobj(value):  # which JAX cannot save, as it rounds what it does
-            return jax.lax.complex(named(jnp.real(value)), named(jnp.imag(value)))
-        return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
-
-    return named
+def _named(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    return [with_name(value, name) for value, name in zip(values, names, strict=True)]
 
 
 def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     """The function of a node with names for its results, wherever they are read."""
 
     def run(*args: Any) -> list[Any]:
-        return evaluate_node(node, args)
+        return run_node(node, args)
 
     def original(*args: Any) -> list[Any]:
-        return [_naming(name)(result) for result, name in zip(run(*args), names, strict=True)]
+        return _named(run(*args), names)
 
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        graph = trace_jvp(run, [value.aval for value in node.inputs], active)
-        for value, name in zip(graph.outputs[: len(names)], names, strict=True):
-            if isinstance(value, Value) and value.producer is not None:
-                name_values(graph, [value], [name], after=value.producer)
-        found = evaluate(graph, [*primals, *tangents])
+        # Derived of the results with their names, wherever these are read.
+        graph = trace_jvp(run, [atom.aval for atom in node.inputs], active)
+        by_name = {
+            value: name
+            for value, name in zip(graph.outputs[: len(names)], names, strict=True)
+            if value in graph.producers
+        }
+        named = {
+            found: functools.partial(with_name, name=by_name[value])
+            for found in map(functools.partial(Occurrence, ()), graph.nodes)
+            for value in found.node.outputs
+            if value in by_name
+        }
+        graph = behind_each(
+            graph, list(named), named.__getitem__, wanted=by_name.__contains__
+        ).graph
+        found = run_graph(graph, [*primals, *tangents])
         outs, flowing = found[: len(names)], found[len(names) :]
         return outs, _jax.align([value.aval for value in node.outputs], flowing)
 

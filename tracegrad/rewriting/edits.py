@@ -1,16 +1,10 @@
-"""Editing a graph at the matches of a selector, wherever in it they lie.
-
-A rule gives back an edited copy. Regions on the way to a match are copied, once for all the calls
-that are edited alike: where a function is called forty times and every call matches, the copy is
-shared by the forty as the original was.
-"""
+"""The matches at which a rule acts, what is refused of them, and what they are called."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -18,22 +12,16 @@ from tracegrad.ir import (
     Fragment,
     Graph,
     GraphError,
-    Literal,
     Node,
     Occurrence,
     Origin,
-    Value,
-    grouping,
     scopes,
 )
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.occurrence import Path, is_of_nothing, is_own_file, is_under_rules
+from tracegrad.ir.occurrence import is_of_nothing, is_own_file, is_under_rules
 from tracegrad.ir.selector import Selector
-
-# Edits a graph at some nodes of it, which an occurrence in the original has become.
-Edit = Callable[[Graph, Sequence[Node], Occurrence], None]
 
 
 def check_selector(where: object) -> None:
@@ -124,7 +112,6 @@ _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hess
 
 def _grad_call(node: Node) -> str:
     """Where the user's code called `jax.grad` or the like, innermost."""
-    assert node.source is not None
     name = ""
     for frame in _jax.frames(node.source.info):
         if is_own_file(frame.file_name):
@@ -169,118 +156,6 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
         f"{rule!r}: {match} lies inside of a solve of {node.name}, whose derivative JAX takes by a "
         f"further solve: the edit would vanish. {whole}"
     )
-
-
-def edited(
-    graph: Graph,
-    matches: Sequence[Occurrence],
-    edit: Edit,
-    depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
-) -> Graph:
-    """A copy of a graph, edited at some occurrences in it.
-
-    `depends_on`: what of a match its edit depends on, beside the nodes. Calls of one region for
-    which that differs get copies of their own.
-    """
-    new = graph.copy()
-    places = [(match.path, match) for match in matches]
-    _edit_region(graph, new, places, edit, depends_on, {})
-    return new
-
-
-def _edit_region(
-    old: Graph,
-    new: Graph,
-    places: Sequence[tuple[Path, Occurrence]],
-    edit: Edit,
-    depends_on: Callable[[Occurrence], Hashable],
-    built: dict[Any, Graph],
-) -> None:
-    """Edits `new`, a copy of `old`, at the places (given by their paths from here)."""
-    below: dict[tuple[Node, str], list[tuple[Path, Occurrence]]] = {}
-    for path, match in places:
-        if path:
-            below.setdefault(path[0], []).append((path[1:], match))
-    for (node, name), inner in below.items():
-        region = node.region(name)
-        key = (region, tuple((path, match.nodes, depends_on(match)) for path, match in inner))
-        holder = new.node_here(node)
-        if key in built:
-            new.set_region(holder, name, built[key])
-            continue
-        built[key] = copy = region.copy()
-        new.set_region(holder, name, copy)
-        _edit_region(region, copy, inner, edit, depends_on, built)
-    taken: dict[Node, Occurrence] = {}
-    for path, match in places:
-        if not path:
-            edit(new, [_still_here(new, node, match, taken) for node in match.nodes], match)
-            taken.update(dict.fromkeys(match.nodes, match))
-
-
-def _still_here(
-    graph: Graph, node: Node, match: Occurrence, taken: Mapping[Node, Occurrence]
-) -> Node:
-    try:
-        return graph.node_here(node)
-    except GraphError:
-        if node not in taken:
-            raise
-        raise GraphError(
-            f"{match} has operations in common with {taken[node]}, which matches too and stands in "
-            "their place now. Narrow the selector so that no two matches overlap, or give two "
-            "rules, that for the smaller matches first"
-        ) from None
-
-
-# ------------------------------------------------------------------- what crosses a match's border
-
-
-def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
-    """The arrays by which others, or the graph's outputs, use nodes of it; of a single node all."""
-    values = nodes[0].outputs if len(nodes) == 1 else grouping.leaving(graph, nodes)
-    return [value for value in values if not value.is_reference]
-
-
-def hand_out(graph: Graph, nodes: Sequence[Node], value: Value, new: Value | Literal) -> None:
-    """Has all that uses a value, but the nodes of the match that it leaves, use a new one.
-
-    What arrives at the match from outside of it is what an edit of the new one's cotangent sees;
-    what nodes of the match send to each other is theirs.
-    """
-    members = set(nodes)
-    graph.replace_uses(value, new, where=lambda user: user not in members)
-
-
-def of_arrays(edit: Edit) -> Edit:
-    """An edit of what crosses the border of a match.
-
-    It raises GraphError if a match makes a Ref for others, or writes to one: what flows back by
-    that would pass the edit by.
-    """
-
-    def of_nodes(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        refuse_references(graph, nodes, match)
-        edit(graph, nodes, match)
-
-    return of_nodes
-
-
-def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-    """Raises GraphError for a match that makes a Ref for others, or writes to one of them."""
-    if not any(node.has_references for node in nodes):
-        return
-    if any(value.is_reference for value in grouping.leaving(graph, nodes)) or any(
-        value.is_reference and node.op != _READ for node, value in grouping.taken(nodes)
-    ):
-        raise GraphError(
-            f"{match} makes a jax.Ref or writes to one, by which gradients flow past any rule for "
-            "it. Match all that uses the Ref together (a call, a scope), or leave this out: "
-            "& ~match.where(lambda found: any(node.has_references for node in found.nodes))"
-        )
-
-
-_READ = "get"  # of an array out of a Ref
 
 
 def place_name(match: Occurrence) -> str:

@@ -3,13 +3,15 @@ inside them, and what it computes twice computed once."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import Apply, Call, Graph, Literal, Node, Value, operations
-from tracegrad.lowering import has_jit_settings
+from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
+from tracegrad.ir.occurrence import written_out
+from tracegrad.ir.writing import renamed
 
 # Barriers are there lest it be done, and whoever computes anything larger twice means it.
 _MERGED = (operations.VIEWS | operations.BY_ELEMENT | operations.REDUCTIONS) - {
@@ -25,42 +27,63 @@ def flatten(graph: Graph) -> Graph:
     Calls with settings of their own (shardings, layouts, donated operands) stay as they are, and
     so do loops, branches, custom gradients and what is recomputed already.
     """
-    flat = graph.copy()
-    pending = [node for node in flat.nodes if _is_plain_call(node)]
-    while pending:
-        node = pending.pop()
-        region = node.regions["jaxpr"]
-        at = flat.nodes.index(node)
-        flat.replace(node, region)
-        pending += [n for n in flat.nodes[at : at + len(region.nodes)] if _is_plain_call(n)]
-    _merge(flat)
-    return flat
+    return _merged(_written_out(graph))
 
 
 def _is_plain_call(node: Node) -> bool:
-    if not isinstance(node, Call) or node.primitive is not _jax.JIT or node.effects:
+    if node.primitive is not _jax.JIT or node.effects:
         return False
-    return node.is_new or not has_jit_settings(node)
+    return not any(node.params["donated_invars"]) and _jax.is_plain_jit(node.params)
 
 
-def _merge(graph: Graph) -> None:
-    """Merges nodes that compute the same."""
+def _written_out(graph: Graph) -> Graph:
+    """The graph with the nodes of jitted functions in the places of their calls."""
+    names: dict[Value, Atom] = {}
+    constants = dict(graph.constants)
+    nodes = []
+    for node in graph.nodes:
+        node = node.reading(names)
+        if not _is_plain_call(node):
+            nodes.append(node)
+            continue
+        region = _written_out(node.region("jaxpr"))
+        inner: dict[Value, Atom] = dict(zip(region.inputs, node.inputs, strict=True))
+        for value, array in region.constants.items():
+            inner[value] = own = Value(value.aval)
+            constants[own] = array
+        made = {value for each in region.nodes for value in each.outputs}
+        for old, new in zip(node.outputs, region.outputs, strict=True):
+            if isinstance(new, Value) and new in made and new not in inner:
+                inner[new] = old
+            else:
+                (names[old],) = renamed([new], inner)
+        inner |= {value: Value(value.aval) for value in made if value not in inner}
+        for each in region.nodes:
+            source = written_out(node, each).info
+            equation = each.renaming(inner).equation.replace(source_info=source)
+            nodes.append(dataclasses.replace(each, equation=equation, key=equation))
+    if len(nodes) == len(graph.nodes) and not names:
+        return graph
+    outputs = renamed(graph.outputs, names)
+    return graph.replace(nodes=nodes, outputs=outputs, constants=constants)
+
+
+def _merged(graph: Graph) -> Graph:
+    """The graph without nodes that compute what an earlier one does."""
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
-    merged: dict[Value | Literal, Value] = {}
-    gone: list[Node] = []
+    names: dict[Value, Atom] = {}
+    nodes = []
     for node in graph.nodes:
-        if not merged.keys().isdisjoint(node.inputs):
-            graph.set_inputs(node, [merged.get(v, v) for v in node.inputs])
+        node = node.reading(names)
         if isinstance(node, Apply) and node.op in _MERGED and len(node.outputs) == 1:
             (result,) = node.outputs
             same = first.setdefault((numbers.of(node), result.aval), result)
             if same is not result:
-                merged[result] = same
-                gone.append(node)
-    if gone:
-        graph.set_outputs([merged.get(v, v) for v in graph.outputs])
-        graph.erase(*gone)
+                names[result] = same
+                continue
+        nodes.append(node)
+    return graph.replace(nodes=nodes, outputs=renamed(graph.outputs, names)) if names else graph
 
 
 class _Numbers:
@@ -77,7 +100,7 @@ class _Numbers:
 
     def of(self, node: Node) -> int:
         operands = [self._name(v) for v in node.inputs]
-        how = node.primitive, *sorted(node.params.items()), node.source and node.source.settings
+        how = node.primitive, *sorted(node.params.items()), node.source.settings
         alike = {
             self._broadcasts[name][0] if name in self._broadcasts else None
             for name, v in zip(operands, node.inputs, strict=True)
@@ -95,9 +118,9 @@ class _Numbers:
         self._known[node.outputs[0]] = number
         return number
 
-    def _name(self, operand: Value | Literal) -> Hashable:
+    def _name(self, operand: Atom) -> Hashable:
         if isinstance(operand, Literal):  # by its bits: many print alike, and 0.0 equals -0.0
-            return np.asarray(operand.value).tobytes(), operand.aval
+            return np.asarray(operand.val).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
     def _number(self, *computed: Hashable) -> int:

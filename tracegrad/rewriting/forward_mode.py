@@ -22,9 +22,10 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.rewriting.overriding import with_tangents
 
@@ -43,55 +44,47 @@ def with_forward_mode(graph: Graph) -> Graph:
 def _without_unused_rules(graph: Graph) -> Graph:
     """The graph without what nobody reads, if a custom gradient may be in that: a function that
     returns the gradient of its value leaves the value, whose tangent nobody wants."""
-    returned = set(graph.outputs)
     unused = set[Node]()
     for node in reversed(graph.nodes):
-        users = (user for value in node.outputs for user in value.users)
-        if not node.effects and returned.isdisjoint(node.outputs) and unused.issuperset(users):
+        users = (user for value in node.outputs for user in graph.users.get(value, ()))
+        is_result = not graph.results.isdisjoint(node.outputs)
+        if not node.effects and not is_result and unused.issuperset(users):
             unused.add(node)
     if not any(isinstance(node, RegionNode) for node in unused):
         return graph
-    result = graph.copy()
-    for node, here in reversed(list(zip(graph.nodes, result.nodes, strict=True))):
-        if node in unused:
-            result.erase(here)
-    return result
+    return graph.replace(nodes=[node for node in graph.nodes if node not in unused])
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
     if graph in done:
         return done[graph]
-    regions: dict[Node, dict[str, Graph]] = {}
+    rules = list(_rules(graph, ()))
+
+    def forward(op: Op, *operands: Any) -> list[Any]:
+        (node,) = op.nodes
+        assert isinstance(node, CustomGradient)
+        found = Occurrence((*path, *op.match.path), node)
+        primal = _rewritten(node.primal, found.into("call_jaxpr"), done)
+        return list(_forward_rule(found, primal)(*operands))
+
+    done[graph] = around_each(graph, rules, forward).graph if rules else graph
+    return done[graph]
+
+
+def _rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
+    """The custom gradients of kind vjp that are differentiated: the primal of a rule is not."""
     for node in graph.nodes:
-        # The primal of a rule of kind jvp is not what is differentiated.
-        if isinstance(node, RegionNode) and not isinstance(node, CustomGradient):
-            new = {
-                name: _rewritten(region, (*path, (node, name)), done)
-                for name, region in node.regions.items()
-            }
-            if any(new[name] is not region for name, region in node.regions.items()):
-                regions[node] = new
-    rules = {n: n for n in graph.nodes if isinstance(n, CustomGradient) and n.kind == "vjp"}
-    if not rules and not regions:
-        done[graph] = graph
-        return graph
-    result = done[graph] = graph.copy()
-    for node, here in list(zip(graph.nodes, result.nodes, strict=True)):
-        if node in regions:
-            for name, region in regions[node].items():
-                result.set_region(here, name, region)
-        elif node in rules:
-            primal = _rewritten(rules[node].primal, (*path, (node, "call_jaxpr")), done)
-            _replace(result, here, Occurrence(path, node), primal)
-    return result
+        found = Occurrence(path, node)
+        if isinstance(node, CustomGradient):
+            if node.kind == "vjp":
+                yield found
+        elif _jax.CUSTOM_VJP.name in _operations(node):
+            for name, region in node.regions.items():
+                yield from _rules(region, found.into(name))
 
 
-def _replace(graph: Graph, node: Node, found: Occurrence, primal: Graph) -> None:
-    avals = [value.aval for value in node.inputs]
-    # A fresh function: JAX caches traces by the identity of the function.
-    rule = _forward_rule(found, primal)
-    program = jax.make_jaxpr(lambda *args: rule(*args))(*avals)
-    graph.replace(node, import_program(program, name=found.node.name))
+def _operations(node: Node) -> set[str]:
+    return {op for region in node.regions.values() for op in region.operations}
 
 
 # ---------------------------------------------------------------------------------- the new rule
@@ -103,10 +96,10 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     out_avals = [value.aval for value in node.outputs]
 
     def primal(*args: Any) -> list[Any]:
-        return evaluate(primal_region, args)
+        return run_graph(primal_region, args)
 
     def original(*args: Any) -> list[Any]:
-        return evaluate_node(node, args)
+        return run_node(node, args)
 
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
@@ -189,12 +182,12 @@ class _Passes:
 
     def forward(self, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results and the residuals."""
-        outs = evaluate(self.forward_graph, primals)
+        outs = run_graph(self.forward_graph, primals)
         return outs[: self.result_count], outs[self.result_count :]
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the inputs that are differentiated."""
-        return evaluate(self.backward_graph, [*residuals, *cotangents])
+        return run_graph(self.backward_graph, [*residuals, *cotangents])
 
     def transposed(
         self, residuals: Sequence[Any], outs: Sequence[Any], tangents: Sequence[Any]

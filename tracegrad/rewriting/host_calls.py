@@ -6,8 +6,11 @@ error; to a tape, and to `gradients()`, it ends what is connected, as `stop_grad
 
 from __future__ import annotations
 
+import jax
+
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.ir import Graph, Node, Occurrence
+from tracegrad.ir.editing import around_each
 
 
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
@@ -51,20 +54,11 @@ def would_run_again(node: Node) -> NotImplementedError:
     )
 
 
-def end_gradients_at_host(node: Node) -> None:
-    """Makes constants, to differentiation, of what the regions of a node hand to the host.
-
-    Requires that nobody else holds these regions: they are changed in place, shared ones once. The
-    rule of a custom gradient is left alone: what it does is not differentiated.
-    """
-    if isinstance(node, RegionNode) and not isinstance(node, CustomGradient):
-        for region in node.regions.values():
-            end_gradients_in(region)
-
-
-def end_gradients_in(graph: Graph) -> None:
-    """The same for a whole graph."""
-    for node in graph.nodes:
-        if node.primitive is TO_HOST:
-            graph.set_params(node, {}, primitive=_jax.STOP_GRADIENT, everywhere=True)
-        end_gradients_at_host(node)
+def end_gradients_at_host(graph: Graph) -> Graph:
+    """The graph in which what is handed to the host is a constant to differentiation. The rule of a
+    custom gradient is left alone: what it does is not differentiated."""
+    if TO_HOST.name not in graph.operations:
+        return graph
+    handed = graph.find(lambda found: found.node.primitive is TO_HOST and not found.rule_around)
+    stop = jax.lax.stop_gradient
+    return around_each(graph, handed, lambda op, *operands: [*map(stop, operands)]).graph

@@ -1,4 +1,4 @@
-"""Functions that hand on a value and change what becomes of its derivative; put into a graph."""
+"""Functions that hand on a value and change its derivative; and what puts them into a graph."""
 
 from __future__ import annotations
 
@@ -10,73 +10,39 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Fragment, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import Atom, Graph, Occurrence, Value, has_gradient
+from tracegrad.ir.editing import before_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.grouping import entering
-from tracegrad.rewriting.edits import Edit, hand_out, leaving
+from tracegrad.ir.text import value_text
+from tracegrad.rewriting.match_rule import Edit, behind
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
     """Sends what leaves a match, or what enters it at some positions, through a function that
     returns it as it is."""
-    positions: tuple[int, ...] | None = None
-    if inputs is not None:
-        several = inputs if isinstance(inputs, Iterable) else (inputs,)
-        if not all(isinstance(i, SupportsIndex) for i in several):
-            raise TypeError(
-                "inputs is the position of an input or a sequence of positions, as in inputs=0; it "
-                f"was given {inputs!r}"
-            )
-        positions = tuple(map(operator.index, several))
+    if inputs is None:
+        return behind(identity)
+    several = inputs if isinstance(inputs, Iterable) else (inputs,)
+    if not all(isinstance(i, SupportsIndex) for i in several):
+        raise TypeError(
+            "inputs is the position of an input or a sequence of positions, as in inputs=0; it "
+            f"was given {inputs!r}"
+        )
+    positions = tuple(map(operator.index, several))
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        if positions is None:
-            replace_outputs(graph, nodes, identity)
-        else:
-            replace_inputs(graph, nodes, match, positions, identity)
+    def chosen(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
+        for position in positions:
+            if not -len(operands) <= position < len(operands):
+                have = ", ".join(value_text(region, atom) for atom in operands) or "none"
+                raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
+        places = {position % len(operands) for position in positions}
+        return [i for i in places if isinstance(operands[i], Value) and has_gradient(operands[i])]
+
+    def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        return before_each(graph, matches, identity, chosen)
 
     return edit
-
-
-def replace_outputs(graph: Graph, nodes: Sequence[Node], identity: Callable[[Any], Any]) -> None:
-    """Sends the float values that leave some nodes through a function that returns them."""
-    for value in leaving(graph, nodes):
-        if value.has_gradient:
-            (new,) = graph.insert(identity, [value], after=value.producer)
-            hand_out(graph, nodes, value, new)
-
-
-def replace_inputs(
-    graph: Graph,
-    nodes: Sequence[Node],
-    match: Occurrence,
-    positions: Sequence[int],
-    identity: Callable[[Any], Any],
-) -> None:
-    """Sends some float inputs of the nodes of a match through a function that returns them."""
-    operands: Sequence[Value | Literal] = (
-        entering(nodes) if isinstance(match, Fragment) else nodes[0].inputs
-    )
-    for position in positions:
-        if not -len(operands) <= position < len(operands):
-            have = ", ".join(map(str, operands)) or "none"
-            raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
-    first = next(node for node in graph.nodes if node in nodes)
-    replaced: dict[int, Value | Literal] = {}
-    for i in {position % len(operands) for position in positions}:
-        value = operands[i]
-        if isinstance(value, Value) and value.has_gradient and not value.is_reference:
-            (replaced[i],) = graph.insert(identity, [value], before=first)
-    if not isinstance(match, Fragment):  # which may take one value twice
-        (node,) = nodes
-        graph.set_inputs(node, [replaced.get(i, v) for i, v in enumerate(operands)])
-        return
-    members = set(nodes)
-    for i, new in replaced.items():
-        value = operands[i]
-        assert isinstance(value, Value)
-        graph.replace_uses(value, new, where=members.__contains__, outputs=False)
 
 
 def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
@@ -112,3 +78,14 @@ def _(primals: Any, tangents: Any) -> Any:
     wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
     tangent_out = wide * jnp.asarray(factor).astype(wide.dtype)
     return _jax.keeping_rule(scaled, primals), tangent_out.astype(tangent.dtype)
+
+
+@jax.custom_jvp
+def perturbed(value: Any, perturbation: Any) -> Any:
+    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
+    return value
+
+
+@perturbed.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _jax.keeping_rule(perturbed, primals), tangents[0] + tangents[1]

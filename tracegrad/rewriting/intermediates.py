@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, Occurrence
+from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
+from tracegrad.ir.editing import behind_each, place_of, shown_behind
 from tracegrad.ir.occurrence import is_of_nothing, is_under_rules
+from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
+from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import with_article
-from tracegrad.lowering import evaluate
 from tracegrad.rewriting.edits import (
     check_selector,
     made_different,
@@ -22,14 +24,12 @@ from tracegrad.rewriting.edits import (
     place_name,
     place_names,
 )
+from tracegrad.rewriting.identities import perturbed
 from tracegrad.rewriting.marks import Marks, Shown
-from tracegrad.rewriting.ports import with_outputs, with_taps
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
 from tracegrad.variables.trees import given
-
-_TAP = "intermediate"
 
 
 def intermediates(
@@ -157,23 +157,28 @@ def intermediate_gradients(
             )
         program = apply_in_force(program)
         found = matches_of(where, program, missing_ok, marks)
-        tapped = with_taps(program, _TAP, found)
+        for match in found:
+            refuse_references(program.region_of(match), match.nodes, match)
+        tapped = behind_each(
+            program, found, lambda match: perturbed, wanted=has_gradient, tapped=True
+        )
         arguments, _ = given((args, kwargs))
 
         def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
-            results = _run(tapped, arguments, taps)
+            results = _run(tapped.graph, arguments, taps)
             return results[0], results
 
         # The rules in force were applied; who applies them to what is around it leaves it alone.
         marked = under_rules_already(result)
-        zeros = [jnp.zeros(tap.aval.shape, tap.aval.dtype) for tap in tapped.taps]
+        zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
         with differentiating():
             cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
         output = settle_call(program, arguments, results)
-        by_place: dict[str, list[Any]] = {name: [] for name in place_names(found)}
-        for tap, cotangent in zip(tapped.taps, cotangents, strict=True):
-            by_place[tap.match].append(cotangent)
-        answer = {name: _alone(own) for name, own in by_place.items()}
+        by_match = [
+            [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
+            for place in map(place_of, found)
+        ]
+        answer = dict(zip(place_names(found), map(_alone, by_match), strict=True))
         return (answer, output[1]) if has_aux else answer
 
     return gradients
@@ -214,12 +219,14 @@ def _led_out(
     """Runs a program; its result, and by name what is shown inside of what it differentiates and
     what leaves further matches."""
     shown = [each for _, of in inside for each in of]
-    wide, positions = with_outputs(program, [*(each.at for each in shown), *outside])
+    matches = [*(each.at for each in shown), *outside]
+    wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
     arguments, _ = given((args, kwargs))
-    results = _run(wide, arguments)
+    results = _run(wide.graph, arguments)
     output = settle_call(program, arguments, results)
     further = results[len(program.outputs) :]
-    led_out = [[further[i] for i in own] for own in positions]
+    pairs = list(zip(wide.outs, further, strict=True))
+    led_out = [[v for port, v in pairs if port.place == place_of(match)] for match in matches]
     rest = iter(led_out)
     by_match = [
         [jnp.zeros_like(v) if each.is_zero else v for each in of for v in next(rest)]
@@ -253,7 +260,7 @@ def _is_float_scalar(aval: Any) -> bool:
 
 def _run(program: Graph, arguments: Any, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
-    return evaluate(program, [*jax.tree.leaves(arguments), *values, *taps])
+    return run_graph(program, [*jax.tree.leaves(arguments), *values, *taps])
 
 
 def _alone(values: Sequence[Any]) -> Any:

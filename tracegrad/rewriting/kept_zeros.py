@@ -18,11 +18,22 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
-from tracegrad.ir import Apply, CustomGradient, Graph, Literal, Node, Value, operations
+from tracegrad.ir import (
+    Apply,
+    CustomGradient,
+    Graph,
+    Literal,
+    Node,
+    Value,
+    dtype_of,
+    has_gradient,
+    operations,
+)
 from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
-from tracegrad.ir.occurrence import Occurrence
-from tracegrad.lowering import evaluate, evaluate_node
+from tracegrad.ir.occurrence import Occurrence, Path
+from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.overriding import with_tangents
 
 # Of values and tangents the results and their tangents, or the other way round.
@@ -52,7 +63,7 @@ def _is_by_element(node: Node) -> bool:
         return False
     (result,) = node.outputs
     values = node.operands
-    return result.has_gradient and any(value.has_gradient for value in values)
+    return has_gradient(result) and any(has_gradient(value) for value in values)
 
 
 # Whether the derivative of an operation has factors that are no constants. To ask it of the
@@ -62,14 +73,14 @@ _nonlinear: Cache[Any, bool] = Cache(1024)
 
 def _is_nonlinear(node: Node) -> bool:
     dtypes = tuple(value.aval.dtype for value in node.inputs)
-    literals = tuple(None if isinstance(v, Value) else str(v.value) for v in node.inputs)
+    literals = tuple(None if isinstance(v, Value) else str(v.val) for v in node.inputs)
     key = node.primitive, str(dict(node.params)), dtypes, literals
     known = _nonlinear.get(key)
     if known is None:
         given = node.operands
-        active = [i for i, value in enumerate(given) if value.has_gradient]
+        active = [i for i, value in enumerate(given) if has_gradient(value)]
         try:  # of one element it says the same as of many
-            scalars = [_jax.struct((), value.dtype) for value in given]
+            scalars = [_jax.struct((), dtype_of(value)) for value in given]
             graph = _with_tangents(_of_values(node), scalars, active)
         except Exception:  # it has no derivative, and JAX will say so
             known = False
@@ -100,7 +111,7 @@ def _along(graph: Graph, tangents: Sequence[int]) -> Iterator[tuple[Node, list[i
     """Every node with the positions of those operands that depend on some inputs."""
     depends = {graph.inputs[i] for i in tangents}
     for node in graph.nodes:
-        along = [i for i, value in enumerate(node.inputs) if value in depends]
+        along = [i for i, v in enumerate(node.inputs) if isinstance(v, Value) and v in depends]
         if along:
             depends.update(node.outputs)
         yield node, along
@@ -111,7 +122,7 @@ def _rule_has_factors(node: CustomGradient) -> bool:
     operands that it is given, which come after those that the function closes over."""
     given = [(i, value) for i, value in enumerate(node.inputs) if isinstance(value, Value)]
     first = node.closed_over
-    active = [k for k, (i, value) in enumerate(given) if i >= first and value.has_gradient]
+    active = [k for k, (i, value) in enumerate(given) if i >= first and has_gradient(value)]
     try:
         graph = _with_tangents(_of_values(node), [value.aval for _, value in given], active)
     except Exception:  # it has no derivative, and that is said where somebody wants it
@@ -122,13 +133,27 @@ def _rule_has_factors(node: CustomGradient) -> bool:
 # ------------------------------------------------------------------------------------- in a graph
 
 
-def keep_zeros(
-    graph: Graph, node: Node, every: bool, primal: Run | None = None, in_rule: bool = False
-) -> None:
-    """Puts a node in the place of one that is concerned, of the same values and tangents.
+def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
+    """What stands for a match that is concerned, as ``function(op, *operands)``: of the same values
+    and tangents. `every`: whether any finite cotangent stays finite, and not only zeros zeros."""
+
+    def kept(op: Op, *operands: Any) -> list[Any]:
+        (node,) = op.nodes
+        return _keep_zeros(node, operands, every)
+
+    return kept
+
+
+def _keep_zeros(
+    node: Node,
+    operands: Sequence[Any],
+    every: bool,
+    primal: Run | None = None,
+    in_rule: bool = False,
+) -> list[Any]:
+    """The results of a node that is concerned.
 
     Args:
-      every: whether any finite cotangent stays finite, and not only zeros stay zeros.
       primal: what gives the values, if it is not the node itself.
       in_rule: whether the graph is the derivative of such a node.
     """
@@ -138,12 +163,11 @@ def keep_zeros(
         outs, tangents = _derivative(run, every, primals, *along)
         return _jax.keeping_rule(function, primals, outs), tangents
 
-    def again(*values: Any) -> Any:
-        return _jax.keeping_rule(function, values)
-
     function = with_tangents(primal or run, node.name, derivative)
-    values = node.operands
-    graph.replace(node, again if in_rule else function, values)
+    pairs = zip(node.inputs, operands, strict=True)
+    values = [operand for atom, operand in pairs if isinstance(atom, Value)]
+    results = _jax.keeping_rule(function, values) if in_rule else function(*values)
+    return list(results)
 
 
 def keeps_zeros(node: CustomGradient) -> bool:
@@ -152,18 +176,33 @@ def keeps_zeros(node: CustomGradient) -> bool:
 
 
 def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:
-    """A copy of a graph that is linear in its tangents, in which their cotangents keep zeros."""
-    new = graph.copy()
+    """A graph that is linear in its tangents, in which their cotangents keep zeros."""
+    linear = dict(_to_keep(graph, tangents, ()))
+
+    def kept(op: Op, *operands: Any) -> list[Any]:
+        (node,) = op.nodes
+        along = linear[op.match]
+        if along is None:
+            return _keep_zeros(node, operands, every, in_rule=True)
+        return _keep_zeros(node, operands, every, _keeping(node, along, every))
+
+    return around_each(graph, list(linear), kept, depends_on=linear.__getitem__).graph
+
+
+def _to_keep(
+    graph: Graph, tangents: Sequence[int], path: Path
+) -> Iterator[tuple[Occurrence, int | None]]:
+    """What is to keep zeros in a graph that is linear in its tangents: operations that multiply one
+    of them by a factor, with its position; and what makes factors, with None."""
     for node, along in _along(graph, tangents):
-        here = new.node_here(node)
+        found = Occurrence(path, node)
         if node.primitive is _jax.JIT:
-            new.set_region(here, "jaxpr", _kept(node.region("jaxpr"), along, every))
+            yield from _to_keep(node.region("jaxpr"), along, found.into("jaxpr"))
         elif _has_factor(node, along):
             (linear,) = along
-            keep_zeros(new, here, every, _keeping(node, linear, every))
+            yield found, linear
         elif not along and _is_concerned(node):
-            keep_zeros(new, here, every, in_rule=True)
-    return new
+            yield found, None
 
 
 # -------------------------------------------------------------------------------------- one by one
@@ -172,13 +211,13 @@ def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:
 def _of_values(node: Node) -> Run:
     """A node as a function of those of its operands that are no literals."""
     places = [i for i, value in enumerate(node.inputs) if isinstance(value, Value)]
-    literals = [value.value if isinstance(value, Literal) else None for value in node.inputs]
+    literals = [value.val if isinstance(value, Literal) else None for value in node.inputs]
 
     def run(*values: Any) -> list[Any]:
         operands = list(literals)
         for i, value in zip(places, values, strict=True):
             operands[i] = value
-        return evaluate_node(node, operands)
+        return run_node(node, operands)
 
     return run
 
@@ -200,7 +239,7 @@ def _derivative(
     """JAX's own derivative, in which the transpose of each operation with a factor keeps zeros."""
     graph = _with_tangents(run, list(map(jax.typeof, primals)), active)
     kept = _kept(graph, range(len(primals), len(graph.inputs)), every)
-    outs = evaluate(kept, [*primals, *tangents])
+    outs = run_graph(kept, [*primals, *tangents])
     return outs[: len(outs) // 2], outs[len(outs) // 2 :]
 
 
@@ -245,7 +284,7 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
         def selected(cotangent: Any, factor: Any) -> Any:
             # Of a cotangent that is zero the product is zero however the factor changes.
             factor = jnp.where(cotangent != 0, factor, jax.lax.stop_gradient(factor))
-            (given,) = evaluate(kept, [cotangent, factor])
+            (given,) = run_graph(kept, [cotangent, factor])
             lost = is_lost(cotangent, back(cotangent, factor))
             return jnp.where(lost, jnp.zeros_like(given), given)
 
@@ -255,7 +294,7 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
     def keeping(*values: Any) -> list[Any]:
         operand, factor = values if is_first else reversed(values)
         # JAX's operations take a number, or an axis of length 1, for an array filled with it.
-        operand = jnp.broadcast_to(operand, node.outputs[0].shape)
+        operand = jnp.broadcast_to(operand, node.outputs[0].aval.shape)
         return [_jax.linear_by_element(product, transpose, operand, factor)]
 
     return keeping

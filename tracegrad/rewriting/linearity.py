@@ -58,12 +58,12 @@ def _noting(added: list[Occurrence]) -> Run:
         if key not in known:
             record = {value: int(_of_array(array)) for value, array in graph.constants.items()}
             outs = zip(graph.outputs, spread(graph, ins, rule, record), strict=True)
-            known[key] = [_of_array(v.value) if isinstance(v, Literal) else m for v, m in outs]
+            known[key] = [_of_array(v.val) if isinstance(v, Literal) else m for v, m in outs]
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
         pairs = zip(node.inputs, ins, strict=True)
-        ins = [_of_array(v.value) if isinstance(v, Literal) else mask for v, mask in pairs]
+        ins = [_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
         calls.append(node)
         # Which branch is taken is no summand, nor is when a loop ends.
         given = [Part.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
@@ -80,7 +80,7 @@ def _noting(added: list[Occurrence]) -> Run:
 def _last_of(calls: Sequence[Node]) -> Occurrence:
     """The last of some nodes, each of which is in a region of the one before."""
     path = [
-        (call, next(name for name, region in call.regions.items() if region is inner.graph))
+        (call, next(name for name, region in call.regions.items() if inner in region.nodes))
         for call, inner in itertools.pairwise(calls)
     ]
     return Occurrence(tuple(path), calls[-1])

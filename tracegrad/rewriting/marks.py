@@ -9,23 +9,19 @@ When the step has been traced, what is marked is found and led out as other valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, Node, Occurrence, scopes
+from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
+from tracegrad.ir.editing import behind_each
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.edits import (
-    edited,
-    hand_out,
-    leaving,
-    matches_of,
-    place_name,
-    refuse_references,
-)
+from tracegrad.ir.stretches import leaving, refuse_references
+from tracegrad.rewriting.edits import matches_of, place_name
 from tracegrad.tracing.in_force import Force, in_force
 
 # Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
@@ -61,23 +57,29 @@ class Marks:
 
     def __call__(self, graph: Graph) -> Graph:
         matches = matches_of(self._where, graph, True, self)
+        places = {match: len(self._places) + i for i, match in enumerate(matches)}
+        for match in matches:
+            region = graph.region_of(match)
+            values = leaving(region, match.nodes)
+            if self._gradients:
+                refuse_references(region, match.nodes, match)
+                values = [value for value in values if has_gradient(value)]
+            self._places.append((place_name(match), str(match), len(values)))
+        identity = _with_cotangent if self._gradients else _with_value
+        wanted = has_gradient if self._gradients else lambda value: True
+
+        def marking(match: Occurrence) -> Callable[[Any], Any]:
+            return identity(places[match], next(numbers[match]))
+
+        numbers = {match: itertools.count() for match in matches}
         # A mark for each call: a backward pass has calls in another order, and some of them.
-        return edited(graph, matches, self._mark, depends_on=lambda match: match)
+        return behind_each(
+            graph, matches, marking, wanted=wanted, depends_on=lambda match: match
+        ).graph
 
     def __repr__(self) -> str:
         name = "intermediate_gradients" if self._gradients else "intermediates"
         return f"{name}({self._where!r})"
-
-    def _mark(self, graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        values = leaving(graph, nodes)
-        if self._gradients:
-            refuse_references(graph, nodes, match)
-            values = [value for value in values if _jax.has_gradient(value.aval)]
-        identity = _with_cotangent if self._gradients else _with_value
-        for index, value in enumerate(values):
-            (new,) = graph.insert(identity(len(self._places), index), [value], after=value.producer)
-            hand_out(graph, nodes, value, new)
-        self._places.append((place_name(match), str(match), len(values)))
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:
         """The graph of a function, with marks in what it differentiates."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tracegrad.ir import Graph, Occurrence
+from tracegrad.ir import Graph, Occurrence, has_gradient
+from tracegrad.ir.editing import around_each, behind_each
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.edits import Edit, check_selector, edited, matches_of
+from tracegrad.ir.stretches import refuse_references
+from tracegrad.rewriting.edits import check_selector, matches_of
+
+Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MatchRule:
     """A rule: what it is called, the selector that says where, and what is done at the matches.
 
-    `edit` gives a copy of a graph that is edited at some occurrences in it; see `at_each`.
+    `edit` gives another graph, edited at some occurrences in one.
 
     Raises, when it is applied:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -25,7 +29,7 @@ class MatchRule:
 
     name: str
     where: Selector
-    edit: Callable[[Graph, Sequence[Occurrence]], Graph]
+    edit: Edit
     missing_ok: bool = False
     text: str | None = None  # of the selector, where it is more than what was given
 
@@ -42,9 +46,32 @@ class MatchRule:
         return f"rules.{self.name}{text}" if text.startswith("(") else f"rules.{self.name}({text})"
 
 
-def at_each(
-    edit: Edit, depends_on: Callable[[Occurrence], Hashable] = lambda match: None
-) -> Callable[[Graph, Sequence[Occurrence]], Graph]:
-    """What edits the nodes of one match, for each match in the order of execution; `depends_on` as
-    of `edited`."""
-    return functools.partial(edited, edit=edit, depends_on=depends_on)
+def of_arrays(edit: Edit) -> Edit:
+    """An edit of the arrays that cross the border of a match.
+
+    It raises GraphError if a match makes a Ref for others, or writes to one: what flows back by
+    that would pass the edit by.
+    """
+
+    def of_matches(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        for match in matches:
+            refuse_references(graph.region_of(match), match.nodes, match)
+        return edit(graph, matches)
+
+    return of_matches
+
+
+def around(
+    function: Callable[..., Any],
+    depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
+) -> Edit:
+    """What writes ``function(op, *operands)`` in the place of each match; see `around_each`."""
+    return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
+
+
+def behind(function: Callable[[Any], Any]) -> Edit:
+    """What sends each float value that leaves a match through a function that returns it as it is;
+    see `behind_each`."""
+    return lambda graph, matches: (
+        behind_each(graph, matches, lambda match: function, wanted=has_gradient).graph
+    )

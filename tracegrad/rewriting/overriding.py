@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.ir import Fragment, Graph, Node, Occurrence
+from tracegrad.ir.editing import Op
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.lowering import evaluate, evaluate_node
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
 from tracegrad.tracing.in_force import without_rules
 from tracegrad.tracing.signatures import require_takes
@@ -25,21 +24,18 @@ def require_gradient_function(grad: GradientFunction) -> None:
     require_takes(grad, 2, "gradient function grad(op, *dys)")
 
 
-def override(
-    graph: Graph, node: Node, grad: GradientFunction, match: Occurrence, name: str | None = None
-) -> None:
-    """Puts a node with another gradient in the place of one; `name`: what it is called there."""
-    is_group = isinstance(match, Fragment)
+def overriding(grad: GradientFunction, name: str | None = None) -> Callable[..., list[Any]]:
+    """What gives a match another gradient, as ``function(op, *operands)``; `name`: what the
+    function with the rule is called, default: as the match."""
 
-    def primal(*args: Any) -> list[Any]:
-        if is_group:
-            return evaluate(node.region("jaxpr"), args)
-        return evaluate_node(node, args)
+    def overridden(op: Op, *operands: Any) -> list[Any]:
+        def primal(*operands: Any) -> list[Any]:
+            return op.results(*operands)
 
-    primal.__name__ = primal.__qualname__ = name or match.name
-    params = {} if is_group else node.params
-    rule = with_gradient(primal, grad, params, match.name, match.origin)
-    graph.replace(node, rule)
+        primal.__name__ = primal.__qualname__ = name or op.name
+        return with_gradient(primal, grad, op.params, op.name, op.match.origin)(*operands)
+
+    return overridden
 
 
 def with_gradient(

@@ -1,4 +1,4 @@
-"""A region that keeps nothing but what is chosen, as XLA holds it.
+"""Regions that keep nothing but what is chosen, as XLA holds them.
 
 What is to be kept gets a name (see `checkpoint_names`), and the policy of the region saves these
 names and nothing else. What comes into it is kept anyway; to be kept on the host it gets a name
@@ -15,90 +15,272 @@ inside is in a region with that, in there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.ir.grouping import entering
-from tracegrad.rewriting.checkpoint_names import name_results, name_values
+from tracegrad.ir.importer import graph_of
+from tracegrad.ir.running import read, run_node
+from tracegrad.ir.stretches import entering, gathered
+from tracegrad.rewriting.checkpoint_names import named_results, with_name
 
-_BARRIER = "together"  # see `_barrier`
 
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """A stretch of a graph's nodes, and how it is to be run.
 
-def recompute_but_for(
-    graph: Graph,
-    nodes: Sequence[Node],
-    saved: Mapping[Node, bool],
-    names: Iterator[str],
-    instead: Mapping[Node, Graph],
-    late: Mapping[Node, Node],
-    copied: Collection[Node],
-    on_host: Collection[Value] | None,
-) -> None:
-    """Puts a stretch of a graph's nodes into a `Recompute`.
-
-    Args:
-      saved: those of the nodes whose results are kept, and whether their derivatives read them.
-      names: for what is kept.
+    Attributes:
+      nodes: in the order of execution.
       instead: what is run in the place of some of the nodes.
+      recompute: whether it is a region that is run again in the backward pass.
+      saved: those of its nodes whose results are kept, and whether their derivatives read them.
       late: nodes that are run again when the cotangents of another arrive, and that other, which
         alone reads them, or what else waits for it.
-      copied: nodes of the graph of which the region has copies instead of taking their results.
       on_host: if what is kept goes to the host, what else of the graph's inputs may.
     """
-    first, behind = graph.nodes.index(nodes[0]), len(graph.nodes) - graph.nodes.index(nodes[-1]) - 1
-    kept = [n for node in saved for n in name_results(graph, node, names, saved[node])]
-    for node, program in instead.items():
-        graph.replace(node, program)
-    inside = graph.nodes[first : len(graph.nodes) - behind]
-    if on_host is not None:
-        alone = _read_alone(graph, inside, on_host)
-        kept += (given := list(itertools.islice(names, len(alone))))
-        name_values(graph, alone, given, before=inside[0])
-        inside = graph.nodes[first : len(graph.nodes) - behind]
+
+    nodes: Sequence[Node]
+    instead: Mapping[Node, Graph] = field(default_factory=dict)
+    recompute: bool = False
+    saved: Mapping[Node, bool] = field(default_factory=dict)
+    late: Mapping[Node, Node] = field(default_factory=dict)
+    on_host: Collection[Value] | None = None
+
+
+def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]) -> Graph:
+    """A graph that runs its nodes as the stretches say, which together are all of them.
+
+    `copied`: nodes of which regions have copies instead of taking their results.
+    """
+    steps = _planned(graph, stretches, copied)
+
+    def run(*args: Any) -> list[Any]:
+        values: dict[Value, Any] = {**graph.constants}
+        values.update(zip(graph.inputs, args, strict=True))
+        for step in steps:
+            _run(step, values)
+        return read(graph.outputs, values)
+
+    new = graph_of(jax.make_jaxpr(run)(*graph.in_avals))
+    return replace(graph, program=new.program, nodes=new.nodes)
+
+
+# ------------------------------------------------------------------------------------ what is where
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A node, and how it is run."""
+
+    node: Node
+    instead: Graph | None = None
+    names: Sequence[str] = ()  # of its results, if they are kept
+    reads_results: bool = False  # whether its derivative does
+
+    @property
+    def key(self) -> Any:
+        return self.node.key
+
+    @property
+    def effects(self) -> Collection[Any]:
+        return self.node.effects  # type: ignore[no-any-return]
+
+    @property
+    def operands(self) -> Sequence[Value]:
+        return self.node.operands
+
+    @property
+    def outputs(self) -> Sequence[Value]:
+        return self.node.outputs  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """Steps that are run again together.
+
+    `steps` come in order, copies before the others. Of what comes in `names` are given to some.
+    `left`: what is read past the region by others than regions, behind a barrier.
+    """
+
+    steps: Sequence[_Step | _Region]
+    operands: Sequence[Value]
+    outputs: Sequence[Value]
+    waits: bool = False  # for all that comes in, before anything of it is run
+    policy: Callable[..., Any] | None = None
+    names: Mapping[Value, str] = field(default_factory=dict)
+    left: Sequence[Value] = ()
+
+    @property
+    def key(self) -> Any:
+        return self
+
+    @property
+    def effects(self) -> Collection[Any]:
+        return ()
+
+    @property
+    def source(self) -> Any:
+        first = self.steps[0]
+        return first.node.source if isinstance(first, _Step) else first.source
+
+
+class _Readers:
+    """Who reads a value, of what stands in the graph by now: steps, regions, or the results."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._found: dict[Value, set[Any]] = {v: set(users) for v, users in graph.users.items()}
+
+    def of(self, value: Value) -> set[Any]:
+        return self._found.get(value, set())
+
+    def gone(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
+        """Nodes have become part of a region."""
+        for value in values:
+            self._found.get(value, set()).difference_update(nodes)
+
+    def reads(self, region: _Region) -> None:
+        for value in region.operands:
+            self._found.setdefault(value, set()).add(region)
+
+
+def _planned(
+    graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]
+) -> list[_Step | _Region]:
+    names = (f"planned_{k}" for k in itertools.count())
+    readers, steps = _Readers(graph), list[_Step | _Region]()
+    for stretch in reversed(stretches):  # what is read behind it is known then
+        own = [_step(node, stretch, names) for node in stretch.nodes]
+        if stretch.recompute:
+            steps[:0] = _in_region(own, stretch, readers, copied, names)
+        else:
+            steps[:0] = own
+    unread = set[Node]()  # copies alone of these are read
+    for step in reversed(steps):
+        if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
+            unread.add(step.node)
+    return [step for step in steps if isinstance(step, _Region) or step.node not in unread]
+
+
+def _step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
+    is_saved = stretch.recompute and node in stretch.saved
+    own = list(itertools.islice(names, len(node.outputs))) if is_saved else []
+    return _Step(node, stretch.instead.get(node), own, is_saved and stretch.saved[node])
+
+
+def _is_unread(step: _Step, unread: Collection[Node], readers: _Readers) -> bool:
+    return all(
+        value not in readers.graph.results and readers.of(value) <= set(unread)
+        for value in step.outputs
+    )
+
+
+def _in_region(
+    steps: Sequence[_Step],
+    stretch: Stretch,
+    readers: _Readers,
+    copied: Collection[Node],
+    names: Iterator[str],
+) -> list[_Step | _Region]:
+    """The steps of a stretch as a region, and before it those of which only copies are read."""
+    kept = [name for step in steps for name in step.names]
+    given: dict[Value, str] = {}
+    if stretch.on_host is not None:
+        alone = _read_alone(steps, stretch.on_host, readers)
+        given = dict(zip(alone, names))
+        kept += given.values()
         copied = ()  # what comes in has its name here
-    for reader in dict.fromkeys(late.values()):
-        waiting = _between(reader, [node for node in late if late[node] is reader])
-        if waiting.issubset(inside):  # or there is a view of it outside
-            _region(graph, [node for node in inside if node in waiting], None, copied)
-    inside = graph.nodes[first : len(graph.nodes) - behind]
-    region = _region(graph, inside, _keeping(kept, on_host is not None), copied)
-    # JAX rounds what is saved, and XLA has the original beside it as long as that is read. Regions
-    # behind have a barrier of their own.
-    if left := [v for v in region.outputs if any(user.name != _BARRIER for user in v.users)]:
-        for value, waited in zip(left, graph.insert(_barrier(), left, after=region), strict=True):
-            graph.replace_uses(value, waited)
+    inside: list[_Step | _Region] = list(steps)
+    for reader in dict.fromkeys(stretch.late.values()):
+        late = [node for node, other in stretch.late.items() if other is reader]
+        waiting = _between(reader, late, readers.graph)
+        if waiting.issubset(stretch.nodes):  # or there is a view of it outside
+            inside = _grouped(inside, waiting, readers, copied)
+    region, outside = _region(inside, readers, copied)
+    left = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
+    policy = _keeping(kept, stretch.on_host is not None)
+    whole = replace(region, policy=policy, names=given, left=left)
+    readers.gone([region], region.operands)
+    readers.reads(whole)
+    return [*outside, whole]
 
 
-def _read_alone(graph: Graph, nodes: Sequence[Node], inputs: Collection[Value]) -> list[Value]:
-    """What comes into some nodes and nothing else reads, but arguments, which are alive anyway;
+def _grouped(
+    steps: Sequence[_Step | _Region],
+    nodes: Collection[Node],
+    readers: _Readers,
+    copied: Collection[Node],
+) -> list[_Step | _Region]:
+    """The steps with some nodes of theirs as a region, where these stand."""
+    chosen = {node.key for node in nodes}
+    members = [step for step in steps if step.key in chosen]
+    ordered: list[Any] = gathered(steps, chosen, "what waits")
+    region, outside = _region(members, readers, copied)
+    at = ordered.index(members[0])
+    return [*ordered[:at], *outside, region, *ordered[at + len(members) :]]
+
+
+def _region(
+    steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
+) -> tuple[_Region, list[_Step | _Region]]:
+    """Steps as a region, with a barrier in front; and those of which only copies are read."""
+    unread = set[Node]()
+    for step in reversed(steps):
+        if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
+            unread.add(step.node)
+    members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
+    outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
+    producers = readers.graph.producers
+    wanted, pending = set[Node](), entering(members)
+    while pending:
+        producer = producers.get(pending.pop())
+        if producer is not None and producer in copied and producer not in wanted:
+            wanted.add(producer)
+            pending += producer.operands
+    copies = [_Step(node) for node in readers.graph.nodes if node in wanted]
+    whole = [*copies, *members]
+    came = entering(whole)
+    inside = {s.node if isinstance(s, _Step) else s for s in members}
+    made = [value for step in members for value in step.outputs]
+    results = [v for v in made if v in readers.graph.results or not readers.of(v) <= inside]
+    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
+    # regions ahead, and holds it until their turn comes. And in a loop JAX keeps what has a name
+    # once more for each region inside of this one that takes it, if nothing else is in between.
+    region = _Region(whole, came, results, waits=any(value in producers for value in came))
+    for step in members:
+        readers.gone(list(inside), step.operands)
+    readers.reads(region)
+    return region, outside
+
+
+def _read_alone(
+    steps: Sequence[_Step], inputs: Collection[Value], readers: _Readers
+) -> list[Value]:
+    """What comes into some steps and nothing else reads, but arguments, which are alive anyway;
     except these `inputs`."""
-    inside = {*nodes}
+    inside = {step.node for step in steps}
+    graph = readers.graph
     return [
         value
-        for value in entering(nodes)
-        if (value.producer is not None or value in inputs)
-        and value not in graph.outputs
-        and inside.issuperset(value.users)
+        for value in entering(steps)
+        if (value in graph.producers or value in inputs)
+        and value not in graph.results
+        and readers.of(value) <= inside
     ]
 
 
-def _barrier() -> Callable[..., list[Any]]:
-    """What gives nothing of what it is given before all of it is there."""
-    barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
-
-    @jax.custom_jvp
-    def together(*values: Any) -> list[Any]:
-        return list(barrier(values))
-
-    def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        # Cotangents do not wait for each other: those of an argument's slices would be padded.
-        return together(*values), list(tangents)
-
-    together.defjvp(derivative, symbolic_zeros=True)
-    return together
+def _between(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
+    """Some nodes, all that reads them, and so on up to a reader."""
+    found, pending = {reader}, [*nodes]
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending += [user for value in node.outputs for user in graph.users.get(value, ())]
+    return found
 
 
 def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
@@ -117,44 +299,54 @@ def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
     return keep
 
 
-def _between(reader: Node, nodes: Sequence[Node]) -> set[Node]:
-    """Some nodes, all that reads them, and so on up to a reader."""
-    found, pending = {reader}, [*nodes]
-    while pending:
-        if (node := pending.pop()) not in found:
-            found.add(node)
-            pending += [user for value in node.outputs for user in value.users]
-    return found
+# ---------------------------------------------------------------------------------------- running
 
 
-def _region(
-    graph: Graph,
-    nodes: Sequence[Node],
-    policy: Callable[..., Any] | None,
-    copied: Collection[Node],
-) -> Node:
-    """Puts nodes of a graph into a `Recompute`, but those of which only copies are read, with a
-    barrier in front."""
-    read, pending = set[Node](), entering(nodes)
-    while pending:
-        producer = pending.pop().producer
-        if producer is not None and producer in copied and producer not in read:
-            read.add(producer)
-            pending += producer.operands
-    unread = set[Node]()
-    for node in reversed(nodes):
-        is_read = any(v in graph.outputs or not unread.issuperset(v.users) for v in node.outputs)
-        if node in copied and not is_read:
-            unread.add(node)
-    members = [node for node in nodes if node not in unread]
-    copies = [node for node in graph.nodes if node in read]
-    region = graph.group(members, recompute=True, policy=policy, name="recomputed", copies=copies)
-    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
-    # regions ahead, and holds it until their turn comes. And in a loop JAX keeps what has a name
-    # once more for each region inside of this one that takes it, if nothing else is in between.
-    came = entering([region])
-    if any(v.producer is not None for v in came):
-        waited = dict(zip(came, graph.insert(_barrier(), came, before=region), strict=True))
-        inputs = [waited[v] if isinstance(v, Value) else v for v in region.inputs]
-        graph.set_inputs(region, inputs)
-    return region
+def _run(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None:
+    if isinstance(step, _Region):
+        results = _run_region(step, [values[value] for value in step.operands])
+        if step.left:
+            behind = dict(zip(step.outputs, results, strict=True))
+            waited = _barrier()(*(behind[value] for value in step.left))
+            behind.update(zip(step.left, waited, strict=True))
+            results = [behind[value] for value in step.outputs]
+    else:
+        operands = read(step.node.inputs, values)
+        if step.instead is not None:
+            results = step.instead(*operands)
+        elif step.names:
+            results = named_results(step.node, operands, step.names, step.reads_results)
+        else:
+            results = run_node(step.node, operands)
+    values.update(zip(step.outputs, results, strict=True))
+
+
+def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
+    def recomputed(*operands: Any) -> list[Any]:
+        values = dict(zip(region.operands, operands, strict=True))
+        for value, name in region.names.items():
+            values[value] = with_name(values[value], name)
+        for step in region.steps:
+            _run(step, values)
+        return [values[value] for value in region.outputs]
+
+    with _jax.standing_for(region.source.info):
+        if region.waits:
+            operands = _barrier()(*operands)
+        return list(jax.checkpoint(recomputed, policy=region.policy)(*operands))
+
+
+def _barrier() -> Callable[..., list[Any]]:
+    """What gives nothing of what it is given before all of it is there."""
+    barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
+
+    @jax.custom_jvp
+    def together(*values: Any) -> list[Any]:
+        return list(barrier(values))
+
+    def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        # Cotangents do not wait for each other: those of an argument's slices would be padded.
+        return together(*values), list(tangents)
+
+    together.defjvp(derivative, symbolic_zeros=True)
+    return together

@@ -14,26 +14,28 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import (
+    Atom,
     CustomGradient,
     Fragment,
     Graph,
     GraphError,
-    Literal,
     Node,
     Occurrence,
     Value,
+    has_gradient,
     match,
 )
+from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.dependence import mask_of, spread_below
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.grouping import entering
 from tracegrad.ir.nodes import same_type
+from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Found, Selector, within
-from tracegrad.lowering import evaluate_node
-from tracegrad.lowering.closed_over import not_differentiated
-from tracegrad.rewriting.edits import check_selector, edited, leaving
-from tracegrad.rewriting.kept_zeros import keep_zeros, may_make_nan
-from tracegrad.rewriting.match_rule import MatchRule, at_each
+from tracegrad.ir.stretches import entering, leaving
+from tracegrad.rewriting.edits import check_selector
+from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
+from tracegrad.rewriting.match_rule import MatchRule, around
 from tracegrad.rewriting.overriding import with_gradient
 
 
@@ -72,7 +74,7 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     The name is Enzyme's; the way round without it is to choose twice (jax.numpy's FAQ).
     """
     concerned = match.where(may_make_nan)
-    edit = at_each(lambda graph, nodes, match: keep_zeros(graph, nodes[0], every=False))
+    edit = around(keeping_zeros(every=False))
     if where is None:
         return MatchRule("strong_zero", concerned, edit, True, text="")
     check_selector(where)
@@ -107,34 +109,32 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
     """
     check_selector(where)
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        (node,) = nodes
+    keeping = keeping_zeros(every=True)
+
+    def finite(op: Op, *operands: Any) -> list[Any]:
+        (node,) = op.nodes
         if not isinstance(node, CustomGradient) or node.kind == "jvp":
-            keep_zeros(graph, node, every=True)
-            return
+            return keeping(op, *operands)
         if node.effects:
             raise GraphError(
-                f"rules.finite_derivative: {match} has effects, which would happen again where its "
-                "gradient is mended. Mend it in its own rule, by jnp.where(jnp.isfinite(...), ...)"
+                f"rules.finite_derivative: {op.match} has effects, which would happen again where "
+                "its gradient is mended. Mend it in its own rule, by "
+                "jnp.where(jnp.isfinite(...), ...)"
             )
         closed_over = node.closed_over
         gradient = _finite_gradient(node, closed_over)
 
         def primal(*operands: Any) -> list[Any]:
-            return evaluate_node(node, operands)
+            return op.results(*operands)
 
         primal.__name__ = primal.__qualname__ = node.name
         asks = bool(node.params.get("symbolic_zeros"))  # it may refuse what does not vary
-        finite = with_gradient(primal, gradient, node.params, node.name, match.origin, asks)
-
-        def guarded(*operands: Any) -> list[Any]:
-            first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
-            return finite(*first, *operands[closed_over:])
-
-        graph.replace(node, guarded)
+        mended = with_gradient(primal, gradient, node.params, node.name, op.match.origin, asks)
+        first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
+        return mended(*first, *operands[closed_over:])
 
     concerned = _Within(where, lambda found: may_make_nan(found) or _is_vjp_rule(found))
-    return MatchRule("finite_derivative", concerned, at_each(edit), missing_ok)
+    return MatchRule("finite_derivative", concerned, around(finite), missing_ok)
 
 
 class _Within(Selector):
@@ -168,7 +168,7 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     def gradient(op: Any, *dys: Any, active: Sequence[int] | None = None) -> list[Any]:
         places = range(closed_over, len(op.inputs)) if active is None else active
         active = [i for i in places if _jax.has_gradient(op.inputs[i])]
-        _, back = _jax.vjp_of_some(lambda xs: evaluate_node(node, xs), op.inputs, active)
+        _, back = _jax.vjp_of_some(lambda xs: run_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
         flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
         is_bad = [~jnp.all(jnp.isfinite(dy)) for dy in flowing]
@@ -227,27 +227,30 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         varying = spread_below(graph, [1] * len(graph.inputs))
 
-        def past(here: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-            is_group = isinstance(match, Fragment)
-            operands = entering(match.nodes) if is_group else match.node.inputs
-            results = leaving(match.graph, match.nodes)
-            position = position_past(operands, results, varying, None if is_group else match.node)
+        positions: dict[Occurrence, int] = {}
+        for found in matches:
+            node = None if isinstance(found, Fragment) else found.node
+            operands = entering(found.nodes) if node is None else node.inputs
+            results = leaving(graph.region_of(found), found.nodes)
+            position = position_past(operands, results, varying, node)
             if position is None:
                 raise GraphError(
-                    f"rules.straight_through: {match} has no float input of the type of its one "
+                    f"rules.straight_through: {found} has no float input of the type of its one "
                     "result, to which a gradient could be handed on. Match the function around "
                     "it, or write one by rules.override_gradient"
                 )
-            node = here.group(nodes, name=match.name) if is_group else nodes[0]
-            here.replace(node, _past(node, position))
+            positions[found] = position
 
-        return edited(graph, matches, past)
+        def past(op: Op, *operands: Any) -> list[Any]:
+            return _past(op, positions[op.match])(*operands)
+
+        return around_each(graph, matches, past, depends_on=positions.__getitem__).graph
 
     return MatchRule("straight_through", where, edit, missing_ok)
 
 
 def position_past(
-    operands: Sequence[Value | Literal],
+    operands: Sequence[Atom],
     results: Sequence[Value],
     varying: Mapping[Value, int] | None = None,
     node: Node | None = None,
@@ -261,7 +264,7 @@ def position_past(
         bound or a threshold that is a constant would take the gradient, and nobody would see it.
       node: the match, if it is one node.
     """
-    if len(results) != 1 or not results[0].has_gradient:
+    if len(results) != 1 or not has_gradient(results[0]):
         return None
     fitting = [
         i
@@ -280,13 +283,14 @@ def _is_closed_over(node: Node, position: int) -> bool:
     knows no names of theirs."""
     if isinstance(node, CustomGradient):
         return position < node.closed_over
-    return node.primitive is _jax.JIT and not node.regions["jaxpr"].inputs[position].hint
+    hints = node.regions["jaxpr"].hints if node.primitive is _jax.JIT else ()
+    return bool(hints) and not hints[position]
 
 
-def _past(node: Node, position: int) -> Any:
+def _past(op: Op, position: int) -> Callable[..., list[Any]]:
     @jax.custom_jvp
     def straight_through(*operands: Any) -> list[Any]:
-        return evaluate_node(node, operands)
+        return op.results(*operands)
 
     @straight_through.defjvp
     @CHANGES_GRADIENT
@@ -317,13 +321,13 @@ def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """
     check_selector(where)
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        (node, *more) = nodes
+    def of_primal(op: Op, *operands: Any) -> list[Any]:
+        (node, *more) = op.nodes
         if more or not isinstance(node, CustomGradient):
             raise GraphError(
-                f"rules.own_derivative: {match} is no call of a function with a custom gradient; "
-                "match one by its name, match.call(...)"
+                f"rules.own_derivative: {op.match} is no call of a function with a custom "
+                "gradient; match one by its name, match.call(...)"
             )
-        graph.replace(node, node.primal)
+        return node.primal(*operands)
 
-    return MatchRule("own_derivative", where, at_each(edit), missing_ok)
+    return MatchRule("own_derivative", where, around(of_primal), missing_ok)

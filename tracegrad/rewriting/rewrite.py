@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from tracegrad.ir import Graph
-from tracegrad.tracing.callable import call_traced, tap_zeros
+from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.static import Indices, Names, resolve
@@ -21,7 +20,6 @@ class RewrittenFunction:
     Call it as the original, under every JAX transformation. Beside that:
 
       graph(*args, **kwargs): its `Graph` for these arguments, after the rules.
-      taps(*args, **kwargs): what it takes for ``taps``; see `tracegrad.rules.tap_gradient`.
       __wrapped__: the original function.
     """
 
@@ -42,20 +40,11 @@ class RewrittenFunction:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         return self._traced(*self._static.given(args, kwargs)[0])
 
-    def taps(self, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
-        """The taps at these arguments: by name and by place zeros of the value's shape and dtype,
-        stacked over the steps of a scan."""
-        return tap_zeros(self.graph(*args, **kwargs))
-
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        has_taps = self._has_taps(kwargs)
-        taps = kwargs.pop("taps") if has_taps else None
         args, kwargs = self._static.given(args, kwargs)[0]
         program = self._traced(args, kwargs)
-        if has_taps and not program.taps:
-            raise TypeError(f"{self!r} has no taps: no rule of it is a tap_gradient")
         try:
-            return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0], taps)
+            return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0])
         except Exception as error:
             explain_rule(error, lambda: program)
             raise
@@ -65,12 +54,9 @@ class RewrittenFunction:
             return trace_to_graph(self.__wrapped__, args, kwargs, self._static)
 
         try:
-            return traced_under(self.rules, trace, taps=True)
+            return traced_under(self.rules, trace)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-
-    def _has_taps(self, kwargs: dict[str, Any]) -> bool:
-        return "taps" in kwargs and "taps" not in inspect.signature(self.__wrapped__).parameters
 
     def __repr__(self) -> str:
         return f"<rewritten {self.__wrapped__!r}>"

@@ -24,22 +24,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tracegrad.ir import Fragment, Graph, Node, Occurrence
+from tracegrad.ir import Graph, Occurrence, has_gradient
+from tracegrad.ir.editing import Op, behind_each
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
-from tracegrad.rewriting.edits import of_arrays, place_name
-from tracegrad.rewriting.identities import replace_outputs, scaled, through, with_cotangent
+from tracegrad.rewriting.edits import place_name
+from tracegrad.rewriting.identities import scaled, through, with_cotangent
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
-from tracegrad.rewriting.loops import fixed_point as fixed_point
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
-from tracegrad.rewriting.match_rule import at_each
+from tracegrad.rewriting.match_rule import around, of_arrays
 from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.overriding import (
     GradientFunction,
-    override,
+    overriding,
     require_gradient_function,
 )
-from tracegrad.rewriting.ports import with_taps
 from tracegrad.rewriting.repairs import finite_derivative as finite_derivative
 from tracegrad.rewriting.repairs import own_derivative as own_derivative
 from tracegrad.rewriting.repairs import straight_through as straight_through
@@ -51,8 +50,8 @@ __all__ = [
     "MatchRule",
     "checkpointed_loop",
     "clip_gradient",
+    "edit",
     "finite_derivative",
-    "fixed_point",
     "override_gradient",
     "own_derivative",
     "recompute",
@@ -106,15 +105,44 @@ def override_gradient(
     [1. 0. 0.]
     """
     require_gradient_function(grad)
-
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        node = graph.group(nodes, name=match.name) if isinstance(match, Fragment) else nodes[0]
-        override(graph, node, grad, match)
-
-    return MatchRule("override_gradient", where, at_each(of_arrays(edit), _name), missing_ok)
+    edit = of_arrays(around(overriding(grad), _name))
+    return MatchRule("override_gradient", where, edit, missing_ok)
 
 
 _name = operator.attrgetter("name")
+
+
+# ------------------------------------------------------------------------------ an edit of your own
+
+
+def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
+    """Writes code of your own in the place of each match.
+
+    Args:
+      where: a selector.
+      function: ``function(op, *operands)``, in ``jax.numpy`` and the like; ``op(*operands)`` is
+        what stood there before, and may be left out, or called several times. ``op.match``,
+        ``op.name`` and ``op.params`` say what it is. It returns the result, or a list of as many
+        as the match has, of their shapes and dtypes. The operands are those of
+        `override_gradient`.
+      missing_ok: whether it may match nothing.
+
+    Returns:
+      A rule. This is the editor that the other rules are written with: the code is traced for its
+      place and takes part in everything as if it had stood there, values and gradients. It raises
+      GraphError, when it is applied, for another number, shape or dtype of results.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def model(x):
+    ...     return jnp.sum(jax.nn.relu(x) * x)
+    >>> half = tg.rewrite(model, tg.edit(tg.match.call("relu"), lambda op, x: 0.5 * op(x)))
+    >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
+    4.5 [0. 3.]
+
+    As interception in qwix and in penzai, of a program that is traced already.
+    """
+    require_takes(function, 1, "function(op, *operands)")
+    return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)
 
 
 # ------------------------------------------------------------------------------- stop, recompute
@@ -140,8 +168,8 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    edit = through(jax.lax.stop_gradient, inputs)
-    return MatchRule("stop_gradient", where, at_each(of_arrays(edit)), missing_ok)
+    edit = of_arrays(through(jax.lax.stop_gradient, inputs))
+    return MatchRule("stop_gradient", where, edit, missing_ok)
 
 
 def recompute(
@@ -175,10 +203,14 @@ def recompute(
     if policy is not None:
         require_takes(policy, 0, "policy of jax.checkpoint_policies")
 
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-        graph.group(nodes, recompute=True, policy=policy, name=match.name)
+    def recomputed(op: Op, *operands: Any) -> Any:
+        def run(*operands: Any) -> list[Any]:
+            return op.results(*operands)
 
-    return MatchRule("recompute", where, at_each(of_arrays(edit), _name), missing_ok)
+        run.__name__ = run.__qualname__ = op.name
+        return jax.checkpoint(run, policy=policy)(*operands)
+
+    return MatchRule("recompute", where, of_arrays(around(recomputed, _name)), missing_ok)
 
 
 # --------------------------------------------------------------- the cotangents of what comes out
@@ -231,8 +263,8 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    edit = through(with_cotangent(clip, "clip_gradient"))
-    return MatchRule("clip_gradient", where, at_each(of_arrays(edit)), missing_ok)
+    edit = of_arrays(through(with_cotangent(clip, "clip_gradient")))
+    return MatchRule("clip_gradient", where, edit, missing_ok)
 
 
 def scale_gradient(
@@ -263,65 +295,49 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    edit = through(lambda value: scaled(value, factor), inputs)
-    return MatchRule("scale_gradient", where, at_each(of_arrays(edit)), missing_ok)
+    edit = of_arrays(through(lambda value: scaled(value, factor), inputs))
+    return MatchRule("scale_gradient", where, edit, missing_ok)
 
 
 def tap_gradient(
-    where: Selector,
-    name: str,
-    callback: Callable[[str, Any], Any] | None = None,
-    *,
-    missing_ok: bool = False,
+    where: Selector, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:
     """Shows the gradients that arrive at the outputs of what matches, from outside of it.
 
-    Without a callback they come as values: a rewritten function takes a further keyword argument,
-    ``taps``, with respect to which its gradient is what arrives. ``fun.taps(*args)`` gives the
-    value to pass for it: zeros, which change nothing. `tracegrad.intermediate_gradients` does that
-    in one call.
+    `tracegrad.intermediate_gradients` gives them as values.
 
     Args:
       where: a selector.
-      name: what they are called.
       callback: ``callback(place, cotangent)``, called on the host with the scope and name of the
         place and a NumPy array, each time a gradient arrives there in a first derivative; in no
         order (`jax.debug.callback`).
       missing_ok: whether it may match nothing.
 
     Returns:
-      A rule. Without a callback it is for `tracegrad.rewrite`; ``trace(rules=...)`` has no way to
-      hand the values out, and raises GraphError.
+      A rule.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
     ...     return jnp.sum(jnp.maximum(x, 0) ** 2)
-    >>> tapped = tg.rewrite(loss, tg.rules.tap_gradient(tg.match.op("max"), "hidden"))
-    >>> x = jnp.array([-1.0, 3.0])
-    >>> gradient, taps = tg.grad(tapped, wrt=("x", "taps"))(x, taps=tapped.taps(x))
-    >>> print(gradient, taps["hidden"]["max"])
-    [0. 6.] [0. 6.]
+    >>> show = tg.rules.tap_gradient(tg.match.op("max"), lambda place, dy: print(place, dy))
+    >>> gradient = jax.grad(tg.rewrite(loss, show))(jnp.array([-1.0, 3.0]))
+    max [0. 6.]
     """
-    if not isinstance(name, str):
-        raise TypeError(f"a tap wants a name, a string, before its callback, not {name!r}")
-    if not name:
-        raise ValueError("a tap wants a name")
-    if callback is not None:
-        require_takes(callback, 2, "function callback(place, cotangent)")
-    if callback is None:
+    require_takes(callback, 2, "function callback(place, cotangent)")
 
-        def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-            return with_taps(graph, name, matches)
-
-        return MatchRule("tap_gradient", where, tapped, missing_ok)
-
-    def edit(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
+    def showing(match: Occurrence) -> Callable[[Any], Any]:
         place = place_name(match)
 
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
             return cotangent
 
-        replace_outputs(graph, nodes, with_cotangent(show, "tap_gradient"))
+        return with_cotangent(show, "tap_gradient")
 
-    return MatchRule("tap_gradient", where, at_each(of_arrays(edit), place_name), missing_ok)
+    def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        edits = {match: showing(match) for match in matches}
+        return behind_each(
+            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
+        ).graph
+
+    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok)

@@ -28,15 +28,18 @@ def group_size(length: int) -> int:
     return min(divisors, key=lambda d: (d + length // d, d), default=1)
 
 
-def in_groups(node: Node, size: int) -> Callable[..., list[Any]]:
-    """The same scan in groups of so many iterations, of which only the first carry is kept."""
-    body = _step(node, node.regions["jaxpr"])
+def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
+    """The same scan with this body, in groups of so many iterations, of which only the first carry
+    is kept; in groups of 1 each iteration by itself."""
+    one = _step(node, body)
+    if size == 1:
+        return _around_each(node, one)
 
     def group(
         fixed: Sequence[Any], carry: list[Any], slices: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            return body(fixed, carry, slices)
+            return one(fixed, carry, slices)
 
         how = {"reverse": node.params["reverse"], "unroll": node.params["unroll"]}
         return lax.scan(step, carry, slices, length=size, **how)
@@ -89,6 +92,25 @@ def _step(node: Node, body: Graph) -> _Step:
         return results[:carried], results[carried:]
 
     return step
+
+
+def _around_each(node: Node, step: _Step) -> Callable[..., list[Any]]:
+    """The scan of a node with another step."""
+    constants, carried = _jax.scan_split(node.params)
+    how = {name: node.params[name] for name in ("length", "reverse", "unroll")}
+
+    def run(*operands: Any) -> list[Any]:
+        fixed, carry = operands[:constants], list(operands[constants : constants + carried])
+        final, stacked = lax.scan(
+            lambda carry, slices: step(fixed, carry, slices),
+            carry,
+            list(operands[constants + carried :]),
+            **how,
+        )
+        return [*final, *stacked]
+
+    run.__name__ = run.__qualname__ = "scan"
+    return run
 
 
 def _around(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:

@@ -28,7 +28,7 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.dependence import leading_to
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.lowering import evaluate
+from tracegrad.ir.running import run_graph
 from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
 from tracegrad.saving.manifest import OWN, Gradient, Program
@@ -72,7 +72,7 @@ class Programs:
         leaves = len(jax.tree.leaves(arguments))
 
         def program(arguments: Any, values: Any) -> Any:
-            outs = evaluate(graph, [*jax.tree.leaves(arguments), *values])
+            outs = run_graph(graph, [*jax.tree.leaves(arguments), *values])
             found = jax.tree.unflatten(jax.tree.structure(result), outs[: source.count])
             return found, outs[source.count :]
 

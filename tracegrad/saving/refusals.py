@@ -10,7 +10,7 @@ import jax.export
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence
-from tracegrad.lowering import evaluate_node
+from tracegrad.ir.running import run_node
 from tracegrad.saving.source import Source
 from tracegrad.tracing import rule_errors
 
@@ -97,7 +97,7 @@ def _needs_python(occurrence: Occurrence) -> str | None:
 
 def _alone(node: Node) -> Callable[..., list[Any]]:
     def alone(*operands: Any) -> list[Any]:
-        return evaluate_node(node, operands)
+        return run_node(node, operands)
 
     return alone
 

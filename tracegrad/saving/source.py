@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.lowering.evaluate import evaluate
+from tracegrad.ir.running import run_graph
 from tracegrad.tracing.graphs import graph as trace_graph
 
 Flat = Callable[..., list[Any]]
@@ -54,7 +54,7 @@ class Source:
 
         def of(graph: Graph) -> Flat:
             def gradient(*given: Any) -> list[Any]:
-                run = functools.partial(evaluate, graph)
+                run = functools.partial(run_graph, graph)
                 _, pullback = _jax.vjp_of_some(run, given[:count], operands, results)
                 return list(pullback(list(given[count:])))
 
@@ -68,7 +68,7 @@ class Source:
 
         def of(graph: Graph) -> Flat:
             def value(*given: Any) -> list[Any]:
-                run = functools.partial(evaluate, graph)
+                run = functools.partial(run_graph, graph)
                 return list(_jax.vjp_of_some(run, given, operands)[0])
 
             value.__name__ = value.__qualname__ = self.name
@@ -90,6 +90,6 @@ def run_of(graph: Graph) -> Flat:
     """The function of flat arrays that a Graph is."""
 
     def run(*operands: Any) -> list[Any]:
-        return evaluate(graph, operands)
+        return run_graph(graph, operands)
 
     return run

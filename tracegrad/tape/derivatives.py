@@ -12,8 +12,8 @@ from jax.extend.core import jaxpr_as_fun
 from tracegrad import _jax
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
-from tracegrad.lowering import evaluate as evaluate_graph
-from tracegrad.tape.effects import silence_in
+from tracegrad.ir.running import run_graph
+from tracegrad.tape.effects import silenced
 from tracegrad.tape.programs import evaluate
 
 Fun = Callable[..., list[Any]]
@@ -127,9 +127,8 @@ def _silently_transposed(
         trees.append(needs_tree)
         return needs
 
-    before = import_program(jax.make_jaxpr(transposed)(saved))
-    silence_in(before)
-    transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], evaluate_graph(before, saved))
+    before = silenced(import_program(jax.make_jaxpr(transposed)(saved)))
+    transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, RegionNode
+from tracegrad.ir import CustomGradient, Graph, Occurrence
+from tracegrad.ir.editing import around_each
+from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.host_calls import would_run_again
 from tracegrad.tape.made_rules import parts_of_rule
 
@@ -33,24 +35,36 @@ def _gives_results_itself(equation: Any) -> bool:
     return not any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
 
 
-def silence(node: Node, depth: int = 3) -> None:
-    """Takes out of a node's regions what has an effect and no result: prints, most of all.
+def silenced(graph: Graph) -> Graph:
+    """The graph without what has an effect and no result: prints, most of all.
 
-    Of custom rules out of the forward pass too; their backward pass has not run yet. Raises
-    NotImplementedError where a call of the host gives results: to be differentiated, the region
-    would have to call it again. `depth`: the forward pass of a rule may use the rule itself, for
-    derivatives of higher order, and so on for ever; that many are looked at.
+    Of custom rules the forward pass is without them too; their backward pass has not run yet.
+    Raises NotImplementedError where a call of the host gives results: to be differentiated, the
+    graph would have to call it again.
     """
-    if isinstance(node, CustomGradient):
-        if depth == 0 or _has_no_effects(node):
-            return
-        face = node.face("jvp" if node.kind == "jvp" else "forward")
-        if face.effects:
-            silence_in(face, depth - 1)
-    if isinstance(node, RegionNode):
-        for region in node.regions.values():
-            if region.effects:
-                silence_in(region, depth)
+    return around_each(graph, list(_silent(graph, (), 3)), lambda op, *operands: []).graph
+
+
+def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
+    """`depth`: the forward pass of a rule may use the rule itself, for derivatives of higher order,
+    and so on for ever; that many are looked at."""
+    for node in graph.nodes:
+        if not node.effects or (node.has_references and not node.regions):
+            continue  # writing to a Ref is computing: later reads depend on it
+        found, regions = Occurrence(path, node), list(node.regions)
+        if not regions:
+            if node.outputs:
+                raise would_run_again(node)
+            yield found
+        inner = depth
+        if isinstance(node, CustomGradient):
+            if depth == 0 or _has_no_effects(node):
+                continue
+            regions.append(node.face_names[0])
+            inner -= 1
+        for name in regions:
+            if node.region(name).effects:
+                yield from _silent(node.region(name), found.into(name), inner)
 
 
 def _has_no_effects(node: CustomGradient) -> bool:
@@ -60,17 +74,3 @@ def _has_no_effects(node: CustomGradient) -> bool:
     return parts is not None and not any(
         _jax.program_facts(program).has_effects for program in parts.programs
     )
-
-
-def silence_in(graph: Graph, depth: int = 3) -> None:
-    """The same for all nodes of a graph."""
-    for node in graph.nodes:
-        if node.has_references and not node.regions:
-            continue  # writing to a Ref is computing: later reads depend on it
-        if node.effects and not node.outputs and not node.regions:
-            graph.erase(node, with_effects=True, everywhere=True)
-            continue
-        if node.effects and not node.regions:
-            raise would_run_again(node)
-        if node.effects:
-            silence(node, depth)

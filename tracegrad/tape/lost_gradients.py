@@ -15,10 +15,10 @@ import jax
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Graph, Node
+from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.lowering.closed_over import depends_on
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.made_rules import What, closed_over_by, closes_over_arrays
 from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept

@@ -16,7 +16,7 @@ from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.rewriting.edits import matches_of
-from tracegrad.rewriting.host_calls import end_gradients_in
+from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.programs import RULES
@@ -216,6 +216,5 @@ def _graph_of(operation: _Ran) -> Graph:
             found: list[Any] = jax.tree.leaves(operation.computation.called(*operands))
             return found
 
-    graph = import_program(jax.make_jaxpr(run)(*map(jax.typeof, operation.args)))
-    end_gradients_in(graph)
-    return graph
+    program = jax.make_jaxpr(run)(*map(jax.typeof, operation.args))
+    return end_gradients_at_host(import_program(program))

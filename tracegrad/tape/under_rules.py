@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.importer import import_program
+from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.lowering import evaluate as evaluate_graph
-from tracegrad.rewriting.ports import perturbed
+from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transposed
-from tracegrad.tape.effects import silence_in
+from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules_on_values import Rule, refusing_values
 from tracegrad.tracing.in_force import Force, apply_in_force
@@ -154,14 +155,14 @@ def vjp_under_rules(
     types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
     graph = import_program(jax.make_jaxpr(tape)(*types))
     if graph.effects:
-        silence_in(graph)
+        graph = silenced(graph)
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
-    graph.differentiated = tuple(i in wanted for i in range(len(types)))
-    edited = apply_in_force(graph, forces)
+    differentiated = tuple(i in wanted for i in range(len(types)))
+    edited = apply_in_force(replace(graph, differentiated=differentiated), forces)
 
     def run(*operands: Any) -> list[Any]:
-        return evaluate_graph(edited, operands)
+        return run_graph(edited, operands)
 
     run = jax.named_call(run, name=UNDER_RULES)
     operands = [

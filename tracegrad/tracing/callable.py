@@ -6,27 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.ir.running import run_graph
+from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.lowering import Lowering, evaluate
 from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.modules import modules_in
 from tracegrad.variables.trees import given
 
 
-def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
+def to_callable(graph: Graph) -> Callable[..., Any]:
     """The function that a graph computes.
 
     Args:
       graph: from `tracegrad.graph` (called with the traced function's arguments), or a region
-        (called with flat arguments, returns a list). Later edits of it are not seen by calls that
-        JAX has cached, so make a new function after an edit.
-      rebuild: build every region at every depth anew, even where nothing was edited. The result is
-        the same program; the tests use it to show that.
+        (called with flat arguments, returns a list).
 
     Returns:
       A function that runs under `jit`, `grad`, `vmap`, `jvp`, `scan`, `jax.export`, ... Called with
@@ -34,7 +31,6 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        taps = kwargs.pop("taps", None) if graph.taps else None
         arguments: Any = args
         if graph.in_tree is None:
             flat = list(args)
@@ -46,9 +42,9 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
                     f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                     f"it was called with {tree}"
                 )
-        values = [*flat, *(v.value for v in graph.variables), *_tap_values(graph, taps)]
+        values = [*flat, *(v.value for v in graph.variables)]
         _check_types(graph, values)
-        return _run(graph, arguments, values, Lowering(rebuild=rebuild))
+        return _run(graph, arguments, values)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
@@ -56,22 +52,20 @@ def to_callable(graph: Graph, *, rebuild: bool = False) -> Callable[..., Any]:
     return call
 
 
-def call_traced(graph: Graph, arguments: Any, dynamic: Any, taps: Any = None) -> Any:
+def call_traced(graph: Graph, arguments: Any, dynamic: Any) -> Any:
     """Calls what a graph computes with the arguments that it was traced for.
 
     Args:
       arguments: of the call, as `given` makes them.
       dynamic: those of them that are not static.
     """
-    flat = jax.tree.leaves(dynamic)
-    values = [*flat, *(v.value for v in graph.variables), *_tap_values(graph, taps)]
-    return _run(graph, arguments, values, Lowering())
+    return _run(graph, arguments, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
 
 
-def _run(graph: Graph, arguments: Any, values: list[Any], lowering: Lowering) -> Any:
+def _run(graph: Graph, arguments: Any, values: list[Any]) -> Any:
     if graph.loses:
         raise TypeError(changes_lost(graph.name, graph.loses))
-    outs = evaluate(graph, values, lowering)
+    outs = run_graph(graph, values)
     return outs if graph.out_tree is None else settle_call(graph, arguments, outs)
 
 
@@ -97,39 +91,6 @@ def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
     return put_together(result, modules) if returns_modules else result
 
 
-def tap_zeros(graph: Graph) -> dict[str, dict[str, Any]]:
-    """What a function with taps takes for ``taps``: by the tap's name and by its place, zeros."""
-    zeros: dict[str, dict[str, Any]] = {}
-    for tap in graph.taps:
-        zeros.setdefault(tap.name, {})[tap.place] = jnp.zeros(tap.aval.shape, tap.aval.dtype)
-    return zeros
-
-
-def _tap_values(graph: Graph, taps: Any) -> list[Any]:
-    if not graph.taps:
-        return []
-    values = tap_zeros(graph)
-    if taps is not None:
-        expected: Any = jax.tree.structure(values)
-        given: Any = jax.tree.structure(taps)
-        if given != expected:
-            raise TypeError(
-                f"the taps of {graph.name} are {expected}; it was called with {given}. Pass what "
-                "its .taps(...) returns"
-            )
-        for tap in graph.taps:
-            got = jax.typeof(taps[tap.name][tap.place])
-            if (got.shape, got.dtype) != (tap.aval.shape, tap.aval.dtype):
-                raise TypeError(
-                    f"the tap {tap.name!r} of {graph.name} at {tap.place} is "
-                    f"{_jax.type_text(tap.aval)}; it was called with {_jax.type_text(got)}. Pass "
-                    "what its .taps(...) returns for the same arguments: under jax.vmap those of "
-                    "one example, made inside of the mapped function"
-                )
-        values = taps
-    return [values[tap.name][tap.place] for tap in graph.taps]
-
-
 def _check_types(graph: Graph, args: list[Any]) -> None:
     if len(args) != len(graph.inputs):
         raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
@@ -138,7 +99,7 @@ def _check_types(graph: Graph, args: list[Any]) -> None:
         given = (getattr(aval, "shape", None), getattr(aval, "dtype", None))
         if given != (getattr(value.aval, "shape", None), getattr(value.aval, "dtype", None)):
             raise TypeError(
-                f"{graph.name} was traced for {value!r}; it was called with "
+                f"{graph.name} was traced for {value_text(graph, value)}; it was called with "
                 f"{_jax.type_text(aval)} there. Trace it again for other types"
             )
 

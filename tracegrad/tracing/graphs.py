@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -12,10 +13,9 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node
-from tracegrad.ir.engine import engine
+from tracegrad.ir import Graph
 from tracegrad.ir.frames import CALLS_TRACED
-from tracegrad.ir.importer import TracedProgram, import_program
+from tracegrad.ir.importer import import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names
@@ -126,16 +126,19 @@ def trace_to_graph(
     arguments = (*traced.arguments, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
-    graph = import_program(explicit, function)
-    graph.in_tree, graph.out_tree = jax.tree.structure(dynamic), inside.out_tree
-    graph.signature = signature
-    graph.variables = tuple(variables)
-    graph.assigned = inside.variables.assigned
-    graph.updates, graph.settings = inside.updates, inside.settings
-    graph.surroundings = {name: weakref.ref(m) for name, m in inside.outside.modules.items()}
-    if inside.lost.paths or inside.lost.structures:
-        graph.loses = _lost(inside.lost, fun, args, kwargs, static)
-    return graph
+    is_lost = inside.lost.paths or inside.lost.structures
+    return dataclasses.replace(
+        import_program(explicit, function),
+        in_tree=jax.tree.structure(dynamic),
+        out_tree=inside.out_tree,
+        signature=signature,
+        variables=tuple(variables),
+        assigned=inside.variables.assigned,
+        updates=inside.updates,
+        settings=inside.settings,
+        surroundings={name: weakref.ref(m) for name, m in inside.outside.modules.items()},
+        loses=_lost(inside.lost, fun, args, kwargs, static) if is_lost else (),
+    )
 
 
 def _lost(
@@ -161,46 +164,6 @@ def _lost(
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
     lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
     return (*changes.structures, *lost)
-
-
-def _trace_at(fun: Callable[..., Any], avals: Sequence[Any], place: Graph) -> TracedProgram:
-    def flat(*args: Any) -> list[Any]:
-        return jax.tree.leaves(fun(*args))
-
-    programs: list[Any] = []
-
-    def trace() -> None:
-        programs.append(jax.make_jaxpr(flat)(*avals))
-
-    for node in place.enclosing():
-        if node.op == "shard_map":
-            trace = _inside(node, trace)
-    trace()
-    return TracedProgram(programs[0], function_name(fun))
-
-
-def _inside(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
-    """Tracing inside a `jax.shard_map`, where a value's type tells over which axes it varies."""
-
-    def body() -> tuple[()]:
-        trace()
-        return ()
-
-    mapped: Callable[[], tuple[()]] = jax.shard_map(
-        body,
-        mesh=shard_map.params["mesh"],
-        in_specs=(),
-        out_specs=(),
-        **_jax.shard_map_options(shard_map.params),
-    )
-
-    def trace_inside() -> None:
-        jax.make_jaxpr(lambda: mapped())()
-
-    return trace_inside
-
-
-engine.trace_at = _trace_at
 
 
 def _fresh(

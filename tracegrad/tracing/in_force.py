@@ -15,12 +15,13 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError
+from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
@@ -71,9 +72,9 @@ class Force:
             self._matched.add(place)
         return program
 
-    def finish(self, program: Graph, *, taps: bool = False) -> Graph:
+    def finish(self, program: Graph) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
-        matched before. `taps`: whether there may be such without a callback."""
+        matched before."""
         before, self._missed = self._missed, {}
         program = self.apply(program)
         # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
@@ -85,8 +86,6 @@ class Force:
         for force in _in_force.forces:
             if force.everywhere:
                 program = force.apply(program)
-        if not taps:
-            _refuse_taps(program)
         return program
 
 
@@ -139,20 +138,21 @@ def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None
         _in_force.forces, _in_force.since = before
 
 
-def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph], *, taps: bool = False) -> Graph:
-    """The graph of a function that is traced while rules are in force, after these.
-
-    `taps`: whether there may be such without a callback.
-    """
+def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
+    """The graph of a function that is traced while rules are in force, after these."""
     force = Force(rules)
     with in_force(force):
         traced = trace()
-    graph = force.finish(traced, taps=taps)
+    graph = force.finish(traced)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
-        graph.variables, graph.assigned = traced.variables, traced.assigned
-    graph.updates, graph.settings, graph.loses = traced.updates, traced.settings, traced.loses
-    graph.surroundings = traced.surroundings
-    return graph
+        graph = replace(graph, variables=traced.variables, assigned=traced.assigned)
+    return replace(
+        graph,
+        updates=traced.updates,
+        settings=traced.settings,
+        loses=traced.loses,
+        surroundings=traced.surroundings,
+    )
 
 
 def without_rules() -> AbstractContextManager[None]:
@@ -196,7 +196,6 @@ def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Gra
     """A program with the rules in force applied, or these of them; they may match nothing in it."""
     for force in rules_in_force() if forces is None else forces:
         program = force.apply(program)
-    _refuse_taps(program)
     return program
 
 
@@ -236,8 +235,8 @@ def under_rules(
         with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
             program = graph(of_traced)(*given)
         with _only(forces):
-            program.differentiated = () if forward else _differentiated(program, given)
-            program = apply_in_force(program)
+            differentiated = () if forward else _differentiated(program, given)
+            program = apply_in_force(replace(program, differentiated=differentiated))
             run = under_rules_already(lower(program))
         results = run(*given)
         (with_others,) = others
@@ -274,11 +273,3 @@ def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function to which the rules in force were applied, and so are not applied again."""
     return jax.named_call(fun, name=UNDER_RULES) if rules_in_force() else fun
-
-
-def _refuse_taps(program: Graph) -> None:
-    if program.taps:
-        raise GraphError(
-            f"the tap {program.taps[0].name!r} without a callback has no way to hand its values "
-            "out of a traced function: give it a callback, or use tracegrad.rewrite on the loss"
-        )

@@ -14,14 +14,15 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.walking import dissolve
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
 from tracegrad.tracing.callable import call_traced
@@ -48,8 +49,9 @@ Found = tuple[Graph, Use]  # what a function turned out to be, for some argument
 
 _ATTEMPTS = 8
 
-_NOTHING = Graph("nothing")
-_NOTHING.out_tree = jax.tree.structure(None)
+_NOTHING = replace(
+    import_program(jax.make_jaxpr(lambda: ())(), name="nothing"), out_tree=jax.tree.structure(None)
+)
 
 
 class Pipeline:
@@ -198,8 +200,6 @@ class Pipeline:
                 is_all = self._variants.remember(variant, fixed, (key, around))
                 if is_all and not self.takes_apart:
                     self._leave_to_jit(variant)
-                if attempt.known is not None:  # what is compiled already was called
-                    self.done_with(attempt.known[0])
                 return result
             variant, found = None, attempt.found
         raise RuntimeError(
@@ -292,12 +292,6 @@ class Pipeline:
             return None
         attempt.known = None
         return found
-
-    def done_with(self, graph: Graph) -> None:
-        """Takes apart a graph of a call, unless somebody may have it, or functions made of it."""
-        # (Rules around the call may have edited it, too.) What is clean is lowered to its program.
-        if not self.rules and graph.is_clean and not graph.closes_over:
-            dissolve(graph)
 
     def warn_of_merging(self) -> None:
         """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""

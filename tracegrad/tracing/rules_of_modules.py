@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Occurrence, scopes
+from tracegrad.ir import CustomGradient, Graph, Occurrence, has_gradient, scopes
 from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.occurrence import is_own_file
-from tracegrad.lowering import evaluate_node
+from tracegrad.ir.running import run_node
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.outside import ModuleArray, Outside
 from tracegrad.variables.variable import Variable
@@ -27,25 +27,19 @@ from tracegrad.variables.variable import Variable
 
 def refuse_rules_that_read(graph: Graph) -> None:
     """Raises RuntimeError for a rule in a graph, or below it, that reads an array of a module."""
-    for region in graph.regions_below:
-        for node in region.nodes:
-            if not isinstance(node, CustomGradient) or is_own_file(file_of_primal(node)):
-                continue
-            if not _is_past(node):
+    for found in graph.walk():
+        node = found.node
+        if isinstance(node, CustomGradient) and not is_own_file(file_of_primal(node)):
+            stacks = map(scopes.around, found.steps)
+            # Of code that is differentiated already the rule was run there.
+            if not any("jvp" in scopes.transformations(stack) for stack in stacks):
                 _refuse_reads(node)
-
-
-def _is_past(node: CustomGradient) -> bool:
-    """Whether it stands in code that is differentiated already: its rule was run there."""
-    assert node.graph is not None
-    steps = (node, *node.graph.enclosing())
-    return any("jvp" in scopes.transformations(scopes.around(step)) for step in steps)
 
 
 def _refuse_reads(node: CustomGradient) -> None:
     reads = _Reads()
     avals = [value.aval for value in node.inputs]
-    flowing = [i for i, value in enumerate(node.inputs) if value.has_gradient]
+    flowing = [i for i, value in enumerate(node.inputs) if has_gradient(value)]
     # What a rule raises is raised where somebody differentiates the function.
     with suppress(Exception):
         # By the last one: what the function closes over comes first, and JAX, which refuses to
@@ -63,10 +57,10 @@ def _refuse_reads(node: CustomGradient) -> None:
 def _derivative(node: CustomGradient, active: Sequence[int], reads: _Reads, *operands: Any) -> Any:
     with Outside().watched(), listening(reads):
         if node.kind == "jvp":
-            run = _jax.of_some(lambda xs: evaluate_node(node, xs), operands, active)
+            run = _jax.of_some(lambda xs: run_node(node, xs), operands, active)
             primals = [operands[i] for i in active]
             return _jax.jvp(run, primals, [jnp.ones_like(primal) for primal in primals])
-        outs, back = _jax.vjp_of_some(lambda xs: evaluate_node(node, xs), operands, active)
+        outs, back = _jax.vjp_of_some(lambda xs: run_node(node, xs), operands, active)
         flowing = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         return back(_jax.align(list(map(jax.typeof, outs)), flowing))
 

@@ -27,7 +27,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.lowering.evaluate import evaluate
+from tracegrad.ir.running import run_graph
 from tracegrad.tracing.attempts import AnotherVariant, attempt_at
 from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.tracing.user_errors import explain
@@ -184,9 +184,8 @@ class Body:
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
         of_modules = [i for i, _ in held_leaves(dynamic)] if use.updates else []
-        outs = evaluate(graph, flat)
+        outs = run_graph(graph, flat)
         count, last = graph.result_count, len(outs) - len(graph.updates)
-        pipeline.done_with(graph)
         if self._packs:  # JAX has no fast path to a result that is not all arrays
             result = Packed(outs[:count], graph.out_tree)
         else:

@@ -19,7 +19,7 @@ from tracegrad.insight.explaining.statistics import (
     NAN,
 )
 from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.ir import CustomGradient, Graph, Literal, Occurrence, Value
+from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 
 
@@ -125,11 +125,12 @@ class Given:
     """Where a NaN or Inf was from the start: an input of the graph, or what it closes over."""
 
     index: int | None  # of the input
-    value: Value | Literal
+    array: Any = None  # what it closes over
+    user: Node | None = None  # of that
 
 
 def forward_culprit(
-    observed: Observed, path: Path, steps: tuple[int, ...], value: Value | Literal, which: int
+    observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> Culprit | Given | None:
     """Follows a NaN (or Inf) from a value back to the node that made it.
 
@@ -163,11 +164,7 @@ def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
     if maker.index is not None:
         stat = observed.stats.get(("input", None, maker.index))
         return stat is not None and bool(stat[which] > 0)
-    array = (
-        maker.value.value
-        if isinstance(maker.value, Literal)
-        else maker.value.graph.constants.get(maker.value)
-    )
+    array = maker.array
     if array is None or (not _jax.has_gradient(array) and not isinstance(array, float)):
         return False
     test = np.isnan if which == NAN else np.isinf
@@ -180,23 +177,27 @@ def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | 
 
 
 def _maker(
-    observed: Observed, path: Path, steps: tuple[int, ...], value: Value | Literal, which: int
+    observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> _Made | Given:
     """The operation that made a value, through the boundaries of regions."""
     while True:
-        if isinstance(value, Literal) or value in value.graph.constants:
-            return Given(None, value)
-        node = value.producer
+        region = observed.region(path)
+        if isinstance(value, Literal) or value in region.constants:
+            if isinstance(value, Literal):
+                return Given(None, value.val)
+            users = region.users.get(value, ())
+            return Given(None, region.constants[value], next(iter(users), None))
+        node = region.producers.get(value)
         if node is None:
-            index = value.graph.inputs.index(value)
+            index = region.inputs.index(value)
             if not path or path[-1][1] in ("backward", "forward", "jvp"):
-                return Given(None if path else index, value)
+                return Given(None if path else index)
             enclosing = path[-1][0]
             if enclosing.primitive is _jax.SCAN:
                 first, count = _jax.scan_split(enclosing.params)
                 previous = steps[-1] + (1 if enclosing.params["reverse"] else -1)
                 if first <= index < first + count and 0 <= previous < enclosing.params["length"]:
-                    value, steps = value.graph.outputs[index - first], (*steps[:-1], previous)
+                    value, steps = region.outputs[index - first], (*steps[:-1], previous)
                     continue
                 steps = steps[:-1]
             path, value = path[:-1], handed_on(enclosing)[index]
@@ -221,7 +222,7 @@ def _maker(
 
 
 def _bad_value_step(
-    observed: Observed, path: Path, steps: tuple[int, ...], value: Value | Literal, which: int
+    observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> int:
     """The first step of a scan at which a value of its body is bad; the last one if none is."""
     scan = path[-1][0]
@@ -229,7 +230,7 @@ def _bad_value_step(
     if scan.params["reverse"]:
         order.reverse()
     for step in order:
-        if isinstance(value, Value) and value.producer is not None:
+        if isinstance(value, Value) and value in observed.region(path).producers:
             inner = _maker(observed, path, (*steps, step), value, which)
             if _is_bad(observed, inner, which):
                 return step
@@ -254,7 +255,7 @@ def makers(observed: Observed, place: Place) -> list[str]:
     return [maker.place.node.op if isinstance(maker, _Made) else "" for maker in found]
 
 
-def users(place: Place) -> list[str]:
+def users(observed: Observed, place: Place) -> list[str]:
     """The operations that use the results of a node, near first."""
     names: list[str] = []
     values = [(place.path, v) for v in place.node.outputs]
@@ -262,15 +263,16 @@ def users(place: Place) -> list[str]:
         if not values:
             break
         path, value = values.pop(0)
-        for node in value.users:
+        region = observed.region(path)
+        for node in region.users.get(value, ()):
             names.append(node.op)
             if is_entered(node):
                 values += inside(Occurrence(path, node), value)
             elif len(node.outputs) == 1:
                 values.append((path, node.outputs[0]))
-        if path and value in value.graph.outputs:
+        if path and value in region.results:
             results = path[-1][0].outputs
-            k = value.graph.outputs.index(value)
+            k = region.outputs.index(value)
             if k < len(results):
                 values.append((path[:-1], results[k]))
     return [name for name in names if name not in ("broadcast_in_dim", "reshape", "jit")]

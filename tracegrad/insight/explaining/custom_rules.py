@@ -21,7 +21,7 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
 from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, line_of_error
@@ -129,7 +129,7 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
         measured.forward(node.face("backward"), given, visit.here.into("backward"))
         return
     rule, path = node.face("jvp"), visit.here.into("jvp")
-    has_tangent = [v.has_gradient for v in node.inputs]
+    has_tangent = [has_gradient(v) for v in node.inputs]
     tangents = [zeros_of(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
     with measured.mute():
         _, values = measured.forward(rule, [*operands, *tangents], path)

@@ -36,8 +36,8 @@ _INTEGER_CURE = (
     "both conversions"
 )
 _LOOP_CURE = (
-    "for a loop: `jax.lax.scan`, or `fori_loop` with a number of steps that is fixed; of a solver "
-    "that converges `rules.fixed_point`"
+    "for a loop: `jax.lax.scan`, `fori_loop` with a number of steps that is fixed, or "
+    "`rules.checkpointed_loop`"
 )
 
 
@@ -128,8 +128,6 @@ def _cause_of_cut(cut: Cut) -> str:
 
 
 def _called(node: Node, function: str) -> bool:
-    if node.source is None:
-        return False
     for frame in _jax.frames(node.source.info):
         if not is_own_file(frame.file_name):
             return False
@@ -192,7 +190,7 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
         return bool(np.array_equal(np.asarray(constant), wanted))
 
     for found in program.walk():
-        constants = found.graph.constants
+        constants = program.region_of(found).constants
         read = [v for v in found.node.inputs if isinstance(v, Value) and v in constants]
         if any(fits(constants[v]) for v in read):
             return found

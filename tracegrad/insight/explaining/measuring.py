@@ -41,11 +41,21 @@ from tracegrad.insight.explaining.visits import (
     or_zeros,
     strong,
 )
-from tracegrad.ir import CustomGradient, Graph, Literal, Node, Occurrence, Recompute, Value
+from tracegrad.ir import (
+    Atom,
+    CustomGradient,
+    Graph,
+    Literal,
+    Node,
+    Occurrence,
+    Recompute,
+    Value,
+    has_gradient,
+)
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
+from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
-from tracegrad.lowering import Lowering, evaluate_node, read, run_nodes
 
 
 class MeasuredPass:
@@ -137,7 +147,7 @@ class MeasuredPass:
                 instead[node] = functools.partial(self._enter, here, inner)
             elif self.is_measured(node):
                 instead[node] = functools.partial(self.operation, here)
-        values = run_nodes(graph, args, Lowering(), instead=instead)
+        values = run_nodes(graph, args, instead=instead)
         return read(graph.outputs, values), Kept(values, inner)
 
     def is_measured(self, node: Node) -> bool:
@@ -146,12 +156,12 @@ class MeasuredPass:
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """The results of such a node."""
-        node, results = here.node, evaluate_node(here.node, operands)
+        node, results = here.node, run_node(here.node, operands)
         if self.close:
             self._note_each("value", here, results)
         if _may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
-            bounds = _bounds(node, maximum)
+            bounds = _bounds(self.graph.region_of(here), node, maximum)
             self.note("units", here, 0, units, results[0], maximum, bounds)
         return results
 
@@ -241,7 +251,7 @@ class MeasuredPass:
         """The cotangents of the wanted inputs of a graph; None for those that get none."""
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
-            if ct is not None and isinstance(value, Value) and value.has_gradient:
+            if ct is not None and isinstance(value, Value) and has_gradient(value):
                 seeds.setdefault(value, []).append(ct)
 
         def through(
@@ -386,15 +396,15 @@ def _may_be_rectifier(node: Node) -> bool:
     return len(aval.shape) >= 2 and math.prod(aval.shape) > 0 and _jax.has_gradient(aval)
 
 
-def _bounds(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+def _bounds(graph: Graph, node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     """What a maximum may be with: where a number is written there, that."""
     pairs = zip(node.inputs, operands, strict=False)
-    return [x for value, x in pairs if _is_written(value)] or operands
+    return [x for value, x in pairs if _is_written(graph, value)] or operands
 
 
-def _is_written(value: Value | Literal) -> bool:
+def _is_written(graph: Graph, value: Atom) -> bool:
     """Whether a value is a number in the program, or an array filled with one."""
     if isinstance(value, Literal):
         return True
-    node = value.producer
-    return node is not None and node.op == "broadcast_in_dim" and _is_written(node.inputs[0])
+    node = graph.producers.get(value)
+    return node is not None and node.op == "broadcast_in_dim" and _is_written(graph, node.inputs[0])

@@ -24,7 +24,6 @@ from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Literal, Occurrence, Value
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
-from tracegrad.rewriting.implicit import is_fixed_point
 
 
 def not_finite(
@@ -83,8 +82,7 @@ def _given_finding(
 ) -> Finding:
     kind = "NaN" if which == NAN else "Inf"
     if given.index is None:
-        nodes = given.value.users if isinstance(given.value, Value) else ()
-        origin = Occurrence((), nodes[0]).origin if nodes else None
+        origin = None if given.user is None else Occurrence((), given.user).origin
         return Finding(
             f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
         )
@@ -121,7 +119,7 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
         words,
         touched,
         origin=found.origin,
-        cure=forward_cure(found.node.op, users(place)),
+        cure=forward_cure(found.node.op, users(observed, place)),
         operation=found.node.op,
         step=place.step,
     )
@@ -146,8 +144,6 @@ def _backward_finding(
     place = culprit.place
     found = place.occurrence
     node, origin = found.node, found.origin
-    if any(map(is_fixed_point, (node, *(rule for rule, _ in found.path)))):
-        return _no_fixed_point(found, touched)
     known = [number_text(x) for x in culprit.operands if not math.isnan(x)]
     words = f"the derivative of {node.name}"
     through = ""
@@ -161,7 +157,7 @@ def _backward_finding(
             origin = observed.lines.get(Occurrence(found.path[:depth], rule), origin)
             break
     places = at(", ".join(known))
-    made_by, used_by = makers(observed, place), users(place)
+    made_by, used_by = makers(observed, place), users(observed, place)
     return Finding(
         f"{culprit.kind} in the reverse pass",
         f"{words}{places} is not finite{through}{_made_before(observed, culprit)}",
@@ -172,19 +168,6 @@ def _backward_finding(
         operands=culprit.operands,
         step=place.step,
         by_rule=by_rule.not_finite(found, culprit.given),
-    )
-
-
-def _no_fixed_point(found: Occurrence, touched: tuple[str, ...]) -> Finding:
-    return Finding(
-        "NaN in the reverse pass",
-        "rules.fixed_point finds no derivative: the loop ended where further steps move its result "
-        "(at a limit of steps?), or the steps are no contraction there (as those of a bisection)",
-        touched,
-        origin=found.origin,
-        cure='more steps; `solve="gmres"` where they converge slowly; or '
-        "`rules.checkpointed_loop`, which differentiates the steps that were run",
-        operation="while",
     )
 
 
@@ -204,7 +187,7 @@ def _operand_ranges(observed: Observed, place: Place) -> str:
     ranges = []
     for value in place.node.inputs:
         if isinstance(value, Literal):
-            ranges.append(number_text(float(np.asarray(value.value).ravel()[0].real)))
+            ranges.append(number_text(float(np.asarray(value.val).ravel()[0].real)))
         elif (stat := value_statistic(observed, place, value)) is not None:
             low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
             ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")

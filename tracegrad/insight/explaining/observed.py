@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Literal, Node, Occurrence, Origin, Value
+from tracegrad.ir import Atom, Graph, Node, Occurrence, Origin, Value
 from tracegrad.ir.occurrence import Path
 
 # What a statistic is of: the kind, the node, and the number of its result or operand; for the
@@ -29,6 +29,10 @@ class Observed:
     stats: Mapping[Key, np.ndarray[Any, Any]]
     refused: Mapping[Occurrence, str]
     lines: Mapping[Occurrence, Origin]
+
+    def region(self, path: Path) -> Graph:
+        """The region that a path leads to."""
+        return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def get(self, kind: str, place: Place, k: int = 0) -> np.ndarray[Any, Any] | None:
         """A statistic at a place and, in a scan, at its step (all steps if it has none)."""
@@ -55,21 +59,14 @@ class Observed:
         """The same of another graph, traced from the same program."""
         if graph is self.graph:
             return self
-        numbers: dict[Node, int] = {}
-
-        def number_of(node: Node) -> int:
-            if node not in numbers:
-                assert node.graph is not None
-                numbers.update((each, i) for i, each in enumerate(node.graph.nodes))
-            return numbers[node]
 
         def there(occurrence: Occurrence) -> Occurrence:
-            around, path = graph, []
+            here, around, path = self.graph, graph, []
             for node, name in occurrence.path:
-                step = around.nodes[number_of(node)]
+                step = around.nodes[here.nodes.index(node)]
                 path.append((step, name))
-                around = step.region(name)
-            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node)])
+                here, around = node.region(name), step.region(name)
+            return Occurrence(tuple(path), around.nodes[here.nodes.index(occurrence.node)])
 
         return Observed(
             graph,
@@ -105,9 +102,10 @@ def call_of(path: Path) -> Place:
     return Place(Occurrence(path[:-1], path[-1][0]))
 
 
-def handed_on(node: Node) -> Sequence[Value | Literal]:
+def handed_on(node: Node) -> Sequence[Atom]:
     """The operands that become the inputs of a node's regions: all but the index of a cond."""
-    return node.inputs[1:] if node.primitive is _jax.COND else node.inputs
+    operands: Sequence[Atom] = node.inputs
+    return operands[1:] if node.primitive is _jax.COND else operands
 
 
 def inside(call: Occurrence, value: Value) -> Iterator[tuple[Path, Value]]:

@@ -16,7 +16,7 @@ from tracegrad.insight.explaining.observed import Observed, Place, handed_on
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Literal, Occurrence, Value
+from tracegrad.ir import Atom, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
@@ -111,19 +111,23 @@ def _steepest(observed: Observed, shrinking: bool) -> Occurrence | None:
 
 
 def _change(
-    observed: Observed, path: Path, value: Value | Literal, stat: np.ndarray[Any, Any]
+    observed: Observed, path: Path, value: Atom, stat: np.ndarray[Any, Any]
 ) -> float | None:
     """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
-    while isinstance(value, Value) and value.producer is None and path:
+    region = observed.region(path)
+    while isinstance(value, Value) and value not in region.producers and path:
         enclosing = path[-1][0]
-        if enclosing.primitive is _jax.SCAN or len(value.users) > 1:
+        if enclosing.primitive is _jax.SCAN or len(region.users.get(value, ())) > 1:
             return None
-        if value not in value.graph.inputs:
+        if value not in region.inputs:
             return None
-        path, value = path[:-1], handed_on(enclosing)[value.graph.inputs.index(value)]
-    if not isinstance(value, Value) or value.producer is None or len(value.users) > 1:
+        path, value = path[:-1], handed_on(enclosing)[region.inputs.index(value)]
+        region = observed.region(path)
+    if not isinstance(value, Value) or len(region.users.get(value, ())) > 1:
         return None
-    producer = value.producer
+    producer = region.producers.get(value)
+    if producer is None:
+        return None
     place = Place(Occurrence(path, producer))
     before = observed.get("ct", place, producer.outputs.index(value))
     if before is None:

@@ -13,7 +13,7 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
-from tracegrad.lowering import read
+from tracegrad.ir.running import read
 
 # One program on the operands as they are: it is entered.
 _ENTERED = frozenset({"jit", "closed_call", "core_call"})

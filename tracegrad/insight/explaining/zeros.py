@@ -14,7 +14,7 @@ from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
-from tracegrad.ir import CustomGradient, Literal, Occurrence, Value, operations
+from tracegrad.ir import Atom, CustomGradient, Graph, Occurrence, Value, operations
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -73,7 +73,7 @@ def zero_gradients(
     def starting(found: Occurrence) -> str | None:
         """The factor that is zero and gets a gradient: the second one of a low-rank adapter, the
         gate of a block."""
-        behind = (_input_behind(found.path, operand) for operand in found.node.inputs)
+        behind = (_input_behind(observed, found.path, operand) for operand in found.node.inputs)
         factors = (moving[each] for each in behind if each in moving)
         return next((path for path, i in factors if not np.any(inputs[i])), None)
 
@@ -111,7 +111,8 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
         if (path, value) in seen:
             continue
         seen.add((path, value))
-        for node in value.users:
+        region = observed.region(path)
+        for node in region.users.get(value, ()):
             here = Occurrence(path, node)
             given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given) or here in observed.refused:
@@ -129,24 +130,30 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
                 for path_inside, inner in inside(here, value):
                     if path_inside[-1][1] in ran:
                         pending.append((path_inside, inner))
-                    elif inner.users or inner in inner.graph.outputs:
+                    elif _is_used(observed.region(path_inside), inner):
                         found[here] = "untaken branch"
         pending += _outside(observed, path, value)
     return found
 
 
-def _input_behind(path: Path, value: Value | Literal) -> Value | None:
+def _is_used(region: Graph, value: Value) -> bool:
+    return value in region.users or value in region.results
+
+
+def _input_behind(observed: Observed, path: Path, value: Atom) -> Value | None:
     """The input of the graph that an operand is, but for its shape and its type."""
     while isinstance(value, Value):
-        if value.producer is not None:
-            if value.producer.op not in _MOVES:
+        region = observed.region(path)
+        producer = region.producers.get(value)
+        if producer is not None:
+            if producer.op not in _MOVES:
                 return None
-            value = value.producer.inputs[0]
+            value = producer.inputs[0]
         elif not path:
             return value
         else:
             operands = handed_on(path[-1][0])
-            place = value.graph.inputs.index(value) if value in value.graph.inputs else None
+            place = region.inputs.index(value) if value in region.inputs else None
             if place is None or place >= len(operands):
                 return None
             value, path = operands[place], path[:-1]
@@ -166,7 +173,8 @@ def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Pat
         return
     call = call_of(path)
     node = call.node
-    for k, out in enumerate(value.graph.outputs):
+    region = observed.region(path)
+    for k, out in enumerate(region.outputs):
         if out is value and k < len(node.outputs):
             ct = observed.get("ct", call, k)
             if ct is None or _is_zero(ct):
@@ -174,7 +182,7 @@ def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Pat
             if node.primitive is _jax.SCAN:
                 first, count = _jax.scan_split(node.params)
                 if k < count:
-                    yield path, value.graph.inputs[first + k]
+                    yield path, region.inputs[first + k]
 
 
 def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.dependence import dependence
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.nodes import CustomGradient
+from tracegrad.ir.occurrence import Occurrence
 
 
 def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
@@ -71,7 +73,6 @@ def depends_on(primal: Graph, position: int) -> bool:
     flows = any(mask >> position & 1 for mask in dependence(primal))
     if not flows or not _jax.has_gradient(avals[position]):
         return False
-    run = primal.to_callable()
     met: list[None] = []
 
     @jax.custom_jvp
@@ -85,8 +86,9 @@ def depends_on(primal: Graph, position: int) -> bool:
 
     def derivative(*values: Any) -> Any:
         def along(operands: list[Any]) -> Any:
-            leaves = jax.tree.leaves(run(*operands))
-            return [output(leaf) for leaf in leaves if _jax.has_gradient(jax.typeof(leaf))]
+            return [
+                output(leaf) for leaf in primal(*operands) if _jax.has_gradient(jax.typeof(leaf))
+            ]
 
         return _jax.vjp_of_some(along, values, [position])[0]
 

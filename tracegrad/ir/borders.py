@@ -1,0 +1,303 @@
+"""What crosses the borders of regions: one place that knows how a node is widened for it.
+
+A region that was edited may need more inputs (arrays that the written code closed over, or is
+given from outside) or more outputs (arrays that it shows). So the node that holds it takes and
+gives more, and so on up to the root. What is the same at each execution goes in with the constants
+of a loop; a scan hands out slices of the rest and stacks what comes out; a branch that was not
+taken gives zeros.
+
+Three kinds of node are written anew by JAX's own functions instead: a `jax.shard_map`, in its mesh;
+a custom gradient, of its faces; and what has a rule in Python for its call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir.closed_over import not_differentiated
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.importer import node_of
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value, has_gradient
+from tracegrad.ir.occurrence import Occurrence
+from tracegrad.ir.writing import Port, Where, Written, write
+
+
+@dataclass(frozen=True, eq=False)
+class Edited:
+    """A region after an edit, and what is to cross its border.
+
+    Attributes:
+      graph: the edited region.
+      ins: inputs to be: for what is closed over, and for what comes from outside.
+      outs: values that are to be led out.
+    """
+
+    graph: Graph
+    ins: Sequence[Port] = field(default_factory=list)
+    outs: Sequence[Port] = field(default_factory=list)
+
+
+def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Written:
+    """A node with edited regions, as nodes that define what it defined; and their ports, as they
+    are seen from outside."""
+    if isinstance(node, CustomGradient):
+        return _by_jax(node, edits, where, _rule_of(node, edits))
+    if node.op == "shard_map":
+        return _by_jax(node, edits, where, _shard_map_of(node, edits["jaxpr"]))
+    called = _jax.CALLS_WITH_RULES.get(node.op)
+    if called is not None:
+        # The rule knows nothing of the edit: what is there instead, JAX maps and transposes.
+        return _by_jax(node, edits, where, _closing(edits[called]))
+    return _widened(node, edits)
+
+
+def why_not_widened(node: Node) -> str | None:
+    """Why no values can be led out of a node, or perturbations into it; None if they can."""
+    known = (_jax.JIT, _jax.SCAN, _jax.COND)
+    if isinstance(node, Recompute) or node.primitive in known:
+        return None
+    return "has no place for more inputs and outputs"
+
+
+def _refuse(node: Node, why: str) -> GraphError:
+    return GraphError(
+        f"a match lies in {node.name} ({node.op}), which {why}, so that its values and gradients "
+        f"cannot be led out; a tap with a callback can show them: {Occurrence((), node)}"
+    )
+
+
+# -------------------------------------------------------------------------------- widened in place
+
+
+def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
+    regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
+    ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
+    shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
+    closed = [(n, port) for n, port in ins if port.closed_over is not None]
+    tapped = [(n, port) for n, port in ins if port.closed_over is None]
+    if (tapped or shown) and (why := why_not_widened(node)) is not None:
+        raise _refuse(node, why)
+    if not ins and not shown:
+        return Written([_replaced(node, regions)], {})
+    primitive, params = node.primitive, dict(node.params)
+    # Of each region: behind how many of its inputs what is closed over goes; and of the node.
+    places = {n: len(g.inputs) for n, g in regions.items()}
+    operand_places = dict.fromkeys(regions, len(node.inputs))
+    length: tuple[int, ...] = ()
+    if primitive is _jax.SCAN:
+        places["jaxpr"] = operand_places["jaxpr"] = _jax.scan_split(params)[0]
+        length = (params["length"],)
+        params = _jax.wider_scan(node.equation, len(closed), len(tapped), len(shown))
+    elif primitive in _jax.WHILES:
+        own = {n: sum(name == n for name, _ in closed) for n in regions}
+        count = params["cond_nconsts"]
+        places = {"cond_jaxpr": count, "body_jaxpr": params["body_nconsts"]}
+        operand_places = {"cond_jaxpr": count, "body_jaxpr": count + params["body_nconsts"]}
+        params["cond_nconsts"] += own["cond_jaxpr"]
+        params["body_nconsts"] += own["body_jaxpr"]
+    elif primitive is _jax.JIT:
+        params = _jax.wider_jit(params, len(ins), len(shown))
+    elif primitive is not _jax.COND and not isinstance(node, Recompute):
+        raise GraphError(
+            f"an edit made a region of {node.op} close over a value that is being traced outside "
+            f"of it; for {node.op} there is no way to make that an operand, and as a constant its "
+            "gradient would silently be zero. Pass the value in as an input: "
+            f"{Occurrence((), node)}"
+        )
+
+    def outer(n: str, port: Port) -> Port:
+        aval = port.value.aval
+        if length and port.closed_over is None:
+            aval = jax.core.ShapedArray((*length, *aval.shape), aval.dtype)
+        return Port(((node.key, n), *port.place), Value(aval), port.closed_over)
+
+    outer_closed = [(n, outer(n, port)) for n, port in closed]
+    outer_tapped = [outer(n, port) for n, port in tapped]
+    outer_shown = [outer(n, port) for n, port in shown]
+    operands = list(node.inputs)
+    for at in sorted(set(operand_places.values()), reverse=True):
+        operands[at:at] = [p.value for n, p in outer_closed if operand_places[n] == at]
+    operands += [port.value for port in outer_tapped]
+    alike = primitive is _jax.COND  # its branches take and give the same
+    for name, region in regions.items():
+        inputs, outputs, nodes = list(region.inputs), list(region.outputs), list(region.nodes)
+        mine = [p if n == name else None for n, p in closed if alike or n == name]
+        inputs[places[name] : places[name]] = [
+            p.value if p is not None else Value(q.value.aval)
+            for p, (_, q) in zip(mine, closed if alike else [c for c in closed if c[0] == name])
+        ]
+        inputs += [p.value if n == name else Value(p.value.aval) for n, p in tapped]
+        for n, port in shown:
+            if n == name:
+                outputs.append(port.value)
+            else:  # a branch that was not taken
+                zero = jax.make_jaxpr(lambda a=port.value.aval: jnp.zeros(a.shape, a.dtype))()
+                nodes += [node_of(each, node.function) for each in _jax.opened(zero).eqns]
+                outputs += _jax.opened(zero).outvars
+        regions[name] = region.replace(nodes=nodes, inputs=inputs, outputs=outputs)
+    results = [*node.outputs, *(port.value for port in outer_shown)]
+    wide = _replaced(node, regions, params, operands, results)
+    return Written([wide], {}, [*(p for _, p in outer_closed), *outer_tapped], outer_shown)
+
+
+def _replaced(
+    node: Node,
+    regions: Mapping[str, Graph],
+    params: Mapping[str, Any] | None = None,
+    operands: Sequence[Atom] | None = None,
+    results: Sequence[Value] | None = None,
+) -> Node:
+    """The node with other regions; their programs take the places of the old ones."""
+    operands = node.inputs if operands is None else operands
+    programs = {name: region.program for name, region in regions.items()}
+    equation = node.equation.replace(
+        invars=list(operands),
+        outvars=list(node.outputs if results is None else results),
+        params=_jax.with_programs(node.params if params is None else params, programs),
+        effects=_effects(node, regions, operands),
+    )
+    return node.having(equation, MappingProxyType(dict(regions)))
+
+
+def _effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom]) -> set[Any]:
+    """The effects of a node with other regions. That on a Ref says which operand it is."""
+    before = {effect for region in node.regions.values() for effect in region.effects}
+    now = {effect for region in regions.values() for effect in region.effects}
+    kept = {e for e in node.effects if _jax.is_of_reference(e) or e not in before}
+    moved = {_jax.of_operand(effect, node.inputs, operands) for effect in kept}
+    return moved | {effect for effect in now if not _jax.is_of_reference(effect)}
+
+
+# ------------------------------------------------------------------------------- written anew
+
+
+def _by_jax(
+    node: Node, edits: Mapping[str, Edited], where: Where, run: Callable[..., Sequence[Any]]
+) -> Written:
+    for edited in edits.values():
+        if edited.outs or any(port.closed_over is None for port in edited.ins):
+            raise _refuse(node, "has no place for more inputs and outputs")
+    place = Occurrence((), node)
+    return write(run, node.inputs, node.outputs, node, place, where)
+
+
+def _closing(
+    edited: Edited, guard: Callable[[Any], Any] = lambda array: array
+) -> Callable[..., list[Any]]:
+    """An edited region as a function that closes over what its ports stand for."""
+    closed_over = [guard(port.closed_over) for port in edited.ins]
+    region = edited.graph
+    if closed_over:
+        region = region.replace(inputs=[*(p.value for p in edited.ins), *region.inputs])
+
+    def run(*args: Any) -> list[Any]:
+        return region(*closed_over, *args)
+
+    run.__name__ = run.__qualname__ = region.name
+    return run
+
+
+def _shard_map_of(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
+    params = node.params
+    mapped: Callable[..., Sequence[Any]] = jax.shard_map(
+        _closing(edited),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        **_jax.shard_map_options(params),
+    )
+    return mapped
+
+
+def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
+    """A custom gradient of edited faces.
+
+    Raises GraphError for an edit that differentiation would lose: the primal region is not run
+    then, the rule's own forward pass is.
+    """
+    running = "jvp" if node.kind == "jvp" else "forward"
+    if "call_jaxpr" in edits and running not in edits:
+        raise GraphError(
+            f"the primal region of the custom gradient {node.name} was edited, its {running} face "
+            "was not: under differentiation the edit would be lost. Edit the matches in "
+            f"`node.face({running!r})` too, or edit outside the rule: {Occurrence((), node)}"
+        )
+    if running in edits and "call_jaxpr" not in edits and node.kind == "vjp":
+        raise GraphError(
+            f"the forward face of the custom gradient {node.name} was edited, its primal region "
+            "was not: the function would return one thing, and another under differentiation. "
+            f"Edit the matches in `node.primal` too: {Occurrence((), node)}"
+        )
+
+    guard = functools.partial(not_differentiated, node)
+
+    def face(name: str) -> Callable[..., list[Any]]:
+        return _closing(edits[name] if name in edits else Edited(node.region(name)), guard)
+
+    def run(*args: Any) -> list[Any]:
+        return list(rule_of_faces(node, face)(*args))
+
+    return run
+
+
+def rule_of_faces(
+    node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]
+) -> Callable[..., Sequence[Any]]:
+    """A custom gradient whose faces are these functions, by their names. What the function closes
+    over gets nothing from the rule."""
+    rule = _jvp_rule(node, face) if node.kind == "jvp" else _vjp_rule(node, face)
+    first = node.closed_over
+
+    def run(*args: Any) -> Sequence[Any]:
+        closed_over = [not_differentiated(node, array) for array in args[:first]]
+        results: Sequence[Any] = rule(*closed_over, *args[first:])
+        return results
+
+    return run
+
+
+def _jvp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]) -> Any:
+    rule, run_jvp = jax.custom_jvp(face("call_jaxpr")), face("jvp")
+    flowing = [has_gradient(atom) for atom in node.inputs]
+    outputs = [value.aval for value in node.outputs]
+
+    def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        given = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
+        results = run_jvp(*primals, *given)
+        return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
+
+    rule.defjvp(jvp)
+    return rule
+
+
+def _vjp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]) -> Any:
+    rule = jax.custom_vjp(face("call_jaxpr"))
+    forward, backward = face("forward"), face("backward")
+    flowing = [i for i, atom in enumerate(node.inputs) if has_gradient(atom)]
+    flowing = [i for i in flowing if i >= node.closed_over]
+    outputs = [value.aval for value in node.outputs]
+
+    def fwd(*primals: Any) -> tuple[list[Any], list[Any]]:
+        results = forward(*primals)
+        return results[: len(outputs)], results[len(outputs) :]
+
+    def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        pairs = zip(cotangents, outputs, strict=True)
+        given = [ct for ct, aval in pairs if _jax.has_gradient(aval)]
+        found: list[Any] = [None] * len(node.inputs)
+        for i, ct in zip(flowing, backward(*residuals, *given), strict=True):
+            if i in node.returned:  # what the rule returned as None is none
+                found[i] = ct
+        return tuple(found)
+
+    rule.defvjp(fwd, bwd)
+    return rule

@@ -1,0 +1,80 @@
+"""A node with functions in the place of its regions, bound by JAX's public functions.
+
+The functions need not be of the types that the regions are of: so a program can be run in another
+precision than it was traced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from tracegrad import _jax
+from tracegrad.ir.borders import rule_of_faces
+from tracegrad.ir.nodes import CustomGradient, Node, Recompute
+
+Function = Callable[..., list[Any]]
+
+
+def bind_functions(
+    node: Node, args: Sequence[Any], function_of: Callable[[str], Function]
+) -> list[Any] | None:
+    """The results of a node with functions in the place of its regions, and of the faces of its
+    rule, by their names. None if JAX has no public function for that."""
+    if isinstance(node, CustomGradient):
+        return list(rule_of_faces(node, function_of)(*args))
+    if node.op == "shard_map":
+        return _shard_map(node, args, function_of("jaxpr"))
+    if isinstance(node, Recompute):
+        options = {k: node.params[k] for k in ("prevent_cse",) if k in node.params}
+        return list(jax.checkpoint(function_of("jaxpr"), policy=node.policy, **options)(*args))
+    if node.primitive is _jax.SCAN:
+        return _scan(node, args, function_of("jaxpr"))
+    if node.primitive is _jax.COND:
+        branches = [function_of(name) for name in node.regions]
+        return list(lax.switch(args[0], branches, *args[1:]))
+    if node.primitive is _jax.WHILE:
+        return _while(node, args, function_of)
+    return None
+
+
+def _scan(node: Node, args: Sequence[Any], body: Function) -> list[Any]:
+    constants, carried = _jax.scan_split(node.params)
+    fixed, carry = args[:constants], list(args[constants : constants + carried])
+
+    def step(state: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(*fixed, *state, *slices)
+        return results[:carried], results[carried:]
+
+    how = {name: node.params[name] for name in ("length", "reverse", "unroll")}
+    final, stacked = lax.scan(step, carry, list(args[constants + carried :]), **how)
+    return [*final, *stacked]
+
+
+def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Function]) -> list[Any]:
+    condition, body = function_of("cond_jaxpr"), function_of("body_jaxpr")
+    split = node.params["cond_nconsts"]
+    end = split + node.params["body_nconsts"]
+
+    def goes_on(state: Any) -> Any:
+        return condition(*args[:split], *state)[0]
+
+    def step(state: Any) -> Any:
+        return body(*args[split:end], *state)
+
+    return list(lax.while_loop(goes_on, step, list(args[end:])))
+
+
+def _shard_map(node: Node, args: Sequence[Any], body: Function) -> list[Any]:
+    params = node.params
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        **_jax.shard_map_options(params),
+    )
+    return list(mapped(*args))

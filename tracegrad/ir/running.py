@@ -1,0 +1,83 @@
+"""How a graph is run: as a whole, or node by node for whoever wants the values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad.ir.closed_over import refuse_derivatives
+from tracegrad.ir.editing import Op, around_each
+from tracegrad.ir.graph import Graph
+from tracegrad.ir.importer import graph_of
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, RegionNode, Value
+from tracegrad.ir.notes import add_note
+from tracegrad.ir.occurrence import Occurrence
+
+_NOTE = "while running"
+
+
+def run_graph(graph: Graph, args: Sequence[Any]) -> list[Any]:
+    """Runs or traces a graph on flat arguments; returns its flat outputs.
+
+    Where a function with a JVP of its own closes over a value, differentiating that raises.
+    """
+    if graph.closes_over:
+        closing = [found for found in graph.walk() if _closes_over(found)]
+        graph = around_each(graph, closing, _refusing).graph
+    return graph(*args)
+
+
+def _closes_over(found: Occurrence) -> bool:
+    node = found.node
+    return isinstance(node, CustomGradient) and node.closes_over and found.rule_around is None
+
+
+def _refusing(op: Op, *operands: Any) -> list[Any]:
+    (node,) = op.nodes
+    assert isinstance(node, CustomGradient)
+    return op.results(*refuse_derivatives(node, operands))
+
+
+def run_nodes(
+    graph: Graph,
+    args: Sequence[Any],
+    *,
+    instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]] = MappingProxyType({}),
+) -> dict[Value, Any]:
+    """Runs the nodes of a graph in order; returns what its values are.
+
+    `args`: its inputs. `instead`: for some nodes what gives their results, from their operands.
+    """
+    values: dict[Value, Any] = dict(graph.constants)
+    values.update(zip(graph.inputs, args, strict=True))
+    for node in graph.nodes:
+        operands = read(node.inputs, values)
+        run = instead.get(node)
+        results = run_node(node, operands) if run is None else run(operands)
+        values.update(zip(node.outputs, results, strict=True))
+    return values
+
+
+def read(wanted: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
+    """What some values are, and what literals say."""
+    return [values[atom] if isinstance(atom, Value) else atom.val for atom in wanted]
+
+
+def run_node(node: Node, args: Sequence[Any]) -> list[Any]:
+    """The results of one node on `args`, under its own scope, source line and settings."""
+    scope, settings = _jax.equation_context(*node.source)
+    try:
+        with scope, settings:
+            if isinstance(node, CustomGradient):
+                args = refuse_derivatives(node, args)
+            elif isinstance(node, RegionNode) and node.closes_over:
+                program = _jax.program_of_one(node.primitive, node.params, args)
+                return run_graph(graph_of(program), args)
+            return _jax.bind(node.primitive, args, node.params)
+    except Exception as error:
+        # The innermost node only: a caller's node adds nothing that the traceback lacks.
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            add_note(error, f"{_NOTE} {Occurrence((), node)}")
+        raise

@@ -1,0 +1,198 @@
+"""Code that an edit writes: traced for its place, as nodes that define what was defined there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tracegrad import _jax
+from tracegrad.ir.errors import GraphError
+from tracegrad.ir.importer import node_of
+from tracegrad.ir.nodes import Atom, Node, Value
+from tracegrad.ir.occurrence import Occurrence
+
+Place = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a region lies: in which `jax.shard_map`s, from the outside in; and whether it may hold
+    arrays as constants (else they are operands)."""
+
+    meshes: tuple[Node, ...] = ()
+    holds: bool = True
+
+    def inside(self, node: Node) -> Where:
+        meshes = (*self.meshes, node) if node.op == "shard_map" else self.meshes
+        return Where(meshes, node.op not in _jax.OPEN_PROGRAM_PRIMITIVES)
+
+
+@dataclass(frozen=True, eq=False)
+class Port:
+    """A value that crosses the border of a region.
+
+    Attributes:
+      place: of the match that it is of, seen from the region: the keys and the names of the regions
+        that lead to it, and its own key.
+      value: in the region; of what goes in an input to be, of what goes out any value or literal.
+      closed_over: the array, the same in each execution, that an edit has closed over.
+    """
+
+    place: Place
+    value: Any
+    closed_over: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Nodes for a place in a region, and what else the region needs for them.
+
+    Attributes:
+      nodes: which define the values that were to be defined.
+      names: of these values those that are no results of the nodes: what they are instead.
+      ins, outs: what crosses the region's border.
+      constants: arrays that the region is to hold.
+    """
+
+    nodes: Sequence[Node]
+    names: Mapping[Value, Atom]
+    ins: Sequence[Port] = ()
+    outs: Sequence[Port] = ()
+    constants: Mapping[Value, Any] = dataclasses.field(default_factory=dict)
+
+
+def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
+    """Values by their new names, and literals."""
+    return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
+
+
+def write(
+    run: Callable[..., Sequence[Any]],
+    operands: Sequence[Atom],
+    results: Sequence[Value],
+    beside: Node,
+    match: Occurrence,
+    where: Where,
+    *,
+    taps: Sequence[Any] = (),
+    shown: list[Any] | None = None,
+) -> Written:
+    """What a function is traced to, as nodes that define some values of a region.
+
+    Args:
+      run: of the operands, and of what comes from outside; gives what stands for the results.
+      operands, results: values of the region.
+      beside: the node whose scope, source line and settings the new ones have.
+      match: what is edited.
+      where: where the region lies.
+      taps: the types of what comes from outside.
+      shown: `run` puts here what is to be led out.
+
+    Raises GraphError for a wrong number or type of results.
+    """
+    shown = [] if shown is None else shown
+    count = len(operands)
+
+    def flat(*args: Any) -> list[Any]:
+        shown.clear()
+        new = list(run(*args))
+        if len(new) != len(results):
+            raise GraphError(
+                f"{match}: expected {len(results)} results ({_types(results)}), one for each value "
+                f"that it has; the edit gave {len(new)}"
+            )
+        pairs = zip(new, results, strict=True)
+        return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
+
+    avals = [*(atom.aval for atom in operands), *taps]
+    program = trace_beside(flat, avals, beside, where)
+    open_form, arrays = _jax.parts_of(program)
+    inputs, key = open_form.invars, (match.node.key,)
+    ins = [Port(key, value) for value in inputs[count:]]
+    constants: dict[Value, Any] = {}
+    for value, array in zip(open_form.constvars, arrays, strict=True):
+        # A tracer is no constant of a region: JAX would take its derivative for zero.
+        if isinstance(array, jax.core.Tracer) or not where.holds:
+            ins.append(Port(key, value, array))
+        else:
+            constants[value] = array
+
+    names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
+    made = {value for equation in open_form.eqns for value in equation.outvars}
+    others: dict[Value, Atom] = {}  # results that are operands, literals, or one twice
+    for old, new in zip(results, open_form.outvars, strict=False):
+        if isinstance(new, Value) and new in made and new not in names:
+            names[new] = old
+        else:
+            (others[old],) = renamed([new], names)
+    nodes = [node_of(equation, beside.function).renaming(names) for equation in open_form.eqns]
+    outs = [Port(key, atom) for atom in renamed(open_form.outvars[len(results) :], names)]
+    if len(nodes) == 1 and nodes[0].primitive is beside.primitive and nodes[0].regions:
+        nodes = [dataclasses.replace(nodes[0], key=beside.key)]  # it is found there again
+    return Written(nodes, others, ins, outs, constants)
+
+
+def trace_beside(
+    run: Callable[..., Any], avals: Sequence[Any], beside: Node, where: Where = Where()
+) -> Any:
+    """The program of a function on flat arguments of these types, at the place of a node: under its
+    scope, source line and settings, and in the meshes around it."""
+    programs: list[Any] = []
+
+    def trace() -> None:
+        with _jax.standing_for(beside.source.info), beside.source.settings.manager:
+            # A fresh function: JAX caches traces by the identity of the function.
+            programs.append(jax.make_jaxpr(lambda *args: run(*args))(*avals))
+
+    for node in where.meshes:
+        trace = _in_mesh(node, trace)
+    trace()
+    return programs[0]
+
+
+def _in_mesh(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
+    """Tracing inside a `jax.shard_map`, where a value's type tells over which axes it varies."""
+
+    def body() -> tuple[()]:
+        trace()
+        return ()
+
+    mapped: Callable[[], tuple[()]] = jax.shard_map(
+        body,
+        mesh=shard_map.params["mesh"],
+        in_specs=(),
+        out_specs=(),
+        **_jax.shard_map_options(shard_map.params),
+    )
+
+    def trace_inside() -> None:
+        jax.make_jaxpr(lambda: mapped())()
+
+    return trace_inside
+
+
+def _as_type(new: Any, aval: Any, place: object) -> Any:
+    """A result in the very type of the value that it stands for: weak types, and the axes of a mesh
+    over which it varies, too."""
+    if not isinstance(aval, jax.core.ShapedArray):
+        return new
+    new = new if isinstance(new, jax.core.Tracer) else jnp.asarray(new)
+    have = jax.typeof(new)
+    if have.shape == aval.shape and have.dtype != aval.dtype and have.weak_type:
+        new = new.astype(aval.dtype)  # a number that the edit wrote
+        have = jax.typeof(new)
+    if (have.shape, have.dtype) != (aval.shape, aval.dtype):
+        raise GraphError(
+            f"{place}: expected {_jax.type_text(aval)} for a value that is replaced; the edit gave "
+            f"{_jax.type_text(have)}"
+        )
+    return _jax.weak_as(_jax.varying_as(new, aval), aval)
+
+
+def _types(values: Sequence[Value]) -> str:
+    return ", ".join(_jax.type_text(value.aval) for value in values) or "none"
