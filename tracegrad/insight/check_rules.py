@@ -38,6 +38,7 @@ from tracegrad.ir import (
     Occurrence,
     StopGradient,
     Value,
+    has_gradient,
     operations,
 )
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
@@ -137,7 +138,7 @@ def _check_rule(
     node = rule.node
     assert isinstance(node, CustomGradient)
     varying, wanted = perturbed.of(rule)
-    active = [i for i in varying if i >= node.closed_over and node.inputs[i].has_gradient]
+    active = [i for i in varying if i >= node.closed_over and has_gradient(node.inputs[i])]
     if not active or not any(wanted):
         return
     # In scans the operands of all steps are stacked along leading axes.

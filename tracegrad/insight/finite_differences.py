@@ -28,7 +28,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.processes import in_numpy
 from tracegrad.insight.raising import EPS, AsItIs, Raised
-from tracegrad.ir import Graph, Occurrence, operations
+from tracegrad.ir import Graph, Occurrence, has_gradient, operations
 
 Function = Callable[[Sequence[Any]], list[Any]]
 
@@ -66,7 +66,7 @@ def limits_of(program: Graph, arithmetic: AsItIs, rtol: float | None, atol: floa
 def _is_analytic(found: Occurrence) -> bool:
     node = found.node
     is_real = all(
-        jnp.issubdtype(v.aval.dtype, jnp.floating) for v in node.outputs if v.has_gradient
+        jnp.issubdtype(v.aval.dtype, jnp.floating) for v in node.outputs if has_gradient(v)
     )
     return is_real and node.op in operations.ANALYTIC
 

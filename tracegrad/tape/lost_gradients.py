@@ -14,7 +14,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Graph, Node
+from tracegrad.ir import CustomGradient, Graph, Node, has_gradient
 from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
 from tracegrad.ir.importer import import_program
@@ -137,7 +137,7 @@ class _ClosedOver(Walk):
             if operands and depends_on(node.primal, position):
                 for i in operands:
                     bit = self.found.setdefault((i, what), 1 << self._count + len(self.found))
-                    outs = [m | bit if v.has_gradient else m for m, v in zip(outs, node.outputs)]
+                    outs = [m | bit if has_gradient(v) else m for m, v in zip(outs, node.outputs)]
         return outs
 
 

@@ -114,12 +114,12 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     flowing = [
         zeros_of(v) if ct is None else ct
         for v, ct in zip(node.outputs, visit.given, strict=True)
-        if v.has_gradient
+        if has_gradient(v)
     ]
     count = len(node.outputs)
     if node.kind == "vjp":
         _find_line(measured, visit)
-    may_vary = {i for i, v in enumerate(node.inputs) if v.has_gradient and i >= node.closed_over}
+    may_vary = {i for i, v in enumerate(node.inputs) if has_gradient(v) and i >= node.closed_over}
     if node.params.get("symbolic_zeros") and not may_vary.issubset(visit.active):
         return
     if node.kind == "vjp":

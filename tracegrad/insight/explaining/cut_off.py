@@ -13,7 +13,16 @@ from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, e
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, StopGradient, Value, operations
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Node,
+    Occurrence,
+    StopGradient,
+    Value,
+    has_gradient,
+    operations,
+)
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
@@ -71,7 +80,7 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
 
 def _integer_results(node: Node) -> str:
     """The types of what a function with a rule returns, if nothing of it is a float."""
-    if any(value.has_gradient for value in node.outputs):
+    if any(has_gradient(value) for value in node.outputs):
         return ""
     return listed([_jax.type_text(value.aval) for value in node.outputs], 3)
 
