@@ -441,20 +441,6 @@ def test_rules_for_graphs_that_change_tangents_count_as_deliberate_too():
     assert [c.status for c in report.leaves] == ["right"] * 2
 
 
-def test_the_rule_that_differentiates_a_loop_as_a_fixed_point_is_deliberate():
-    def f(a, x):
-        def body(state):
-            return jnp.cos(state[0]) * a, state[0]
-
-        start = jnp.sin(x), x + 1.0
-        return jax.lax.while_loop(lambda s: jnp.abs(s[0] - s[1]) > 1e-4, body, start)[0]
-
-    fixed = tg.rewrite(f, tg.rules.fixed_point(tg.match.op("while")))
-    report = check_grads(fixed, (0.7, 0.3), order=1)
-    assert {c.what for c in report.deliberate} == {"fixed_point, input 0", "fixed_point, input 1"}
-    assert [c.status for c in report.leaves] == ["right", "none"]  # by the steps to it
-
-
 def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():
     tangent = jax.custom_jvp(jnp.tanh)
     tangent.defjvp(lambda x, dx: (tangent(*x), dx[0]))

@@ -70,7 +70,7 @@ class _Known:
             words = tuple(word for name in scopes for word in _words(name))
             self._scopes[scopes] = words
             if (origin := made.origin) is not None:
-                place = origin.file, origin.line, is_backward(made.node)
+                place = origin.file, origin.line, any(map(is_backward, made.steps))
                 self._by_place.setdefault(place, []).append(_Found(made, scopes, words))
                 self._lines.add(place[:2])
 
