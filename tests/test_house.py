@@ -17,7 +17,6 @@ ROOMS = [
     "_version",
     "_jax",
     "ir",
-    "lowering",
     "variables",
     "tracing",
     "rewriting",

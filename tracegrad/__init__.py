@@ -49,8 +49,8 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.rewriting import rules as rules
     from tracegrad.rewriting.intermediates import intermediate_gradients as intermediate_gradients
     from tracegrad.rewriting.intermediates import intermediates as intermediates
+    from tracegrad.rewriting.rewrite import edit as edit
     from tracegrad.rewriting.rewrite import rewrite as rewrite
-    from tracegrad.rewriting.rules import edit as edit
     from tracegrad.saving.checkpoints import load_variables as load_variables
     from tracegrad.saving.checkpoints import save_variables as save_variables
     from tracegrad.saving.errors import ArtefactError as ArtefactError
@@ -91,8 +91,7 @@ _LATER = {
     "insight.show": "show",
     "planning.plan_recompute": "plan_recompute",
     "rewriting.intermediates": "intermediate_gradients intermediates",
-    "rewriting.rewrite": "rewrite",
-    "rewriting.rules": "edit",
+    "rewriting.rewrite": "edit rewrite",
     "saving.errors": "ArtefactError",
     "saving.load": "load",
     "saving.loaded": "LoadedFunction LoadedFunctions",

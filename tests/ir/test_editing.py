@@ -125,6 +125,23 @@ def test_what_stood_there_may_be_called_again_or_left_out():
     assert float(constant.to_callable()(0.7)) == pytest.approx(np.cos(0.25))
 
 
+def test_what_is_written_stands_in_the_scope_of_what_was_there():
+    def f(x):
+        with jax.named_scope("block"):
+            return jax.nn.relu(jnp.sin(x))
+
+    def halved(op, dy):
+        return dy / 2
+
+    override = tg.rules.override_gradient(tg.match.call("relu"), halved)
+    graph = override(tg.graph(f)(1.0))
+    (block,) = graph.find(tg.match.scope("block"))
+    assert [node.op for node in block.nodes] == ["sin", "custom_vjp_call"]
+    # So a rule for the scope is one for all of it.
+    stopped = tg.rewrite(f, override, tg.rules.stop_gradient(tg.match.scope("block")))
+    assert jax.grad(stopped)(1.0) == 0.0
+
+
 def test_an_operation_says_what_it_is():
     seen = []
 

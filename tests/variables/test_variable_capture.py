@@ -328,7 +328,7 @@ def test_graphs_and_programs_of_a_function_have_its_variables_behind_the_argumen
     a, b = Variable(3.0, name="a"), Variable(4.0, name="b")
     f = tg.trace(lambda w, x: w * x)
     for graph in (f.graph(a, 2.0), tg.graph(f.__wrapped__)(a, 2.0)):
-        assert [value.hint for value in graph.inputs] == ["x", "a"]
+        assert list(graph.hints) == ["x", "a"]
         assert graph.variables == (a,)
         assert graph.to_callable()(a, 5.0) == 15.0
         with pytest.raises(TypeError, match=r"(?s)structure.*Variable a.*called with.*Variable b"):

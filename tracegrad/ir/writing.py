@@ -144,10 +144,13 @@ def trace_beside(
     scope, source line and settings, and in the meshes around it."""
     programs: list[Any] = []
 
+    def here(*args: Any) -> Any:  # JAX begins a trace outside of all scopes
+        with _jax.standing_for(beside.source.info):
+            return run(*args)
+
     def trace() -> None:
-        with _jax.standing_for(beside.source.info), beside.source.settings.manager:
-            # A fresh function: JAX caches traces by the identity of the function.
-            programs.append(jax.make_jaxpr(lambda *args: run(*args))(*avals))
+        with beside.source.settings.manager:
+            programs.append(jax.make_jaxpr(here)(*avals))
 
     for node in where.meshes:
         trace = _in_mesh(node, trace)

@@ -1,4 +1,4 @@
-"""`rewrite`: a function with rules applied to its program."""
+"""`rewrite`: a function with rules applied to its program; `edit`: a rule with code of your own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad.ir import Graph
+from tracegrad.ir.selector import Selector
+from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
+from tracegrad.tracing.signatures import require_takes
 from tracegrad.tracing.static import Indices, Names, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
 
@@ -98,3 +101,33 @@ def rewrite(
         if not callable(rule):
             raise TypeError(f"a rule is a function Graph -> Graph; got {rule!r}")
     return RewrittenFunction(fun, rules, static_argnums, static_argnames)
+
+
+def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
+    """Writes code of your own in the place of each match.
+
+    Args:
+      where: a selector.
+      function: ``function(op, *operands)``, in ``jax.numpy`` and the like; ``op(*operands)`` is
+        what stood there before, and may be left out, or called several times. ``op.match``,
+        ``op.name`` and ``op.params`` say what it is. It returns the result, or a list of as many
+        as the match has, of their shapes and dtypes. The operands are those of
+        `rules.override_gradient`.
+      missing_ok: whether it may match nothing.
+
+    Returns:
+      A rule. The code is traced for its place and takes part in everything as if it had stood
+      there, values and gradients; the rules of `tracegrad.rules` are written in the same way. It
+      raises GraphError, when it is applied, for another number, shape or dtype of results.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def model(x):
+    ...     return jnp.sum(jax.nn.relu(x) * x)
+    >>> half = tg.rewrite(model, tg.edit(tg.match.call("relu"), lambda op, x: 0.5 * op(x)))
+    >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
+    4.5 [0. 3.]
+
+    As interception in qwix and in penzai, of a program that is traced already.
+    """
+    require_takes(function, 1, "function(op, *operands)")
+    return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)

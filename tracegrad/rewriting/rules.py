@@ -50,7 +50,6 @@ __all__ = [
     "MatchRule",
     "checkpointed_loop",
     "clip_gradient",
-    "edit",
     "finite_derivative",
     "override_gradient",
     "own_derivative",
@@ -113,36 +112,6 @@ _name = operator.attrgetter("name")
 
 
 # ------------------------------------------------------------------------------ an edit of your own
-
-
-def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
-    """Writes code of your own in the place of each match.
-
-    Args:
-      where: a selector.
-      function: ``function(op, *operands)``, in ``jax.numpy`` and the like; ``op(*operands)`` is
-        what stood there before, and may be left out, or called several times. ``op.match``,
-        ``op.name`` and ``op.params`` say what it is. It returns the result, or a list of as many
-        as the match has, of their shapes and dtypes. The operands are those of
-        `override_gradient`.
-      missing_ok: whether it may match nothing.
-
-    Returns:
-      A rule. This is the editor that the other rules are written with: the code is traced for its
-      place and takes part in everything as if it had stood there, values and gradients. It raises
-      GraphError, when it is applied, for another number, shape or dtype of results.
-
-    >>> import jax, jax.numpy as jnp, tracegrad as tg
-    >>> def model(x):
-    ...     return jnp.sum(jax.nn.relu(x) * x)
-    >>> half = tg.rewrite(model, tg.edit(tg.match.call("relu"), lambda op, x: 0.5 * op(x)))
-    >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
-    4.5 [0. 3.]
-
-    As interception in qwix and in penzai, of a program that is traced already.
-    """
-    require_takes(function, 1, "function(op, *operands)")
-    return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)
 
 
 # ------------------------------------------------------------------------------- stop, recompute
