@@ -53,7 +53,8 @@ def round_of(args: tuple[Any, ...]) -> dict[str, float]:
     found["import"], graph = timed(lambda: import_program(traced, name="program"))
     where = tracegrad.match.op("sin")
     found["find"], matches = timed(lambda: graph.find(where))
-    assert len(matches) == PLACES and len(graph.nodes) >= NODES
+    assert len(matches) == PLACES
+    assert len(graph.nodes) >= NODES
     rule = tracegrad.rules.stop_gradient(where)
     found["edit"], edited = timed(lambda: rule(graph))
     assert len(edited.nodes) == len(graph.nodes) + PLACES

@@ -48,6 +48,7 @@ from tracegrad.ir import Graph
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.bounds import flops_bound
 from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.model import MemoryModel
@@ -55,7 +56,6 @@ from tracegrad.planning.modelling import model
 from tracegrad.planning.options import Measure
 from tracegrad.planning.planner import Planner, crossing_bytes
 from tracegrad.planning.simulation import Segment, keep_all, simulate
-from tracegrad.rewriting.flatten import flatten
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Program = tuple[Callable[..., Any], tuple[Any, ...]]

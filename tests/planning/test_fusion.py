@@ -13,13 +13,13 @@ import tracegrad as tg
 from tests.compilation import compiled_to, kept_on_disk
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import (
     Fusion,
     seen,
     without_compiling,
 )
 from tracegrad.planning.measuring import Gradient
-from tracegrad.rewriting.flatten import flatten
 
 pytestmark = pytest.mark.both_jax
 

@@ -27,9 +27,9 @@ from tracegrad.planning import (
     recompute_to_fit,
 )
 from tracegrad.planning.fitting import fitted
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.modelling import model
 from tracegrad.planning.search import Search
-from tracegrad.rewriting.flatten import flatten
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 import tracegrad as tg
 from tracegrad.ir import Recompute
 from tracegrad.ir.editing import around_each
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_regions
+from tracegrad.planning.scan_groups import in_groups
 from tracegrad.planning.simulation import Piece, Segment
-from tracegrad.rewriting.flatten import flatten
-from tracegrad.rewriting.scan_groups import in_groups
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 

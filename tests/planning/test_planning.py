@@ -22,6 +22,7 @@ from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import budget_bytes
@@ -32,7 +33,6 @@ from tracegrad.planning.simulation import (
     simulate,
 )
 from tracegrad.planning.tuning import TUNING
-from tracegrad.rewriting.flatten import flatten
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

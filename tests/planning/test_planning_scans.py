@@ -18,11 +18,11 @@ from tracegrad.ir import Graph
 from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import keep_all
-from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing import to_callable
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]

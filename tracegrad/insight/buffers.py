@@ -18,7 +18,7 @@ from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.costs import nbytes
 from tracegrad.ir.occurrence import Origin, origin_in
 from tracegrad.ir.scopes import is_backward
-from tracegrad.rewriting.flatten import flatten
+from tracegrad.planning.flatten import flatten
 
 _Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass
 

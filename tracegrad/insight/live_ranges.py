@@ -18,7 +18,7 @@ from tracegrad.ir import Graph, Node, Occurrence, Value, operations
 from tracegrad.ir.costs import is_by_element, nbytes, nbytes_anywhere
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.scopes import is_backward
-from tracegrad.rewriting.flatten import flatten
+from tracegrad.planning.flatten import flatten
 
 
 def find_peak(graph: Graph, path: Path = (), *, is_host: bool = True) -> Peak:

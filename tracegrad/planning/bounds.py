@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from tracegrad import _jax
 from tracegrad.differentiation.activity import active_in_body
 from tracegrad.planning.cuts import Network
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
-from tracegrad.rewriting.flatten import flatten
 
 
 def lowest_peak_bound(whole: MemoryModel) -> int:

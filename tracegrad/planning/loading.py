@@ -11,6 +11,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.differentiation.fingerprint import fingerprint
 from tracegrad.ir.wording import in_units
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
@@ -18,7 +19,6 @@ from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.plan_file import AGAIN, read
 from tracegrad.planning.search import Search
 from tracegrad.planning.simulation import Segment
-from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing.graphs import graph as trace_graph
 
 

@@ -19,10 +19,10 @@ from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import NodeResiduals, Residuals
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, has_gradient, operations
 from tracegrad.ir.costs import is_by_element, nbytes, node_flops
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.simulation import keep_all
-from tracegrad.rewriting.flatten import flatten
 
 
 def model(

@@ -21,6 +21,7 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
 from tracegrad.planning.fitting import fitted
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import (
@@ -34,7 +35,6 @@ from tracegrad.planning.options import (
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.rewriting.edits import refuse_differentiated
-from tracegrad.rewriting.flatten import flatten
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import require_function
 

@@ -10,9 +10,9 @@ from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.costs import nbytes
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
+from tracegrad.planning.recomputed import Stretch, in_stretches
 from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
-from tracegrad.rewriting.recomputed import Stretch, in_stretches
 
 
 def with_regions(

@@ -26,14 +26,14 @@ from tracegrad.differentiation.residuals import residuals_of
 from tracegrad.ir import Graph, Node
 from tracegrad.ir.costs import nbytes
 from tracegrad.ir.running import run_graph
+from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
 from tracegrad.planning.planner import frontier, recomputing
 from tracegrad.planning.regions import with_regions
+from tracegrad.planning.scan_groups import group_size, in_groups, in_turn, part_of
 from tracegrad.planning.simulation import Local, Piece, Segment
 from tracegrad.planning.tuning import TUNING
-from tracegrad.rewriting.flatten import flatten
-from tracegrad.rewriting.scan_groups import group_size, in_groups, in_turn, part_of
 from tracegrad.tracing.graphs import graph as trace_graph
 
 

@@ -26,7 +26,7 @@ from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import read, run_node
 from tracegrad.ir.stretches import entering, gathered
-from tracegrad.rewriting.checkpoint_names import named_results, with_name
+from tracegrad.planning.checkpoint_names import named_results, with_name
 
 
 @dataclass(frozen=True, eq=False)
