@@ -20,7 +20,7 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import import_program
-from tracegrad.ir.program_keys import PROGRAMS, exact_key, params_key
+from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
 from tracegrad.tape.programs import RULES, bind_with, evaluate, refused_arrays
@@ -51,6 +51,7 @@ class Computation:
       has_rules: whether a function in it has a derivative of its own.
       has_nones: whether it may give None for an operand.
       has_effects: whether it prints or calls the host.
+      is_kept: whether further calls find it: what is derived from it is compiled then.
       called: ``(*operands) -> its own results``, without residuals.
       count, tree: how many results are the operation's own, and their structure; None: all are.
       before: how many results there were without the residuals of the last order; 0: it has none.
@@ -68,6 +69,7 @@ class Computation:
         is_run_once: bool = False,
         has_effects: bool = False,
         is_compiled: bool = True,
+        is_kept: bool = True,
     ):
         self.fun, self.called, self.name = fun, fun, name
         self.primitive, self.params = primitive, params or {}
@@ -80,21 +82,24 @@ class Computation:
         self.tree: Any = None
         self.before = 0
         self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
-        self.is_pull_compiled = is_compiled or bool(self.params and _jax.sub_programs(self.params))
+        self.is_kept = is_kept
         self.run: Callable[..., Any] = _compiled(fun, name) if is_compiled else fun
         self.derived: dict[Any, Any] = {}
 
     def compile(self) -> None:
-        """Has it run as one compiled program."""
-        self.run = _compiled(self.fun, self.name)
+        """Has it, and what is derived from it, run as compiled programs."""
+        self.run, self.is_kept = _compiled(self.fun, self.name), True
 
-    def forward(self, active: tuple[int, ...], operands: Sequence[Any], orders: int) -> Computation:
+    def forward(
+        self, groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
+    ) -> Computation:
         """What runs in its place, and saves what that many derivatives of one another need.
 
         It is this computation itself if JAX has no derivative of it: whoever asks for one is told.
+        `groups`: as of `next_forward`.
         """
         types = list(map(jax.typeof, operands))
-        key = active, orders, tuple(map(_jax.type_key, operands))
+        key = groups, orders, tuple(map(_jax.type_key, operands))
         known: Computation | None = self.derived.get(key)
         if known is not None:
             return known
@@ -102,7 +107,7 @@ class Computation:
         try:
             with differentiating():
                 for _ in range(orders):
-                    found = _forward(found, active, types)
+                    found = _forward(found, groups, types)
         except Exception:
             pass
         self.derived[key] = self if found is self else found
@@ -119,7 +124,7 @@ class Computation:
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
         """Raises why a computation with effects has no forward: it does not run again."""
         with differentiating():
-            _forward(self, active, list(map(jax.typeof, operands)))
+            _forward(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
             f"{self.name} has effects, and ran where the tape could not save what its derivative "
             "needs (rules were in force): to differentiate it, it would have to run once more. "
@@ -151,7 +156,8 @@ class Computation:
                 f"pull {self.name}",
                 saves=self.saves or self.count is not None,
                 is_run_once=self.is_run_once,
-                is_compiled=self.is_pull_compiled,
+                is_compiled=self.is_kept,
+                is_kept=self.is_kept,
             )
             known.has_rules = self.has_rules
         return known
@@ -165,12 +171,21 @@ def _compiled(fun: Fun, name: str) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def _forward(of: Computation, active: tuple[int, ...], types: Sequence[Any]) -> Computation:
+def _forward(
+    of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
+) -> Computation:
     fun, pull_back, count, tree = next_forward(
-        of.fun, of.pull_back, of.before, active, types, of.primitive is _jax.REMAT, of.has_rules
+        of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )
     found = Computation(
-        fun, of.name, primitive=of.primitive, params=of.params, pull_back=pull_back, saves=True
+        fun,
+        of.name,
+        primitive=of.primitive,
+        params=of.params,
+        pull_back=pull_back,
+        saves=True,
+        is_compiled=of.is_kept,
+        is_kept=of.is_kept,
     )
     found.captured, found.called, found.is_run_once = of.captured, of.called, of.is_run_once
     found.has_rules, found.has_nones = of.has_rules, of.has_nones
@@ -286,29 +301,14 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
         params=params,
         saves=primitive.name in _COSTLY and primitive.name != "sort",
         is_compiled=_jax.runs_compiled(primitive),
+        is_kept=_jax.runs_compiled(primitive),
     )
 
 
-def computation_of_rule(
-    primitive: Any, params: Mapping[str, Any], args: Sequence[Any], is_kept: bool
-) -> Computation:
-    """The computation of a function with a rule, traced for this call. It is known by what the rule
-    traces to.
-
-    `is_kept`: whether to look for that, and to keep it for the next call; where values of a
-    transformation may be in the rule it is not.
-    """
-    if not is_kept:
-        return _with_programs(primitive, params, ())
-    program = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(
-        *map(jax.typeof, args)
-    )
-    try:  # runs rules, which are anybody's
-        key = "rule", exact_key(import_program(program))
-    except Exception:  # whoever asks for the derivative is told
-        return _with_programs(primitive, params, ())
-    known: Computation | None = PROGRAMS.get(key)
-    return PROGRAMS.put(key, _with_programs(primitive, params, ())) if known is None else known
+def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    """The computation of a function with a rule, traced for this call: of no other one, since a
+    rule is a Python function, which may read what has changed."""
+    return _with_programs(primitive, params, (), is_kept=False)
 
 
 def computation_with_programs(
@@ -340,6 +340,9 @@ def computation_with_programs(
         return _with_programs(primitive, without_donation(params), captured)
     if found is None:
         found = known[key] = _of_structure(primitive, without_donation(params), captured)
+    elif not found.is_kept:  # it has come again
+        found.is_kept = True
+        found.derived.clear()
     return found
 
 
@@ -347,27 +350,20 @@ def _of_structure(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
     """That of a program that JAX has just traced: a function may be made anew for each call, as
-    a recomputed one is. What a rule is, its faces tell."""
-    key: Any = primitive, params_key(params)
+    a recomputed one is. Programs with rules are each by themselves."""
     if captured:
         return _with_programs(primitive, params, captured)
     if not _jax.facts_below(params).primitives.isdisjoint(RULES):
-        if primitive not in (_JIT, _jax.REMAT) or not _jax.is_top_level():
-            return _with_programs(primitive, params, captured)
-        ((_, program),) = _jax.sub_programs(params)
-        types = [v.aval for v in _jax.opened(program).invars]
-        called = jax.make_jaxpr(lambda *args: _jax.bind(primitive, args, params))(*types)
-        try:  # runs rules, which are anybody's
-            key = "with rules", exact_key(import_program(called))
-        except Exception:  # whoever asks for the derivative is told
-            return _with_programs(primitive, params, captured)
+        return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
+    key = primitive, params_key(params)
     known = _computations.get(key)
     return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
 
 
 def _with_programs(
-    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
 ) -> Computation:
+    """`is_kept`: whether another call will find it; else nothing is compiled for it."""
     # The table that has the computation knows it by its program, which it may not hold itself.
     params = {name: _copied(value) for name, value in params.items()}
     facts = _jax.facts_below(params)
@@ -399,6 +395,7 @@ def _with_programs(
         is_run_once=is_run_once and not has_references,
         has_effects=facts.has_effects and calls_host,
         is_compiled=False,
+        is_kept=is_kept,
     )
     if is_plain:
 

@@ -157,10 +157,13 @@ class Recorder(ForwardingTrace):
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
-                active = _active(operands, watching)
+                groups = [_active(operands, watching)]
+                if computation.has_rules and not computation.has_effects:
+                    each = {_active(operands, [record]) for record in watching}
+                    groups = sorted(filter(None, each.union(groups)), key=lambda g: (len(g), g))
                 orders = sum(record.orders for record in watching)
-                if active:
-                    computation = computation.forward(active, operands, orders)
+                if groups and groups[-1]:
+                    computation = computation.forward(tuple(groups), operands, orders)
             run = computation.fun if self._is_staged else computation.run
             out = run(*operands)
         if not watching:
@@ -412,7 +415,7 @@ class Recorder(ForwardingTrace):
             with set_current_trace(self.parent_trace):
                 return _jax.bind(primitive, args, params)
         with set_current_trace(self.parent_trace):
-            computation = computation_of_rule(primitive, params, args, is_kept=self.is_top)
+            computation = computation_of_rule(primitive, params)
         computation.constants = constants
         return list(self.apply(computation, args, watching))
 

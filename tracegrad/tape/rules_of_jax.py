@@ -66,7 +66,7 @@ def _traced(
     same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
     if not same or equation.primitive not in RULES or _jax.closed_over(equation.params):
         return None
-    computation = computation_of_rule(equation.primitive, equation.params, args, is_kept=False)
+    computation = computation_of_rule(equation.primitive, equation.params)
     computation.compile()
     return RuleOfJax(computation, trees)
 

@@ -13,7 +13,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.lowering import evaluate as evaluate_graph
+from tracegrad.lowering.evaluate import evaluate as evaluate_graph
 from tracegrad.rewriting.ports import perturbed
 from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silence_in
