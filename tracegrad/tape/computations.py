@@ -51,6 +51,7 @@ class Computation:
       has_rules: whether a function in it has a derivative of its own.
       has_nones: whether it may give None for an operand.
       has_effects: whether it prints or calls the host.
+      has_program: whether it is a jitted function.
       is_kept: whether further calls find it: what is derived from it is compiled then.
       called: ``(*operands) -> its own results``, without residuals.
       count, tree: how many results are the operation's own, and their structure; None: all are.
@@ -82,7 +83,7 @@ class Computation:
         self.tree: Any = None
         self.before = 0
         self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
-        self.is_kept = is_kept
+        self.is_kept, self.has_program = is_kept, primitive is _JIT
         self.run: Callable[..., Any] = _compiled(fun, name) if is_compiled else fun
         self.derived: dict[Any, Any] = {}
 
@@ -98,11 +99,12 @@ class Computation:
         It is this computation itself if JAX has no derivative of it: whoever asks for one is told.
         `groups`: as of `next_forward`.
         """
-        types = list(map(jax.typeof, operands))
-        key = groups, orders, tuple(map(_jax.type_key, operands))
+        # The operands of a program are of its types.
+        key = groups, orders, None if self.has_program else tuple(map(_jax.type_key, operands))
         known: Computation | None = self.derived.get(key)
         if known is not None:
             return known
+        types = list(map(jax.typeof, operands))
         found = self
         try:
             with differentiating():
@@ -118,7 +120,7 @@ class Computation:
         key = Walk, tuple(types)
         known: Sequence[int] | None = self.derived.get(key)
         if known is None:
-            known = self.derived[key] = _links(self.called, types)
+            known = self.derived[key] = links_of(self.called, types)
         return known
 
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
@@ -146,8 +148,8 @@ class Computation:
         known: Computation | None = self.derived.get(key)
         if known is None:
             pull_back = self.pull_back
-            if self.has_nones and all(k < (self.count or k + 1) for k in given):
-                pull_back = _of_linked(self.called, pull_back)
+            if self.has_rules and all(k < (self.count or k + 1) for k in given):
+                pull_back = _of_linked(self.called, pull_back, self.has_nones)
             pull = _pull_function(pull_back, active, given, count)
             if any(sparse):
                 pull = _with_slices(pull, sparse)
@@ -206,7 +208,7 @@ def _pull_function(
     return pull
 
 
-def _links(called: Fun, types: Sequence[Any]) -> Sequence[int]:
+def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
     """For each result of an operation the mask of the operands that are connected to it.
 
     Of an operand for which a rule gives None the derivative of the program does not tell that.
@@ -216,8 +218,9 @@ def _links(called: Fun, types: Sequence[Any]) -> Sequence[int]:
         return Walk().region(import_program(program), of_each(map(_jax.has_gradient, types)))
 
 
-def _of_linked(called: Fun, pull_back: PullBack) -> PullBack:
-    """The same without the operands for which rules on the way have given None."""
+def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
+    """The same without the operands for which rules of cotangents on the way have given None
+    (`has_nones`: whether there are such rules), and with the zeros that rules of tangents wrote."""
 
     def linked_only(
         active: tuple[int, ...],
@@ -225,12 +228,14 @@ def _of_linked(called: Fun, pull_back: PullBack) -> PullBack:
         results: Sequence[Any],
         given: Mapping[int, Any],
     ) -> dict[int, Any]:
-        rows = _links(called, list(map(jax.typeof, operands)))
         found = pull_back(active, operands, results, given)
+        if not has_nones and len(found) == len(active):
+            return found
+        rows = links_of(called, list(map(jax.typeof, operands)))
         return {
-            place: ct
-            for place, ct in found.items()
-            if any(rows[k] >> active[place] & 1 for k in given)
+            place: found[place] if place in found else jnp.zeros_like(operands[i])
+            for place, i in enumerate(active)
+            if any(rows[k] >> i & 1 for k in given)
         }
 
     return linked_only
@@ -322,11 +327,12 @@ def computation_with_programs(
     """
     if any(map(_jax.is_tracer, captured)):  # gone with its transformation
         return _with_programs(primitive, without_donation(params), captured)
-    name, program = _jax.sub_programs(params)[0]
     ids = tuple(map(id, captured))
     if primitive is _JIT:
+        program: Any = params["jaxpr"]
         key: Any = primitive, _jax.jit_settings(params), ids
     else:
+        name, program = _jax.sub_programs(params)[0]
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
         rest.pop(name.split("[")[0].split(".")[0])
         others = tuple(id(p) for _, p in _jax.sub_programs(params))

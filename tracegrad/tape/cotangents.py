@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir import Occurrence
@@ -45,7 +46,7 @@ class Derivative:
 
 
 def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    given = [_ones(jax.typeof(t)) if s is None else s for s, t in zip(seeds, targets, strict=True)]
+    given = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
     return backward(given)
 
 
@@ -93,8 +94,16 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
 
-def _ones(aval: Any) -> Any:
+def _ones(target: Any) -> Any:
+    aval = _jax.array_type(target)
+    if _jax.is_top_level():  # as most are; compiled it takes a tenth of the time
+        return _compiled_ones(aval.shape, aval.dtype)()
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
+
+
+@cached(256)
+def _compiled_ones(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
+    return jax.jit(lambda: jnp.ones(shape, dtype))
 
 
 def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:

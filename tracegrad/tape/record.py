@@ -136,6 +136,13 @@ class Record:
                     self.unfollowed[id(array)] = weakref.ref(array)
         return False
 
+    def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
+        """The places of those of some operands that are followed."""
+        tracked = self.tracked
+        return tuple(
+            [i for i, x in enumerate(operands) if id(x) in tracked and _jax.has_gradient(x)]
+        )
+
     def was_used_unfollowed(self, array: Any) -> bool:
         """Whether an array was an operand when it was not followed."""
         seen = self.unfollowed.get(id(array))
@@ -236,7 +243,7 @@ class Record:
 
 def type_of_kept(array: Any) -> Any:
     """The type of what a record keeps in a slot: an array or, when it is used up, its type."""
-    return array if isinstance(array, jax.core.AbstractValue) else jax.typeof(array)
+    return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
 def on_the_way(

@@ -9,6 +9,7 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.ir.dependence import joined
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import (
     Computation,
     computation_of,
     computation_of_rule,
     computation_with_programs,
+    links_of,
     without_donation,
 )
 from tracegrad.tape.effects import reads_the_host
@@ -113,14 +116,15 @@ class Recorder(ForwardingTrace):
         self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Any]:
         """Runs an operation that has programs: what they close over are operands too."""
-        facts = _jax.facts_below(params)
+        is_jit = primitive is _JIT
+        facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
         captured: Sequence[Any] = facts.arrays
         tell_of_assigned((*captured, *args))
         watching = self._watching([*captured, *args])
-        if not watching and (primitive is not _JIT or facts.has_effects or self._is_staged):
+        if not watching and (not is_jit or facts.has_effects or self._is_staged):
             with set_current_trace(self.parent_trace):
                 return _bind(primitive, args, without_donation(params))
-        if primitive is _JIT:
+        if is_jit:
             captured = (*captured, *facts.numpy_arrays)
         else:
             captured = [c for c in captured if self._watching((c,))]
@@ -132,7 +136,7 @@ class Recorder(ForwardingTrace):
         for identity, function in computation.refused.items():
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
-        reads = primitive is _JIT and facts.has_effects and reads_the_host(params)
+        reads = is_jit and facts.has_effects and reads_the_host(params)
         if reads and not self._may_save(watching):
             return self._run_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
@@ -157,22 +161,24 @@ class Recorder(ForwardingTrace):
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
-                groups = [_active(operands, watching)]
-                if computation.has_rules and not computation.has_effects:
-                    each = {_active(operands, [record]) for record in watching}
-                    groups = sorted(filter(None, each.union(groups)), key=lambda g: (len(g), g))
-                orders = sum(record.orders for record in watching)
-                if groups and groups[-1]:
-                    computation = computation.forward(tuple(groups), operands, orders)
+                active = _active(operands, watching)
+                groups: tuple[tuple[int, ...], ...] = (active,)
+                if len(watching) > 1 and computation.has_rules and not computation.has_effects:
+                    each = {record.active(operands) for record in watching}
+                    groups = tuple(sorted(each | {active}, key=lambda one: (len(one), one)))
+                if active:
+                    orders = sum([record.orders for record in watching])
+                    computation = computation.forward(groups, operands, orders)
             run = computation.fun if self._is_staged else computation.run
             out = run(*operands)
         if not watching:
             return out
-        results = self._own_results(computation, operands, jax.tree.leaves(out))
+        is_list = type(out) is list
+        results = self._own_results(computation, operands, out if is_list else jax.tree.leaves(out))
         if computation.tree is not None:
             out = jax.tree.unflatten(computation.tree, results[: computation.count])
         else:
-            out = jax.tree.unflatten(jax.tree.structure(out), results)
+            out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
         info = current_source_info()
         for record in watching:
             record.add(computation, operands, results, info)
@@ -339,7 +345,11 @@ class Recorder(ForwardingTrace):
             every = [ct if ct is not None else _zeros(aval) for ct, aval in zip(cotangents, types)]
             met.clear()
             found = dict(zip(active, vjp(every), strict=True))
-            return [found.get(i) if i in met else None for i in range(len(operands))]
+            each = [found.get(i) if i in met else None for i in range(len(operands))]
+            if primitive is _jax.CUSTOM_JVP and not met.issuperset(active):
+                zeros = _written_zeros(called, operands, [ct is not None for ct in cotangents])
+                each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
+            return each
 
         at = {id(x): i for i, x in enumerate(operands)}
         handed_on = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
@@ -461,13 +471,19 @@ class _StandingAside:
 
 def _active(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
     """The places of the operands of which derivatives may be wanted."""
-    return tuple(
-        [
-            i
-            for i, x in enumerate(operands)
-            if _jax.has_gradient(x) and any(record.tracks((x,)) for record in watching)
-        ]
-    )
+    if len(watching) == 1:
+        return watching[0].active(operands)
+    return tuple(sorted({i for record in watching for i in record.active(operands)}))
+
+
+def _written_zeros(
+    called: Callable[..., list[Any]], operands: Sequence[Any], given: Sequence[bool]
+) -> dict[int, Any]:
+    """The zeros, by operand, that a rule of tangents has written for some of the results."""
+    with set_current_trace(_jax.current_trace_outside_of(Recorder)):
+        rows = links_of(called, list(map(jax.typeof, operands)))
+    linked = joined(compress(rows, given))
+    return {i: jnp.zeros_like(x) for i, x in enumerate(operands) if linked >> i & 1}
 
 
 def _zeros(aval: Any) -> Any:
