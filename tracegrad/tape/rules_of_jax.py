@@ -14,7 +14,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, of_program
-from tracegrad.tape.computations import Computation, computation_of_rule
+from tracegrad.tape.computations import Computation
+from tracegrad.tape.known_computations import computation_of_rule
 from tracegrad.tape.programs import RULES
 
 
