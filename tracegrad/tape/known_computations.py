@@ -27,7 +27,7 @@ _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
 # A jitted function of at most so many cheap operations is computed again for its derivative: that
 # costs no more than to hand what was computed from one program to the next.
-_MOST_AGAIN = 12
+_MOST_AGAIN = 32
 _WORTH_KEEPING = 1 << 16  # so many terms of a matrix product cost more than to hand on its result
 _COSTLY = frozenset(
     {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
