@@ -19,6 +19,7 @@ from tracegrad._jax.caches import cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir import Occurrence
+from tracegrad.ir.occurrence import users_line
 from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
@@ -26,7 +27,7 @@ from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
-from tracegrad.tracing.user_errors import explain_loop
+from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
 # From the seeds of the targets to the cotangents of the sources; None for one without.
@@ -141,9 +142,9 @@ def cotangents(
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
-    path = on_the_way(record, sources, targets, stopped)
     arrays = list(record.arrays)
     forces = rules_for_recorded()
+    path = on_the_way(record, sources, targets, stopped, of_data=bool(forces))
     if forces:
         backward = vjp_under_rules(path, arrays, sources, targets, stopped, forces)
     else:
@@ -196,9 +197,8 @@ class _Pass:
             try:
                 results = self._pulled(entry, active, given)
             except Exception as error:
-                explain_loop(error)
                 if not isinstance(entry.computation, Rule):
-                    _add_line(error, entry, self.arrays)
+                    _explain(error, entry, self.arrays)
                 raise
             if self.gated and results:
                 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
@@ -251,9 +251,12 @@ def _is_cast(entry: Entry) -> bool:
     return primitive is not None and primitive.name in ("convert_element_type", "copy")
 
 
-def _add_line(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
-    """Says where what cannot be differentiated was called."""
-    (node,) = graph_of([entry], arrays, ()).graph.nodes
+def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
+    """Says where what cannot be differentiated was called, and what to do."""
+    graph = graph_of([entry], arrays, ()).graph
+    (node,) = graph.nodes
+    explain_loop(error, users_line(node))
+    explain_rule(error, lambda: graph)
     note = f"while differentiating {Occurrence((), node)}"
     if not any(note in known for known in getattr(error, "__notes__", ())):
         error.add_note(note)

@@ -16,7 +16,13 @@ from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.derivatives import pull_back_at_operands
-from tracegrad.tape.programs import RULES, bind_with, evaluate, refused_arrays
+from tracegrad.tape.programs import (
+    RULES,
+    bind_with,
+    evaluate,
+    refused_arrays,
+    refusing_derivatives,
+)
 
 _JIT = _jax.JIT
 
@@ -142,6 +148,8 @@ def _with_programs(
             return bind_with(primitive, params, args, instead)
         return _jax.bind(primitive, args, params)
 
+    if facts.closes_over or (primitive is _jax.CUSTOM_JVP and _jax.closed_over(params)):
+        fun = refusing_derivatives(fun)
     is_plain = primitive is _JIT and _jax.is_plain_jit(params)
     is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
