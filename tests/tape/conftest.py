@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import tracegrad as tg
-from tracegrad.tape import computations
+from tracegrad.tape import known_computations
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ def compilations():
 def everything_saved(monkeypatch):
     """Has compiled functions save what their derivatives need, however little it is."""
     tg.clear_caches()
-    monkeypatch.setattr(computations, "_MOST_AGAIN", 0)
+    monkeypatch.setattr(known_computations, "_MOST_AGAIN", 0)
     yield
     tg.clear_caches()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.tape import computations
+from tracegrad.tape import known_computations
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("everything_saved")]
 
@@ -162,7 +162,7 @@ def test_what_comes_into_force_after_the_call_changes_no_second_derivative_or_is
 
 def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
     tg.clear_caches()
-    monkeypatch.setattr(computations._computations, "_maxsize", 3)
+    monkeypatch.setattr(known_computations._computations, "_maxsize", 3)
     x = jnp.ones(3)
     sizes = []
     for i in range(24):
@@ -172,5 +172,5 @@ def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(mon
             y = jnp.sum(jnp.tanh(x)) + times(x)[0]
         expected = 1 - np.tanh(1.0) ** 2 + np.array([i, 0, 0])
         np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-6)
-        sizes.append(len(computations._computations))
+        sizes.append(len(known_computations._computations))
     assert max(sizes) == 3

@@ -7,6 +7,7 @@
 from tracegrad._jax import loop_reverse as loop_reverse
 from tracegrad._jax.arrays import ARRAY as ARRAY
 from tracegrad._jax.arrays import align as align
+from tracegrad._jax.arrays import array_type as array_type
 from tracegrad._jax.arrays import as_computed as as_computed
 from tracegrad._jax.arrays import fresh_alias as fresh_alias
 from tracegrad._jax.arrays import has_gradient as has_gradient

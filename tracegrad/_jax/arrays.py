@@ -149,6 +149,13 @@ def type_key(value: Any) -> Any:
     return value.shape, value.dtype, bool(getattr(value, "weak_type", False))
 
 
+def array_type(array: Any) -> Any:
+    """`jax.typeof`, at a tenth of its cost for an array on one device."""
+    if isinstance(getattr(array, "sharding", None), jax.sharding.SingleDeviceSharding):
+        return array.aval
+    return jax.typeof(array)
+
+
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
     """A `jax.ShapeDtypeStruct`, which has no types of its own in the versions that we know."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from tracegrad.rewriting.host_calls import would_run_again
 
 
 class PushForward(NamedTuple):
-    """How tangents go through a graph: a compiled program, and what each depends on."""
+    """How tangents go through a graph: a function to be compiled, and what each depends on."""
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     """From all inputs' values and a tangent for each active one: the tangents of those outputs
@@ -72,7 +72,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
     each = iter(linked)
     of_all = tuple(next(each) if _jax.has_gradient(out) else 0 for out in graph.out_avals)
-    return PushForward(jax.jit(connected_only), of_all)
+    return PushForward(connected_only, of_all)
 
 
 # ---------------------------------------------------------------------------------------- effects

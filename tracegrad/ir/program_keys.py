@@ -13,7 +13,6 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, of_program
-from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import CustomGradient
 
 _RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
@@ -116,36 +115,6 @@ def rule_key(node: CustomGradient) -> Any:
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
-
-
-def exact_key(graph: Graph, around: tuple[Any, ...] = ()) -> Any:
-    """A key equal for graphs that compute the same with the same derivatives of every order.
-
-    The faces of a rule may have rules, and often have the rule itself: one of the same functions
-    and faces. A few are looked into, one in the other; what has more is like no other graph.
-
-    `around`: the rules in whose faces the graph is.
-    """
-    rules: list[Any] = []
-    for node in dict.fromkeys(o.node for o in graph.walk() if isinstance(o.node, CustomGradient)):
-        rule = rule_key(node), _functions_of(node)
-        if rule in around:
-            rules.append(len(around) - around.index(rule))
-        elif len(around) == _MOST_RULES:
-            return object()
-        else:
-            faces = [exact_key(node.face(name), (*around, rule)) for name in node.face_names]
-            rules.append((rule[0], *faces))
-    return program_key(graph.program), tuple(rules)
-
-
-_MOST_RULES = 4
-
-
-def _functions_of(node: CustomGradient) -> tuple[_ById, ...]:
-    name = "bwd" if "bwd" in node.params else "jvp_jaxpr_fun"
-    functions, _ = _jax.inside_of_rule(node.params[name])
-    return tuple(map(_ById, functions)) or (_ById(object()),)
 
 
 def _value_keys(values: Iterable[Any]) -> tuple[Any, ...]:

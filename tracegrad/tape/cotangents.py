@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir import Occurrence
+from tracegrad.ir.occurrence import users_line
 from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
@@ -25,7 +27,7 @@ from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
-from tracegrad.tracing.user_errors import explain_loop
+from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
 # From the seeds of the targets to the cotangents of the sources; None for one without.
@@ -45,7 +47,7 @@ class Derivative:
 
 
 def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    given = [_ones(jax.typeof(t)) if s is None else s for s, t in zip(seeds, targets, strict=True)]
+    given = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
     return backward(given)
 
 
@@ -93,8 +95,16 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
 
-def _ones(aval: Any) -> Any:
+def _ones(target: Any) -> Any:
+    aval = _jax.array_type(target)
+    if _jax.is_top_level():  # as most are; compiled it takes a tenth of the time
+        return _compiled_ones(aval.shape, aval.dtype)()
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
+
+
+@cached(256)
+def _compiled_ones(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
+    return jax.jit(lambda: jnp.ones(shape, dtype))
 
 
 def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
@@ -132,9 +142,9 @@ def cotangents(
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
-    path = on_the_way(record, sources, targets, stopped)
     arrays = list(record.arrays)
     forces = rules_for_recorded()
+    path = on_the_way(record, sources, targets, stopped, of_data=bool(forces))
     if forces:
         backward = vjp_under_rules(path, arrays, sources, targets, stopped, forces)
     else:
@@ -187,9 +197,8 @@ class _Pass:
             try:
                 results = self._pulled(entry, active, given)
             except Exception as error:
-                explain_loop(error)
                 if not isinstance(entry.computation, Rule):
-                    _add_line(error, entry, self.arrays)
+                    _explain(error, entry, self.arrays)
                 raise
             if self.gated and results:
                 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
@@ -242,9 +251,12 @@ def _is_cast(entry: Entry) -> bool:
     return primitive is not None and primitive.name in ("convert_element_type", "copy")
 
 
-def _add_line(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
-    """Says where what cannot be differentiated was called."""
-    (node,) = graph_of([entry], arrays, ()).graph.nodes
+def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
+    """Says where what cannot be differentiated was called, and what to do."""
+    graph = graph_of([entry], arrays, ()).graph
+    (node,) = graph.nodes
+    explain_loop(error, users_line(node))
+    explain_rule(error, lambda: graph)
     note = f"while differentiating {Occurrence((), node)}"
     if not any(note in known for known in getattr(error, "__notes__", ())):
         error.add_note(note)

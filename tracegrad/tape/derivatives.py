@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -177,7 +178,7 @@ def next_forward(
     fun: Fun,
     pull_back_before: PullBack,
     first: int,
-    active: tuple[int, ...],
+    groups: Sequence[tuple[int, ...]],
     types: Sequence[Any],
     is_whole: bool = False,
     has_rules: bool = True,
@@ -194,7 +195,9 @@ def next_forward(
       pull_back_before: how its own cotangents are pulled back, if it is.
       first: how many results `fun` had before the residuals of its last order were added; 0 if it
         is no forward.
-      active: the operands of which derivatives may be wanted.
+      groups: the operands of which derivatives may be wanted together, the smallest group first;
+        the last has all of them. A function with a rule that some group does not reach is called
+        there, not differentiated: so one group cannot stand for another.
       types: of all operands.
       is_whole: as of `pull_back_at_operands`.
       has_rules: whether there is a rule that may not be the true derivative in it.
@@ -202,22 +205,25 @@ def next_forward(
     Returns:
       the forward, its pull back, how many results `fun` has, and the tree of these.
     """
+    of_results: list[Any] = []
     trees: list[Any] = []
 
     def run(*operands: Any) -> Any:
         results = fun(*operands)
-        trees[:] = [jax.tree.structure(results)]
+        of_results[:] = [jax.tree.structure(results)]
         return results
 
     def saving(*operands: Any) -> list[Any]:
-        results, derivative = _linearised(run, operands, active)
-        residuals, tree = jax.tree.flatten(derivative)
-        trees.append(tree)
-        return [*results, *residuals]
+        saved: list[Any] = []
+        for active in groups:
+            results, derivative = _linearised(run, operands, active)
+            residuals, tree = jax.tree.flatten(derivative)
+            saved += residuals
+            trees.append(tree)
+        return [*results, *saved]
 
     program = jax.make_jaxpr(saving)(*types)
-    of_results, tree = trees
-    count = of_results.num_leaves
+    count = of_results[0].num_leaves
     open_form = _jax.opened(program)
     # An operand is not returned (JAX would copy it), nor one array twice (a VJP under jit returns
     # one up to four times). A result is returned once more as a residual: what is computed from a
@@ -250,7 +256,12 @@ def next_forward(
             _add_to(found, pull_back_before(wanted, operands, results, own))
         if here:
             arrays = [*operands, *results]
-            derivative = jax.tree.unflatten(tree, [arrays[i] for i in residuals])
+            at_residual = iter(residuals)
+            for active, tree in zip(groups, trees, strict=True):
+                saved = list(islice(at_residual, tree.num_leaves))
+                if set(wanted) <= set(active):
+                    break
+            derivative = jax.tree.unflatten(tree, [arrays[i] for i in saved])
             every = transposed(derivative, [types[i] for i in active], here, is_whole)
             at = {i: k for k, i in enumerate(wanted)}
             of_active = {active[k]: ct for k, ct in every.items()}
@@ -260,7 +271,7 @@ def next_forward(
             _add_to(found, again(wanted, operands, results, after))
         return found
 
-    return forward, pull_back, count, of_results
+    return forward, pull_back, count, of_results[0]
 
 
 def _add_to(cotangents: dict[int, Any], more: Mapping[int, Any]) -> None:

@@ -75,6 +75,11 @@ class _Everything(Record, Listener):
     def tracks(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
+    def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(
+            i for i, x in enumerate(operands) if _jax.is_tracer(x) and _jax.has_gradient(x)
+        )
+
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         value = outside()
         self.watch_read(variable, value)

@@ -77,11 +77,13 @@ def lose_in(
     results: Sequence[Any],
 ) -> None:
     """Tells records which operands of an operation that has run functions in it close over."""
-    programs = [program for _, program in _jax.sub_programs(computation.params)]
-    if not (
-        any(map(closes_over_arrays, programs))
-        or closed_over_by(computation.primitive, computation.params)
-    ):
+    may_lose = computation.derived.get(closed_over_by)
+    if may_lose is None:
+        programs = [program for _, program in _jax.sub_programs(computation.params)]
+        may_lose = any(map(closes_over_arrays, programs))
+        may_lose |= bool(closed_over_by(computation.primitive, computation.params))
+        computation.derived[closed_over_by] = may_lose
+    if not may_lose:
         return
     key = lose_in, tuple(map(_jax.type_key, operands))
     found = computation.derived.get(key)

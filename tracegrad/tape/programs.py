@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.ir.importer import import_program
+from tracegrad.ir.running import run_graph
 from tracegrad.rewriting.host_calls import TO_HOST
 
 # By the identity of an array that a program closes over, what stands in its place.
@@ -178,6 +180,17 @@ def closes_over_watched(function: str) -> ValueError:
         f"the custom derivative of {function} closes over an array that a tape watches: its rule "
         "cannot tell the derivative with respect to it. Pass the array as an argument"
     )
+
+
+def refusing_derivatives(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The same function. To differentiate what a `jax.custom_jvp` in it closes over is an error,
+    where JAX takes zero in silence."""
+
+    def run(*operands: Any) -> list[Any]:
+        program = jax.make_jaxpr(fun)(*map(jax.typeof, operands))
+        return run_graph(import_program(program), operands)
+
+    return run
 
 
 def refused_arrays(

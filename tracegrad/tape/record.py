@@ -136,6 +136,13 @@ class Record:
                     self.unfollowed[id(array)] = weakref.ref(array)
         return False
 
+    def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
+        """The places of those of some operands that are followed."""
+        tracked = self.tracked
+        return tuple(
+            [i for i, x in enumerate(operands) if id(x) in tracked and _jax.has_gradient(x)]
+        )
+
     def was_used_unfollowed(self, array: Any) -> bool:
         """Whether an array was an operand when it was not followed."""
         seen = self.unfollowed.get(id(array))
@@ -236,7 +243,7 @@ class Record:
 
 def type_of_kept(array: Any) -> Any:
     """The type of what a record keeps in a slot: an array or, when it is used up, its type."""
-    return array if isinstance(array, jax.core.AbstractValue) else jax.typeof(array)
+    return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
 def on_the_way(
@@ -244,16 +251,23 @@ def on_the_way(
     sources: Iterable[int],
     targets: Iterable[int],
     stopped: Collection[int] = (),
+    *,
+    of_data: bool = False,
 ) -> list[tuple[Entry, tuple[int, ...]]]:
     """The entries on a path from a source to a target, in order, each with the places of those of
-    its operands to which a gradient may come back. `stopped`: slots that count as constants."""
+    its operands to which a gradient may come back.
+
+    `stopped`: slots that count as constants. `of_data`: on a path of data, though no gradient comes
+    back on it: what is computed once more is to need nothing of the first time.
+    """
     arrays = record.arrays
     reached, wanted = set(sources), set(targets)
     forward, path = [], []
     for entry in record.entries:
-        if getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
+        if not of_data and getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
             continue
-        first = getattr(entry.computation, "constants", 0)  # they get nothing from a custom rule
+        # Constants get nothing from a custom rule.
+        first = 0 if of_data else getattr(entry.computation, "constants", 0)
         active = tuple([i for i, slot in enumerate(entry.args) if slot in reached and i >= first])
         if active:
             forward.append((entry, active))
@@ -263,7 +277,7 @@ def on_the_way(
     for entry, active in reversed(forward):
         if not wanted.isdisjoint(entry.results):
             path.append((entry, active))
-            wanted.update([entry.args[i] for i in active])
+            wanted.update(entry.args if of_data else [entry.args[i] for i in active])
     return path[::-1]
 
 

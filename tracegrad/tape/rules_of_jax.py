@@ -14,7 +14,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, of_program
-from tracegrad.tape.computations import Computation, computation_of_rule
+from tracegrad.tape.computations import Computation
+from tracegrad.tape.known_computations import computation_of_rule
 from tracegrad.tape.programs import RULES
 
 
@@ -66,7 +67,7 @@ def _traced(
     same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
     if not same or equation.primitive not in RULES or _jax.closed_over(equation.params):
         return None
-    computation = computation_of_rule(equation.primitive, equation.params, args, is_kept=False)
+    computation = computation_of_rule(equation.primitive, equation.params)
     computation.compile()
     return RuleOfJax(computation, trees)
 

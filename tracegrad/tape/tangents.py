@@ -203,6 +203,8 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     if program is None:
         with differentiating():
             program = push_forward(_graph_of(operation), active)
+        if computation.is_kept:
+            program = program._replace(run=jax.jit(program.run))
         computation.derived[key] = program
     return program
 

@@ -20,7 +20,7 @@ from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules_on_values import Rule, refusing_values
-from tracegrad.tracing.in_force import Force, apply_in_force
+from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
 
 def _shown(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -78,7 +78,7 @@ def run_entries(
     entries: Sequence[Entry],
     known: dict[int, Any],
     shown: Sequence[Any] | None = None,
-    change: Callable[[int, Any], Any] = lambda slot, value: value,
+    used: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
     """Runs entries once more, to be traced.
 
@@ -86,7 +86,7 @@ def run_entries(
       entries: in the order in which they ran.
       known: the arrays by slot; it gets those of the results.
       shown: the types of all slots, where a function that ran on values is not to run.
-      change: what stands for a result, of a slot, in what follows.
+      used: what an operation takes in the place of the array of a slot, asked for in its scope.
     """
     saved: set[int] = set()
     for entry in entries:
@@ -97,9 +97,10 @@ def run_entries(
                 "their block"
             )
         computation = entry.computation
-        operands = [known[slot] for slot in entry.args]
         scope, settings = _jax.equation_context(entry.source_info, None)
         with scope, settings:
+            taken = {slot: used(slot, known[slot]) for slot in entry.args}
+            operands = [taken[slot] for slot in entry.args]
             if isinstance(computation, Rule) and shown is not None:
                 types = [type_of_kept(shown[slot]) for slot in entry.results]
                 results = _shown(computation, operands, types)
@@ -111,7 +112,7 @@ def run_entries(
         results = jax.tree.leaves(results)
         saved.update(entry.results[len(results) :])
         for slot, result in zip(entry.results, results):
-            known[slot] = change(slot, result)
+            known.setdefault(slot, result)  # what counts as constant is known
 
 
 def vjp_under_rules(
@@ -127,7 +128,8 @@ def vjp_under_rules(
     What rules put into it has no recorded values: the entries are computed once more, which XLA
     makes one with the first. A rule may put a source that was computed in between inside of one
     operation with what is computed from it. So the cotangent of such a source is that of an input
-    that is added to it.
+    that is added to it wherever it is used, in the scope of what uses it: a rule for a scope takes
+    together what it would take together anyway.
     """
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
@@ -141,16 +143,13 @@ def vjp_under_rules(
 
     def tape(*operands: Any) -> list[Any]:
         known = dict(zip(given, operands))
-        fixed = {slot: known[slot] for slot in stopped if slot in known}
         zeros = dict(zip(added, operands[len(given) :]))
 
-        def change(slot: int, value: Any) -> Any:
-            if slot in fixed:
-                return fixed[slot]
+        def used(slot: int, value: Any) -> Any:
             return perturbed(value, zeros[slot]) if slot in zeros else value
 
-        run_entries(entries, known, change=change)
-        return [known[slot] for slot in targets]
+        run_entries(entries, known, used=used)
+        return [used(slot, known[slot]) for slot in targets]
 
     types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
     graph = import_program(jax.make_jaxpr(tape)(*types))
@@ -173,8 +172,9 @@ def vjp_under_rules(
 
     def backward(seeds: Sequence[Any]) -> list[Any]:
         along = _jax.of_some(lambda values: run(*values), operands, wanted)
-        _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
-        cts = transposed(derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen})
+        with differentiating():
+            _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
+            cts = transposed(derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen})
         at = {place: k for k, place in enumerate(wanted)}
         return [cts.get(at[places[slot]]) for slot in sources]
 

@@ -13,7 +13,7 @@ from types import TracebackType
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, match
+from tracegrad.ir import Graph, GraphError, Origin, match
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
 from tracegrad.tracing import foreign_modules, rule_errors
@@ -93,16 +93,20 @@ _NO_REVERSE = (
 )
 
 
-def explain_loop(error: Exception) -> None:
-    """Adds to JAX's error about reverse mode through a while loop which it is, and the cure."""
+def explain_loop(error: Exception, called: Origin | None = None) -> None:
+    """Adds to JAX's error about reverse mode through a while loop which it is, and the cure.
+
+    `called`: the line of the operation that is differentiated, if JAX does not know that of the
+    loop.
+    """
     known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
     if not known or any("checkpointed_loop" in note for note in _notes(error)):
         return
     # JAX hangs the lines in which the loop was traced on the error, as its cause.
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
-    loop = line_of_error(stack)
+    loop = line_of_error(stack) or called
     where = match.op("while") if loop is None else match.source(loop.place)
-    _advise(error, _NO_REVERSE.format(where=where), stack)
+    add_note(error, _NO_REVERSE.format(where=where), loop)
 
 
 def explain_rule(error: Exception, program: Callable[[], Graph] | None = None) -> None:

@@ -1,0 +1,236 @@
+"""The one computation of each operation: by its parameters, or by its programs.
+
+A hit saves the compilation of the operation and of its pulls. A function with a rule is known by
+its program alone, never by what it computes: its rule is a Python function, which is anybody's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracegrad import _jax
+from tracegrad._jax.caches import Cache, WeakCache, of_program
+from tracegrad.ir.program_keys import params_key
+from tracegrad.rewriting.host_calls import TO_HOST
+from tracegrad.tape.computations import Computation, compiled
+from tracegrad.tape.derivatives import pull_back_at_operands
+from tracegrad.tape.programs import (
+    RULES,
+    bind_with,
+    evaluate,
+    refused_arrays,
+    refusing_derivatives,
+)
+
+_JIT = _jax.JIT
+
+# Those of primitives without programs, by their parameters; of others by the first of their
+# programs, as long as JAX keeps that. A hit saves the compilation of the operation and its pulls.
+_computations: Cache[Any, Computation] = Cache(2048)
+_of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
+
+# A jitted function of at most so many cheap operations is computed again for its derivative: that
+# costs no more than to hand what was computed from one program to the next.
+_MOST_AGAIN = 32
+_WORTH_KEEPING = 1 << 16  # so many terms of a matrix product cost more than to hand on its result
+_COSTLY = frozenset(
+    {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
+    | {"svd", "eig", "triangular_solve", "sort", "fft", "custom_linear_solve", "pallas_call"}
+)
+_RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST, *_jax.WHILES})
+
+
+def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    """The one computation of a primitive without programs, with these parameters."""
+    values = tuple(params.values())
+    key = primitive, tuple(params), values, tuple(map(type, values))  # 1, 1.0 and True are equal
+    try:
+        known = _computations.get(key)
+    except TypeError:  # a parameter without a hash
+        return _new(primitive, params)
+    if known is None:
+        known = _new(primitive, params)
+        if float not in key[3]:  # 0.0 is -0.0
+            _computations.put(key, known)
+    return known
+
+
+def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    def fun(*operands: Any) -> list[Any]:
+        return _jax.bind(primitive, operands, params)
+
+    return Computation(
+        fun,
+        str(primitive.name),
+        primitive=primitive,
+        params=params,
+        saves=primitive.name in _COSTLY and primitive.name != "sort",
+        is_compiled=_jax.runs_compiled(primitive),
+        is_kept=_jax.runs_compiled(primitive),
+    )
+
+
+def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
+    """The computation of a function with a rule, traced for this call: of no other one, since a
+    rule is a Python function, which may read what has changed."""
+    return _with_programs(primitive, params, (), is_kept=False)
+
+
+def computation_with_programs(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    """The one computation of an operation that has programs.
+
+    Args:
+      primitive, params: JAX's.
+      captured: the arrays that the programs close over and that are to be operands.
+    """
+    if any(map(_jax.is_tracer, captured)):  # gone with its transformation
+        return _with_programs(primitive, without_donation(params), captured)
+    ids = tuple(map(id, captured))
+    if primitive is _JIT:
+        program: Any = params["jaxpr"]
+        key: Any = primitive, _jax.jit_settings(params), ids
+    else:
+        name, program = _jax.sub_programs(params)[0]
+        rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
+        rest.pop(name.split("[")[0].split(".")[0])
+        others = tuple(id(p) for _, p in _jax.sub_programs(params))
+        key = primitive, tuple(rest.items()), others, ids
+    known = _of_programs.get(program)
+    if known is None:
+        known = _of_programs.put(program, {})
+    try:
+        found = known.get(key)
+    except TypeError:
+        return _with_programs(primitive, without_donation(params), captured)
+    if found is None:
+        found = known[key] = _of_structure(primitive, without_donation(params), captured)
+    elif not found.is_kept:  # it has come again
+        found.is_kept = True
+        found.derived.clear()
+    return found
+
+
+def _of_structure(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    """That of a program that JAX has just traced: a function may be made anew for each call, as
+    a recomputed one is. Programs with rules are each by themselves."""
+    if captured:
+        return _with_programs(primitive, params, captured)
+    if not _jax.facts_below(params).primitives.isdisjoint(RULES):
+        return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
+    key = primitive, params_key(params)
+    known = _computations.get(key)
+    return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
+
+
+def _with_programs(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
+) -> Computation:
+    """`is_kept`: whether another call will find it; else nothing is compiled for it."""
+    # The table that has the computation knows it by its program, which it may not hold itself.
+    params = {name: _copied(value) for name, value in params.items()}
+    facts = _jax.facts_below(params)
+    refused = refused_arrays(primitive, params, captured)
+    captured = [array for array in captured if id(array) not in refused]
+    ids = list(map(id, captured))
+    hands_to_host = TO_HOST in facts.primitives
+    is_edited = bool(ids) or hands_to_host or (facts.has_effects and _scans(primitive, facts))
+
+    def fun(*operands: Any) -> list[Any]:
+        instead = dict(zip(ids, operands))
+        args = operands[len(ids) :]
+        if is_edited:
+            return bind_with(primitive, params, args, instead)
+        return _jax.bind(primitive, args, params)
+
+    if facts.closes_over or (primitive is _jax.CUSTOM_JVP and _jax.closed_over(params)):
+        fun = refusing_derivatives(fun)
+    is_plain = primitive is _JIT and _jax.is_plain_jit(params)
+    is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
+    calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
+    is_run_once |= calls_host
+    has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
+    found = Computation(
+        fun,
+        str(params.get("name", primitive.name)),
+        primitive=primitive,
+        params=params,
+        pull_back=pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
+        saves=not has_references and (is_run_once or _is_costly(params, facts)),
+        is_run_once=is_run_once and not has_references,
+        has_effects=facts.has_effects and calls_host,
+        is_compiled=False,
+        is_kept=is_kept,
+    )
+    if is_plain:
+
+        def inlined(*operands: Any) -> list[Any]:
+            instead = dict(zip(ids, operands))
+            return evaluate(params["jaxpr"], operands[len(ids) :], instead)
+
+        found.run = compiled(inlined, found.name)
+    elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
+        found.run = compiled(fun, found.name)
+    found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
+    found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
+    found.captured, found.refused = captured, refused
+    return found
+
+
+@of_program
+def _has_references(program: Any) -> bool:
+    """Whether a program uses a `jax.Ref`."""
+    return any(
+        any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
+        or any(_has_references(inner) for _, inner in _jax.sub_programs(equation.params))
+        for equation in _jax.opened(program).eqns
+    )
+
+
+def _scans(primitive: Any, facts: Any) -> bool:
+    return primitive is _jax.SCAN or _jax.SCAN in facts.primitives
+
+
+def _copied(value: Any) -> Any:
+    program: Any = value
+    if isinstance(value, _jax.PROGRAM_TYPES):
+        return program.replace()
+    if isinstance(value, (tuple, list)) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
+        copies = [_copied(item) for item in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
+    return value
+
+
+def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:
+    if facts.operations > _MOST_AGAIN or facts.has_effects:
+        return True
+    if any(p.name in _COSTLY for p in facts.primitives):
+        return True
+    if facts.operations == 1:
+        return False
+    return any(_has_large_product(program) for _, program in _jax.sub_programs(params))
+
+
+def _has_large_product(program: Any) -> bool:
+    for equation in _jax.opened(program).eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            terms = math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
+            if terms * equation.outvars[0].aval.size >= _WORTH_KEEPING:
+                return True
+        if any(_has_large_product(inner) for _, inner in _jax.sub_programs(equation.params)):
+            return True
+    return False
+
+
+def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tape still needs the arguments of a compiled function: none is given up under it."""
+    donated = params.get("donated_invars", ())
+    if any(donated):
+        return {**params, "donated_invars": (False,) * len(donated)}
+    return params

@@ -1,0 +1,305 @@
+"""A JAX trace that lets every operation run on ordinary arrays and tells tapes of it.
+
+One recorder stands on each underlying trace of a thread (none, or that of a function that is being
+traced) and serves any number of tapes. Values stay what they are: `if`, `print` and NumPy work.
+What JAX does not show to a trace is not recorded: programs compiled ahead of time, and other
+threads.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.rewriting.host_calls import TO_HOST
+from tracegrad.tape.computations import Computation
+from tracegrad.tape.effects import reads_the_host
+from tracegrad.tape.known_computations import (
+    computation_of,
+    computation_with_programs,
+    without_donation,
+)
+from tracegrad.tape.lost_gradients import lose_in
+from tracegrad.tape.programs import RULES, closes_over_watched
+from tracegrad.tape.record import Record
+from tracegrad.tracing.in_force import rules_in_force
+from tracegrad.variables.capture import tell_of_assigned
+from tracegrad.variables.overriding import ForwardingTrace, Instead, OverridingTrace
+
+_JIT = _jax.JIT
+set_current_trace = _jax.set_current_trace
+current_source_info = _jax.current_source_info
+
+
+class OperationRecorder(ForwardingTrace):
+    """Runs every operation under its parent, and adds it to the records that track an operand.
+
+    Attributes:
+      records: those that are told what runs.
+      is_top: whether what runs under the parent runs at once.
+    """
+
+    def __init__(self, parent: Any):
+        super().__init__(parent)
+        self.records: list[Record] = []
+        self.is_top = isinstance(parent, _jax.TopLevelTrace)
+        self._is_staged = any(isinstance(t, _jax.StagingTrace) for t in _jax.outward(parent))
+        # Sees operations before what it stands on does, which may put others in their place.
+        self._overriding = parent if isinstance(parent, OverridingTrace) else None
+
+    # ------------------------------------------------------------------------------ life
+
+    def add(self, record: Record) -> None:
+        """Starts recording; the first record puts the recorder on top of its parent."""
+        if not self.is_installed:
+            self.install()
+        self.records.append(record)
+
+    def remove(self, record: Record) -> None:
+        """Stops recording; the last record takes the recorder away."""
+        self.records = [r for r in self.records if r is not record]
+        self.leave()
+
+    def leave(self) -> None:
+        """Takes the recorder away if it serves no record.
+
+        Inside a transformation that began later (the body of a jitted function that ends the
+        recording) it stays, since that will go back to it; the end of the tape's block calls this
+        once more.
+        """
+        if not self.records and self.is_installed and _jax.current_trace(None) is self:
+            self.uninstall()
+
+    @property
+    def gives_back(self) -> bool:
+        return self.is_top and len(self.records) == 1 and type(self.records[0]) is Record
+
+    # ------------------------------------------------------------------ what JAX asks of a trace
+
+    def process_primitive(
+        self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        if self._overriding is not None:
+            found = self.run_instead(self._overriding.instead, args, primitive, params, args)
+            if found is not None:
+                return found if primitive.multiple_results else found[0]
+        results: Any
+        # Called for every operation: what costs a microsecond here counts.
+        if primitive in _WITHOUT_PROGRAMS:
+            watching = self.watching(args)
+            if not watching:
+                with set_current_trace(self.parent_trace):
+                    return primitive.bind(*args, **params)
+            results = self.apply(computation_of(primitive, params), args, watching)
+        elif primitive is TO_HOST:
+            return self._end_gradient(primitive, args, params)
+        elif primitive is not _JIT and not _jax.sub_programs(params):
+            _WITHOUT_PROGRAMS.add(primitive)
+            return self.process_primitive(primitive, args, params)
+        else:
+            results = self._process_programs(primitive, args, params)
+        return results if primitive.multiple_results else results[0]
+
+    def _process_programs(
+        self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """Runs an operation that has programs: what they close over are operands too."""
+        is_jit = primitive is _JIT
+        facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
+        captured: Sequence[Any] = facts.arrays
+        tell_of_assigned((*captured, *args))
+        watching = self.watching([*captured, *args])
+        if not watching and (not is_jit or facts.has_effects or self._is_staged):
+            with set_current_trace(self.parent_trace):
+                return _bind(primitive, args, without_donation(params))
+        if is_jit:
+            captured = (*captured, *facts.numpy_arrays)
+        else:
+            captured = [c for c in captured if self.watching((c,))]
+        with set_current_trace(self.parent_trace):
+            computation = computation_with_programs(primitive, params, captured)
+        if not watching and computation.saves:  # it shares what JAX has compiled
+            with set_current_trace(self.parent_trace):
+                return _bind(primitive, args, without_donation(params))
+        for identity, function in computation.refused.items():
+            if any(identity in record.tracked for record in self.records):
+                raise closes_over_watched(function)
+        reads = is_jit and facts.has_effects and reads_the_host(params)
+        if reads and not self._may_save(watching):
+            return self.run_program(params["jaxpr"], args)
+        results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
+        return results
+
+    def run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
+        """Runs a program operation by operation."""
+        open_form, constants = _jax.parts_of(program)
+        values = dict(zip(open_form.constvars, constants, strict=True))
+        values.update(zip(open_form.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else values[atom]
+
+        for equation in open_form.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            if equation.primitive in RULES:
+                results = self.run_equation_with_rule(equation, operands)
+            else:
+                out = self.process_primitive(equation.primitive, operands, equation.params)
+                results = list(out) if equation.primitive.multiple_results else [out]
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in open_form.outvars]
+
+    @abstractmethod
+    def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
+        """Runs an equation that is the call of a function with a rule."""
+
+    def _may_save(self, watching: Sequence[Record]) -> bool:
+        """Whether what a derivative needs may be saved: rules need the operation as it is, and an
+        accumulator carries tangents through that."""
+        return not rules_in_force() and all(record.keeps_operations for record in watching)
+
+    def watching(self, operands: Sequence[Any]) -> list[Record]:
+        return [record for record in self.records if record.tracks(operands)]
+
+    def apply(
+        self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
+    ) -> Any:
+        """Runs a computation and records it; returns its own results, as it gives them."""
+        for operand in operands:
+            if type(operand) not in PLAIN:
+                operands = self.own_operands(computation.name, operands)
+                break
+        saves = computation.saves if self.is_top else computation.is_run_once
+        with set_current_trace(self.parent_trace):
+            if saves and watching and self._may_save(watching):
+                active = active_operands(operands, watching)
+                groups: tuple[tuple[int, ...], ...] = (active,)
+                if len(watching) > 1 and computation.has_rules and not computation.has_effects:
+                    each = {record.active(operands) for record in watching}
+                    groups = tuple(sorted(each | {active}, key=lambda one: (len(one), one)))
+                if active:
+                    orders = sum([record.orders for record in watching])
+                    computation = computation.forward(groups, operands, orders)
+            run = computation.fun if self._is_staged else computation.run
+            out = run(*operands)
+        if not watching:
+            return out
+        is_list = type(out) is list
+        results = self._own_results(computation, operands, out if is_list else jax.tree.leaves(out))
+        if computation.tree is not None:
+            out = jax.tree.unflatten(computation.tree, results[: computation.count])
+        else:
+            out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
+        info = current_source_info()
+        for record in watching:
+            record.add(computation, operands, results, info)
+        if computation.has_rules:
+            lose_in(watching, computation, operands, results)
+        return out
+
+    def _own_results(
+        self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
+    ) -> list[Any]:
+        """The results, each an array of its own.
+
+        An operation may return the very array that it was given (a reshape to the same shape). The
+        result is another value with a gradient of its own: it gets its own identity. And of a
+        checkpointed function JAX hands on a constant as it stands in the program, which is no array
+        yet: each operation that reads it would make another one of it.
+        """
+        own = set(map(id, args))
+        fresh = []
+        for result in results:
+            if not isinstance(result, jax.Array):
+                refuse_references(computation.name, [result])
+                with set_current_trace(self.parent_trace):
+                    result = jnp.asarray(result)
+            if id(result) in own:
+                result = self.alias(result)
+            own.add(id(result))
+            fresh.append(result)
+        return fresh
+
+    def own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
+        """The operands as a record can hold them: a NumPy array may be changed by its owner."""
+        refuse_references(name, operands)
+        if are_plain(operands) or not any(isinstance(x, np.ndarray) for x in operands):
+            return operands
+        with set_current_trace(self.parent_trace):
+            return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
+
+    def alias(self, array: Any) -> Any:
+        """Another array object for the same value."""
+        with set_current_trace(self.parent_trace):
+            return _jax.fresh_alias(array)
+
+    def sees(self, args: Sequence[Any]) -> bool:
+        return bool(self.records)  # it may read a Variable
+
+    def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Runs an operation that hands on its operand, without recording it."""
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*args, **params)
+        return self.alias(result) if self.watching([result]) else result
+
+    def run_instead(
+        self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
+    ) -> list[Any] | None:
+        """The results of what runs in the place of an operation; None if that itself runs."""
+        with set_current_trace(self.parent_trace):
+            instead = ask(*of)
+        if instead is None:
+            return None
+        with set_current_trace(self):
+            return instead(*args)
+
+
+def active_operands(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
+    """The places of the operands of which derivatives may be wanted."""
+    if len(watching) == 1:
+        return watching[0].active(operands)
+    return tuple(sorted({i for record in watching for i in record.active(operands)}))
+
+
+def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    out = primitive.bind(*args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def refuse_references(name: str, values: Sequence[Any]) -> None:
+    """Raises NotImplementedError if one of the values is a `jax.Ref`."""
+    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
+        raise NotImplementedError(
+            f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
+            "outside of a compiled function cannot be followed. Use it inside a function compiled "
+            "by jax.jit or tracegrad.trace"
+        )
+
+
+_IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
+# Of most operands it is known by their type that they can be held as they are.
+PLAIN = {bool, int, float, complex}
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether nobody can write to the values."""
+    for value in values:
+        if type(value) not in PLAIN:
+            if not isinstance(value, _IMMUTABLE) or _jax.is_tracer(value):
+                return False
+            PLAIN.add(type(value))
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_IMMUTABLE, np.ndarray))
+
+
+# Operations of these are without sub-programs.
+_WITHOUT_PROGRAMS: set[Any] = set()
