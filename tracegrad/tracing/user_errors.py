@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 
 import jax
@@ -107,7 +106,7 @@ def explain_loop(error: Exception, called: Origin | None = None) -> None:
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
     loop = line_of_error(stack)
     if loop is None and called is not None:
-        loop = replace(called, function=called.function.rpartition(".")[2])  # so that all fits
+        loop = called._replace(function=called.function.rpartition(".")[2])  # so that all fits
     where = match.op("while") if loop is None else match.source(loop.place)
     add_note(error, _NO_REVERSE.format(where=where), loop)
 
