@@ -104,7 +104,9 @@ def explain_loop(error: Exception, called: Origin | None = None) -> None:
         return
     # JAX hangs the lines in which the loop was traced on the error, as its cause.
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
-    loop = line_of_error(stack) or called
+    loop = line_of_error(stack)
+    if loop is None and called is not None:
+        loop = called._replace(function=called.function.rpartition(".")[2])  # so that all fits
     where = match.op("while") if loop is None else match.source(loop.place)
     add_note(error, _NO_REVERSE.format(where=where), loop)
 
