@@ -11,7 +11,7 @@ class GraphError(Exception):
     The message names the node, its source line, what was expected and what came.
 
     >>> import jax.numpy as jnp, tracegrad as tg
-    >>> wider = tg.edit(tg.match.op("sin"), lambda op, x: jnp.stack(op(x) * 2))
+    >>> wider = tg.edit(tg.match.op("sin"), lambda op, x: jnp.stack([op(x), x]))
     >>> try:
     ...     tg.rewrite(jnp.sin, wider)(1.0)
     ... except tg.GraphError as error:

@@ -19,6 +19,7 @@ from tracegrad._jax.caches import cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir import Occurrence
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import users_line
 from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
@@ -257,9 +258,7 @@ def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
     (node,) = graph.nodes
     explain_loop(error, users_line(node))
     explain_rule(error, lambda: graph)
-    note = f"while differentiating {Occurrence((), node)}"
-    if not any(note in known for known in getattr(error, "__notes__", ())):
-        error.add_note(note)
+    add_note(error, f"while differentiating {Occurrence((), node)}")
 
 
 def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
