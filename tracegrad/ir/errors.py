@@ -15,7 +15,7 @@ class GraphError(Exception):
     >>> try:
     ...     tg.rewrite(jnp.sin, wider)(1.0)
     ... except tg.GraphError as error:
-    ...     print("expected f32[]" in str(error))
+    ...     print("the edit gave ~f32[2]" in str(error))
     True
     """
 
