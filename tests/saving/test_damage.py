@@ -36,6 +36,7 @@ def test_damaged_files_are_refused(example: Path):
     seed = int.from_bytes(os.urandom(4), "big") if THOROUGH else 0
     command = [sys.executable, str(DAMAGE), str(example), str(COUNT), str(seed)]
     environment = {**os.environ, "PYTHONPATH": str(DAMAGE.parents[2])}
+    environment["MALLOC_ARENA_MAX"] = "1"  # or each thread takes 64 MiB of the room, for nothing
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-2000:]}"
     report: dict[str, Any] = json.loads(done.stdout)
@@ -95,3 +96,12 @@ def test_a_manifest_that_does_not_fit_together_is_refused(example: Path, tmp_pat
     found = refusal(tmp_path / "bad", forge(artefact.arrays, manifest))
     assert found.member == "manifest"
     assert "'score' does not fit together" in found.reason
+
+
+def test_random_keys_of_a_generator_that_does_not_exist_are_refused(example: Path, tmp_path: Path):
+    artefact = take_apart(example)
+    manifest = json.loads(json.dumps(artefact.manifest))
+    manifest["variables"][0]["key_type"] = "nobody's"
+    found = refusal(tmp_path / "bad", forge(artefact.arrays, manifest))
+    assert found.member == "manifest"
+    assert """the Variable 'weights' can have no random keys of "nobody's": unrec""" in found.reason

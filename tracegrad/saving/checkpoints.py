@@ -25,16 +25,15 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.packages import require
 from tracegrad._jax.processes import agree
 from tracegrad._version import __version__
 from tracegrad.ir.wording import some
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import naming, sha256
-from tracegrad.saving.libraries import msgspec, safetensors_numpy
+from tracegrad.saving.libraries import msgspec, needed, safetensors_numpy
 from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record, encode
-from tracegrad.saving.placement import asked_for, on, placement_of, where_it_was
+from tracegrad.saving.placement import array_record, asked_for, on, where_it_was
 from tracegrad.saving.variables import is_key, stored_form, variables_of
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
@@ -46,7 +45,6 @@ SEAL = "tracegrad.seal"
 # Dtypes that Orbax does not know, with others of as many bits.
 _AS = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
 _STEP = re.compile(r"tracegrad-(\d+)")
-_AT_ONCE = 4  # files whose digests are computed
 _TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
@@ -95,7 +93,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     said = json.dumps({name: _summary(value) for name, value in values.items()})
     number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
     new = folder / f"tracegrad-{number}"
-    checkpoints = _orbax()
+    checkpoints = needed("orbax.checkpoint")  # which takes a second
 
     def write() -> dict[str, str]:
         options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
@@ -106,7 +104,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         return _digests(new, files[jax.process_index() :: jax.process_count()])
 
     def seal(found: Sequence[dict[str, str]]) -> None:
-        arrays = {name: _record(v, values[name]) for name, v in variables.items()}
+        arrays = {name: array_record(v, values[name]) for name, v in variables.items()}
         files = {name: digest for each in found for name, digest in each.items()}
         versions = {"tracegrad": __version__, **_jax.versions()}
         text = encode(Seal(FORMAT, versions, arrays, files))
@@ -184,13 +182,6 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
 # --------------------------------------------------------------------------------------- written
 
 
-def _orbax() -> Any:
-    why = (
-        "checkpoints of Variables need the package orbax-checkpoint: pip install 'tracegrad[save]'"
-    )
-    return require("orbax.checkpoint", why)  # it takes a second
-
-
 def _some(tree: Any) -> dict[str, Variable]:
     variables = variables_of(tree)
     if not variables:
@@ -240,11 +231,6 @@ def _given(value: Any) -> Any:
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
-def _record(variable: Variable, value: Any) -> ArrayRecord:
-    shape = tuple(variable.shape)
-    return ArrayRecord(str(variable.dtype), shape, placement_of(value.sharding))
-
-
 def _together(
     topic: str,
     work: Callable[[], T],
@@ -292,7 +278,7 @@ def _digests(step: Path, files: Sequence[str]) -> dict[str, str]:
         with open(step / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(_AT_ONCE) as several:
+    with ThreadPoolExecutor(4) as several:
         return dict(zip(files, several.map(digest, files), strict=True))
 
 
@@ -401,7 +387,7 @@ def _restored(
 
     template = {name: wanted(name, form) for name, form in forms.items() if form.size}
     try:
-        with _orbax().StandardCheckpointer() as checkpointer:
+        with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
             found: dict[str, Any] = checkpointer.restore(step, template)
     except Exception as error:
         raise ArtefactError(step.name, f"Orbax cannot read it: {error}", path) from error

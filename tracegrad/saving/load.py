@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.wording import first_line
-from tracegrad.saving import outside_calls, program
+from tracegrad.saving import outside_calls
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import Contents, array_of, naming, read_file
+from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
 from tracegrad.saving.placement import asked_for, on, where_it_was
@@ -52,10 +53,9 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
 
     As ``tf.saved_model.load``.
     """
-    program.check_installed()
+    needed("flatbuffers")  # jax.export does
     with naming(path), _jax.at_top_level():  # wherever it is called
         contents = read_file(path)
-        contents.check()
         manifest = contents.manifest
         exported = {
             name: _exported(contents, name, calls)
@@ -97,7 +97,11 @@ def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Vari
         raise ArtefactError(record.key, reason) from error
     value = on(stored, asked or where_it_was(array.placement, what), what)
     if of_keys:
-        value = jax.random.wrap_key_data(value, impl=record.key_type)
+        try:
+            value = jax.random.wrap_key_data(value, impl=record.key_type)
+        except Exception as error:
+            reason = f"{what} can have no random keys of {record.key_type!r}: {error}"
+            raise ArtefactError("manifest", reason) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 
 
