@@ -10,6 +10,7 @@ What a scan keeps is left out: it could be run in other ways, of which each keep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tracegrad import _jax
@@ -34,18 +35,15 @@ def flops_bound(whole: MemoryModel, budget: int) -> int:
             needed = {v for i in outside for v in whole.needs[i]}
             free = {*whole.needs[at]} if _is_scan(whole, at) else {at, *whole.needs[at]}
             network = Network(whole.sizes, whole.flops, whole.args, needed, free=free)
-            best = max(best, _least_flops(network, room, whole.transfer))
+            best = max(best, _least_flops(network, room))
     return int(best)
 
 
-def _least_flops(network: Network, room: int, dearest: float) -> float:
-    """Lagrange's bound for the cheapest choice that keeps so many bytes.
-
-    `dearest`: the price for which a byte need not be kept on the device at all.
-    """
-    above, below = network.cut(0.0), network.cut(dearest)
+def _least_flops(network: Network, room: int) -> float:
+    """Lagrange's bound for the cheapest choice that keeps so many bytes.""" ""
+    above, below = network.cut(0.0), network.cut(math.inf)
     if below.bytes > room:
-        return below.value - dearest * room
+        return 0.0
     best = above.value
     # The bound is concave in the price, and best where cuts of both sides of the room cost as much.
     while above.bytes > room:

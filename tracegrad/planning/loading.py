@@ -57,7 +57,7 @@ def load_plan(
                 "another JAX. Plan again"
             )
         fusion = None if saved["fusion"] is None else tuple(Fate(*f) for f in saved["fusion"])
-        search = Search(model(flat, fusion, transfer=saved["transfer"]))
+        search = Search(model(flat, fusion))
         plan = search.plan(segments, saved["target"])
         if plan.peak != saved["peak"]:
             raise ValueError(f"{path} was planned by another version of tracegrad. {AGAIN}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import numpy as np
 
 from tracegrad._jax.packages import require
 from tracegrad.differentiation.fingerprint import fingerprint
-from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
@@ -42,7 +40,7 @@ class RecomputePlan:
       measured_on: the backend and the JAX that compiled it; why not, if nothing was measured.
       peak, peak_without: the highest point in the model, with the plan and with nothing recomputed.
       residual, residual_without: what is kept from the forward to the backward pass, in the model.
-      flops: extra FLOPs, and those that could be done while it offloads (see `offloaded`).
+      flops: extra FLOPs.
       forward_flops: those of the forward pass.
       target: bytes that the plan was made for in the model.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
@@ -93,11 +91,6 @@ class RecomputePlan:
         """Whether anything is recomputed at all."""
         return any(segment.recompute or segment.step for segment in self.segments)
 
-    @functools.cached_property
-    def offloaded(self) -> int:
-        """Bytes that are kept in the host's memory from the forward to the backward pass."""
-        return host_bytes(self.rewritten()) if self._search.whole.transfer < math.inf else 0
-
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
         return with_regions(self._search.whole, self.segments)
@@ -120,7 +113,7 @@ class RecomputePlan:
         plan = {name: getattr(self, name) for name in names}
         plan |= {"name": self.graph.name, "program": fingerprint(self.graph)}
         plan |= {"differentiated": self.graph.differentiated}
-        plan |= {"transfer": self._search.whole.transfer, "fusion": self._search.whole.fusion}
+        plan |= {"fusion": self._search.whole.fusion}
         write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
@@ -141,18 +134,13 @@ class RecomputePlan:
             f"  extra FLOPs  {self.flops:.4g}, {share} of the forward pass; for a peak of "
             f"{in_units(self.target)} at least {bound}",
         ]
-        if self.offloaded:
-            lines.append(
-                f"  on the host  {in_units(self.offloaded)}, counted as "
-                f"{self._search.whole.transfer:.4g} FLOPs for a byte"
-            )
         if self.scans:
             lines.append(f"  scans        {self.scans}")
         rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
         found = self._simulation
         for segment, local, most in zip(self.segments, found.locals, found.peaks, strict=True):
             nodes = nodes_of(self._search.whole, segment.start, segment.stop)
-            what = ("recompute" if segment.recompute else "keep") + ", offload" * segment.offload
+            what = "recompute" if segment.recompute else "keep"
             counts = str(len(rows) - 1), str(len(nodes)), what, str(len(local.stored))
             costs = in_units(most), _percent(local.flops, self.forward_flops)
             rows.append((*counts, *costs, nodes[0].name if nodes else ""))

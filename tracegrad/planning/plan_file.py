@@ -14,7 +14,7 @@ from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import printable
 
 _FORMAT = "tracegrad recompute plan"
-_VERSION = 12
+_VERSION = 13
 AGAIN = "Plan again, and save that: plan_recompute(fun, memory_budget)(*args).save(path)"
 
 
