@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import tracegrad
 from tracegrad.ir import Graph
 from tracegrad.ir.costs import node_flops
-from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
+from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
@@ -221,7 +220,7 @@ NESTED: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 
 
 @pytest.mark.parametrize("name", ["layers", pytest.param("chunks", marks=pytest.mark.slow)])
-def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
+def test_scans_inside_scans_are_planned(name: str):
     """The gradients stay, XLA's memory falls as planned, and the plan is one like others."""
     fun, shapes, share = NESTED[name]
     with jax.enable_x64(True):
@@ -237,12 +236,8 @@ def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
         assert "inside these" in plan.scans
         assert plan.scans in str(plan)
         assert max(plan.timeline()[1]) == plan.peak <= plan.budget
-        plan.save(tmp_path / "plan.json")
-        again = load_plan(tmp_path / "plan.json", fun)(*args)
-        assert again == plan
-        assert str(again.rewritten()) == str(plan.rewritten())
         expected, everything = gradient(fun)
-        found, temporary = gradient(again.apply())
+        found, temporary = gradient(plan.apply())
         assert temporary / everything == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)

@@ -1,9 +1,8 @@
-"""A plan: what a program keeps and what it computes again, as text, as a file and as a picture."""
+"""A plan: what a program keeps and what it computes again, as text and as a picture."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tracegrad._jax.packages import require
-from tracegrad.differentiation.fingerprint import fingerprint
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.plan_file import write
 from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.simulation import Segment, Simulation
 from tracegrad.tracing import to_callable
@@ -103,18 +100,6 @@ class RecomputePlan:
         with others it raises TypeError.
         """
         return to_callable(self.rewritten())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, to be reviewed and kept with the model; see `load_plan`.
-
-        Raises OSError where that cannot be; a file that was there stays then, as it was.
-        """
-        names = "budget", "held", "held_without", "measured_on", "target", "peak", "segments"
-        plan = {name: getattr(self, name) for name in names}
-        plan |= {"name": self.graph.name, "program": fingerprint(self.graph)}
-        plan |= {"differentiated": self.graph.differentiated}
-        plan |= {"fusion": self._search.whole.fusion}
-        write(path, str(self).splitlines(), plan)
 
     def __str__(self) -> str:
         peak, without = in_units(self.peak), in_units(self.peak_without)
