@@ -1,8 +1,8 @@
 """A model that must fit less memory: what to keep and what to compute again is planned.
 
 One of five models, which `recompute_models.py` writes with flax and equinox. Its loss is planned
-for two fifths of the memory that its gradient takes; the plan says what that costs in FLOPs and
-how few any plan could do with. XLA is asked what it really needs, and one gradient of both is
+for two fifths of the memory that its gradient takes; the plan says what that costs in FLOPs.
+XLA is asked what it really needs, and one gradient of both is
 compared. The plan is drawn.
 
     python examples/plan_recompute.py --model transformer --budget 30%

@@ -19,7 +19,6 @@ import tracegrad
 from tracegrad.differentiation.residuals import NodeResiduals
 from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
@@ -241,10 +240,9 @@ def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
     m = random_model(seed, 5)
     tried = [replay(m, plan) for plan in all_plans(5)]
     lowest, whole = min(peak for peak, _ in tried), keep_all(m).peak
-    assert lowest_peak_bound(m) <= lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
+    assert lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
     for budget in range(lowest, whole + 1):
         best = min(flops for peak, flops in tried if peak <= budget)
-        assert flops_bound(m, budget) <= best
         plan = Planner(m).find(budget)
         if plan is None:
             assert budget < Planner(m).lowest_peak()
@@ -278,7 +276,7 @@ def test_of_equal_plans_that_with_the_fewest_segments_near_the_budget_is_chosen(
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.slow)])
-def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
+def test_large_programs_keep_the_budget(count: int):
     m = random_model(3, count)
     planner, again = Planner(m), Planner(m)
     whole = keep_all(m).peak
@@ -288,7 +286,7 @@ def test_large_programs_keep_the_budget_between_bound_and_everything(count: int)
         assert plan is not None
         simulation = simulate(m, plan)
         assert simulation.peak <= budget
-        assert flops_bound(m, budget) <= simulation.flops <= m.total_flops
+        assert simulation.flops <= m.total_flops
         assert again.find(budget) == plan  # the same every time
 
 
@@ -315,7 +313,6 @@ def test_minimum_cuts_are_the_cheapest_save_sets(seed: int, must_be: tuple[int, 
         cut = network.cut(price)
         assert cost(cut.saved) == (cut.bytes, cut.flops)
         assert cut.flops + price * cut.bytes == pytest.approx(least)
-        assert cut.value <= least * (1 + 1e-12)
     assert network.cut(math.inf).saved <= {*must_be}
 
 
@@ -563,12 +560,12 @@ def test_the_loops_of_equinox_are_planned_under_vmap():
     assert tracegrad.memory(jax.grad(loss))(w, xs).total > 0
 
 
-def test_a_budget_below_what_is_possible_says_what_is_possible():
+def test_a_budget_that_is_too_small_says_for_which_there_is_a_plan():
     with pytest.raises(
         BudgetTooSmall, match="too small for the gradient of deep: the lowest"
     ) as error:
         plan_recompute(deep, 100, measure=False)(f32(1024))
-    assert 100 < error.value.bound <= error.value.lowest
+    assert error.value.lowest > 100
     plan = plan_recompute(deep, error.value.lowest, measure=False)(f32(1024))
     assert plan.peak <= error.value.lowest
 

@@ -285,7 +285,7 @@ def test_a_program_that_fits_stays_as_it_is():
     assert recompute_to_fit("1GiB", measure=False)(graph) is graph
     plan = plan_recompute(mlp, "1GiB", measure=False)(*shapes)
     assert not plan.is_needed
-    assert plan.flops == plan.flops_bound == 0
+    assert plan.flops == 0
 
 
 def test_a_rule_makes_a_traced_function_fit():
@@ -452,38 +452,21 @@ def test_a_program_that_writes_nothing_has_an_empty_plan():
 def test_a_plan_prints_as_a_table_and_draws_itself():
     plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
     text = str(plan)
-    assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model; none below", text)
+    assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model", text)
     assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
         segment.recompute for segment in plan.segments
     )
     before, after = plan.timeline()
     assert (max(before), max(after)) == (plan.peak_without, plan.peak)
-    memory, trade = plan.plot().axes
+    (memory,) = plan.plot().axes
     assert max(memory.lines[1].get_ydata()) * 2**20 == pytest.approx(plan.peak)
-    assert len(trade.lines[0].get_xdata()) > 5
-
-
-@pytest.mark.parametrize(
-    ("fun", "shapes"),
-    [
-        pytest.param(mlp, mlp_shapes(8, 64, 16), marks=pytest.mark.slow),
-        (loop, stacked_shapes(12, 32, 16)),
-    ],
-)
-def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
-    curve = plan_recompute(fun, "40%", measure=False)(*shapes).curve(4)
-    peaks, flops = [p for p, _, _ in curve], [f for _, f, _ in curve]
-    assert flops == sorted(flops)
-    assert peaks == sorted(peaks, reverse=True)
-    assert all(0 <= bound <= needed for _, needed, bound in curve)
-    for peak, needed, _ in curve:
-        assert plan_recompute(fun, peak, measure=False)(*shapes).flops == needed
 
 
 def test_a_program_of_scans_can_be_planned_for_many_budgets():
     # One that keeps some of what its body computes lies between everything and nothing.
-    curve = plan_recompute(loop, "40%", measure=False)(*stacked_shapes(12, 32, 16)).curve(8)
-    assert len({flops for _, flops, _ in curve}) > 2
+    shapes, shares = stacked_shapes(12, 32, 16), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+    plans = [plan_recompute(loop, share, measure=False)(*shapes) for share in shares]
+    assert len({plan.flops for plan in plans}) > 2
 
 
 def test_the_original_graph_is_not_edited():

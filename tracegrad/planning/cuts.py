@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +28,11 @@ _MISSING = "planning what to recompute needs OR-tools: pip install 'tracegrad[pl
 @dataclass(frozen=True)
 class Cut:
     """The cheapest choice for a price: `saved`, its bytes that cost something, the FLOPs of what is
-    run again; `value` is a lower bound of ``flops + price * bytes`` over all choices."""
+    run again."""
 
     saved: frozenset[int]
     bytes: int
     flops: int
-    value: float
 
 
 class Network:
@@ -44,7 +43,6 @@ class Network:
         again) and the operations that it reads.
       needed: what the backward pass reads.
       must_run: what is run again in any case.
-      free: what costs nothing to save, since it is alive anyway.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Network:
         args: Sequence[Sequence[int]],
         needed: Iterable[int],
         must_run: Iterable[int] = (),
-        free: Collection[int] = (),
     ):
         needed, must_run = sorted(set(needed)), sorted(set(must_run))
         number: dict[int, int] = {}
@@ -78,14 +75,14 @@ class Network:
         arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
         self._tails = np.array([a for a, _ in arcs], np.int32)
         self._heads = np.array([b for _, b in arcs], np.int32)
-        self._sizes = np.array([0 if v in free else sizes[v] for v in self.values], float)
+        self._sizes = np.array([sizes[v] for v in self.values], float)
         self._flops = np.array([flops[v] for v in self.values], float)
         self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
 
     def cut(self, price: float) -> Cut:
         """The cheapest choice; `price`: FLOPs for a byte, infinite to save only what must be."""
         if not self.values:
-            return Cut(frozenset(), 0, 0, 0.0)
+            return Cut(frozenset(), 0, 0)
         # Of 64-bit capacities, which SciPy's has not.
         flow = require("ortools.graph.python.max_flow", _MISSING).SimpleMaxFlow()
         # Saving a value never pays if it costs more than running everything.
@@ -107,7 +104,7 @@ class Network:
         is_saved = beyond[3::2] & ~beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
         size, flops = int(self._sizes[is_saved].sum()), int(self._flops[is_run].sum())
-        return Cut(saved, size, flops, flow.optimal_flow() / scale)
+        return Cut(saved, size, flops)
 
     def hull(self, most: int) -> list[Cut]:
         """Save sets from the cheapest to compute to the smallest, on the convex hull of both.
