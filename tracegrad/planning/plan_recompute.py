@@ -79,7 +79,6 @@ def plan_recompute(
         `tracegrad.grad`, for a program without a gradient, and `BudgetTooSmall`, with the least
         that was held, where there is no plan
         within the budget.
-      ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(weights, x):

@@ -72,7 +72,7 @@ class Search:
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
-        if self.kept.peak <= target:  # then there is nothing to plan, and no library is needed
+        if self.kept.peak <= target:  # then there is nothing to plan
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
         if found is None:
