@@ -379,7 +379,7 @@ def marked_tests(sizes: Sizes) -> Iterator[Line]:
     Warnings, which are failures elsewhere, may be of packages that nobody has tried here."""
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.accelerator" in p.read_text()]
     if sizes == SIZES[True]:
-        files = [path for path in files if path.name == "test_offloading.py"]
+        files = [path for path in files if path.name == "test_recompute_memory.py"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     workers = 0 if len(files) == 1 else min(6, max(2, (os.cpu_count() or 1) - 2))

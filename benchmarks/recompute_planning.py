@@ -4,7 +4,7 @@ Five programs: a transformer of twelve layers, a ResNet, a U-Net, an MLP-mixer o
 the sizes that they were published with, and a GRU of 64 unrolled steps; then three of them smaller.
 For each budget the extra FLOPs, in percent of the forward pass, of
 
-- the plan, and the lower bound that comes with it,
+- the plan,
 - `jax.checkpoint` around parts of the program, cut evenly at its cheapest places, which saves
   nothing inside them (Chen et al. 2016) or what one of JAX's policies names; the best number of
   parts and the best policy,
@@ -46,7 +46,6 @@ from report import print_table
 import tracegrad
 from tracegrad.ir import Graph
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.bounds import flops_bound
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
@@ -589,7 +588,6 @@ def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:
                 f"{name} {share:.2f}",
                 peak,
                 ours,
-                f"{100 * flops_bound(m, budget) / m.total_flops:.1f}",
                 best(peers["Chen"], budget, m),
                 best(peers["policies"], budget, m),
                 best(cuts, budget, m),
@@ -707,7 +705,6 @@ def main() -> None:
             "program, budget",
             "peak",
             "planned %",
-            "bound %",
             "Chen %",
             "policies %",
             "cuts, knapsack %",

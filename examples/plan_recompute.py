@@ -1,9 +1,9 @@
 """A model that must fit less memory: what to keep and what to compute again is planned.
 
 One of five models, which `recompute_models.py` writes with flax and equinox. Its loss is planned
-for two fifths of the memory that its gradient takes; the plan says what that costs in FLOPs and
-how few any plan could do with. XLA is asked what it really needs, and one gradient of both is
-compared. The plan is drawn and saved beside the picture, as JSON, where a review finds it.
+for two fifths of the memory that its gradient takes; the plan says what that costs in FLOPs.
+XLA is asked what it really needs, and one gradient of both is
+compared. The plan is drawn.
 
     python examples/plan_recompute.py --model transformer --budget 30%
 """
@@ -50,8 +50,7 @@ def main() -> int:
 
     picture = Path(options.out)
     plan.plot().savefig(picture)
-    plan.save(picture.with_suffix(".json"))
-    print(f"Saved {picture} and {picture.with_suffix('.json')}")
+    print(f"Saved {picture}")
     return 0
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +18,6 @@ import tracegrad
 from tracegrad.differentiation.residuals import NodeResiduals
 from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
@@ -42,7 +39,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 # -------------------------------------------------------------------------------- random programs
 
 
-def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryModel:
+def random_model(seed: int, count: int) -> MemoryModel:
     """Each operation reads one or two of the four before it; its backward step some of those."""
     rng = np.random.default_rng(seed)
     args, needs = [], []
@@ -68,7 +65,6 @@ def random_model(seed: int, count: int, transfer: float = math.inf) -> MemoryMod
         behind=[
             tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
         ],
-        transfer=transfer,
         fusion=(),
     )
 
@@ -129,20 +125,15 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         read = any(v in needs(i) for i in own) or any(v in m.args[i] for i in again[k])
         return read and v not in again[k]
 
-    def stored(v: int) -> bool:
-        """The same, and on the device."""
-        return kept(v) and not plan[segment_of[v]].offload
-
     def outside(v: int) -> list[int]:
         return [segment_of[u] for u in sorted(readers(m, v)) if segment_of[u] != segment_of[v]]
 
     def kept_by(v: int) -> bool:
-        """Whether what others read is kept beyond the forward pass: one alone may not need it, or
-        have it on the host."""
+        """Whether what others read is kept beyond the forward pass: one alone may not need it."""
         k = outside(v)[0]
         if any(segment_of[u] != k for u in readers(m, v)):
             return True
-        return read_back(v, k) and not plan[k].offload
+        return read_back(v, k)
 
     def read_back(v: int, k: int) -> bool:
         """Whether the backward pass of another segment reads a value."""
@@ -150,18 +141,6 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         comes_back = not plan[k].recompute and any(v in m.behind[i] for i in inside)
         is_read = any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
         return comes_back or is_read
-
-    def sent(k: int) -> tuple[list[int], list[int]]:
-        """What a segment has on the host: of its own, and of what came into it alone."""
-        if not plan[k].offload:
-            return [], []
-        start, stop = plan[k].start, plan[k].stop
-        came = [
-            v
-            for v in range(start)
-            if readers(m, v) and {segment_of[u] for u in readers(m, v)} == {k}
-        ]
-        return [v for v in range(start, stop) if kept(v)], [v for v in came if read_back(v, k)]
 
     def alive_in(
         k: int, events: list[tuple[int | None, set[int], int]], late: dict[int, list[int]]
@@ -188,7 +167,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         alive = [
             v
             for v in range(now + 1)
-            if stored(v)
+            if kept(v)
             or (
                 outside(v)
                 and (kept_by(v) or plan[segment_of[now]].start < plan[outside(v)[0]].stop)
@@ -205,29 +184,22 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         peak = max(peak, sum(m.sizes[v] for v in alive) + extra)
     for k, s in reversed(list(enumerate(plan))):  # backward
         from_before = {
-            v
-            for v in range(s.start)
-            if stored(v) or (any(u <= k for u in outside(v)) and kept_by(v))
+            v for v in range(s.start) if kept(v) or (any(u <= k for u in outside(v)) and kept_by(v))
         }
-        from_before.update(sent(k)[1])
         base = sum(m.sizes[v] for v in from_before)
         before = [i for i in range(s.start) if not plan[segment_of[i]].recompute]
         base += sum(m.extra[i] + m.beside[i] for i in before)
         at_once = alive_in(k, [(i, {*m.args[i]}, s.stop - 1) for i in sorted(again[k])], {})
-        late = {} if s.offload else waiting(m, s)
+        late = waiting(m, s)
         first = again[k].difference(*late.values())
         in_turn = alive_in(k, [(i, {*m.args[i]}, s.stop - 1) for i in sorted(first)], late)
         peak = max(peak, base + min(max(at_once), max(in_turn)))
     flops = sum(m.flops[i] for run in again for i in run)
-    for own, came in map(sent, range(len(plan))):
-        size = sum(m.sizes[v] for v in (*own, *came))
-        flops += int(m.transfer * size) if size else 0
     return peak, flops
 
 
-def all_plans(count: int, offload: bool = False) -> Iterator[list[Segment]]:
-    """Every way to cut so many operations, with every save set in every segment, and that on the
-    host if so."""
+def all_plans(count: int) -> Iterator[list[Segment]]:
+    """Every way to cut so many operations, with every save set in every segment."""
     for ends in itertools.product([False, True], repeat=count - 1):
         edges = [0, *(i + 1 for i, end in enumerate(ends) if end), count]
         choices = []
@@ -237,7 +209,6 @@ def all_plans(count: int, offload: bool = False) -> Iterator[list[Segment]]:
                 Segment(start, stop, True, frozenset(start + k for k, s in enumerate(save) if s))
                 for save in saves
             ]
-            segments += [replace(s, offload=True) for s in segments if offload]
             choices.append([Segment(start, stop), *segments])
         yield from map(list, itertools.product(*choices))
 
@@ -248,14 +219,13 @@ def all_plans(count: int, offload: bool = False) -> Iterator[list[Segment]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_simulation_is_what_a_replay_from_the_rules_gives(seed: int):
     rng = np.random.default_rng(seed)
-    m = random_model(seed, 12, transfer=0.75)
+    m = random_model(seed, 12)
     edges = [0, *sorted(rng.choice(range(1, 12), size=2, replace=False).tolist()), 12]
     plan = []
     for a, b in itertools.pairwise(edges):
         recompute = bool(rng.random() < 0.8)
         saved = frozenset(v for v in range(a, b) if rng.random() < 0.4)
-        offload = recompute and bool(rng.random() < 0.5)
-        plan.append(Segment(a, b, recompute, saved if recompute else frozenset(), offload))
+        plan.append(Segment(a, b, recompute, saved if recompute else frozenset()))
     found = simulate(m, plan)
     assert (found.peak, found.flops) == replay(m, plan)
     assert max((*found.forward, *found.backward)) == found.peak
@@ -269,10 +239,9 @@ def test_plans_of_small_programs_are_near_the_best_of_all(seed: int):
     m = random_model(seed, 5)
     tried = [replay(m, plan) for plan in all_plans(5)]
     lowest, whole = min(peak for peak, _ in tried), keep_all(m).peak
-    assert lowest_peak_bound(m) <= lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
+    assert lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
     for budget in range(lowest, whole + 1):
         best = min(flops for peak, flops in tried if peak <= budget)
-        assert flops_bound(m, budget) <= best
         plan = Planner(m).find(budget)
         if plan is None:
             assert budget < Planner(m).lowest_peak()
@@ -305,25 +274,8 @@ def test_of_equal_plans_that_with_the_fewest_segments_near_the_budget_is_chosen(
         assert near(found, budget) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("transfer", [0.2, 1.0])
-def test_plans_that_offload_are_near_the_best_of_all(seed: int, transfer: float):
-    m = random_model(seed, 3, transfer)
-    tried = [replay(m, plan) for plan in all_plans(3, offload=True)]
-    lowest = min(peak for peak, _ in tried)
-    assert lowest_peak_bound(m) <= lowest <= Planner(m).lowest_peak() <= 1.2 * lowest
-    for budget in range(Planner(m).lowest_peak(), keep_all(m).peak + 1):
-        best = min(flops for peak, flops in tried if peak <= budget)
-        assert flops_bound(m, budget) <= best
-        plan = Planner(m).find(budget)
-        assert plan is not None
-        simulation = simulate(m, plan)
-        assert replay(m, plan) == (simulation.peak, simulation.flops)
-        assert best <= simulation.flops <= best + 0.2 * m.total_flops
-
-
 @pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.slow)])
-def test_large_programs_keep_the_budget_between_bound_and_everything(count: int):
+def test_large_programs_keep_the_budget(count: int):
     m = random_model(3, count)
     planner, again = Planner(m), Planner(m)
     whole = keep_all(m).peak
@@ -333,7 +285,7 @@ def test_large_programs_keep_the_budget_between_bound_and_everything(count: int)
         assert plan is not None
         simulation = simulate(m, plan)
         assert simulation.peak <= budget
-        assert flops_bound(m, budget) <= simulation.flops <= m.total_flops
+        assert simulation.flops <= m.total_flops
         assert again.find(budget) == plan  # the same every time
 
 
@@ -360,8 +312,19 @@ def test_minimum_cuts_are_the_cheapest_save_sets(seed: int, must_be: tuple[int, 
         cut = network.cut(price)
         assert cost(cut.saved) == (cut.bytes, cut.flops)
         assert cut.flops + price * cut.bytes == pytest.approx(least)
-        assert cut.value <= least * (1 + 1e-12)
     assert network.cut(math.inf).saved <= {*must_be}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_minimum_cuts_are_exact_beyond_32_bits(seed: int):
+    """Of a value that is read by itself the cheaper is chosen, in a network with others that cost a
+    billion times as much: to save it or to run it."""
+    rng = np.random.default_rng(seed)
+    sizes, flops = ((10 ** rng.uniform(0, 11, 50)).astype(int).tolist() for _ in range(2))
+    network = Network(sizes, flops, [()] * 50, range(50))
+    for price in (0.01, 1.0, 100.0):
+        cheaper = {v for v in range(50) if price * sizes[v] < flops[v]}
+        assert network.cut(price).saved == cheaper
 
 
 # ------------------------------------------------------------------------------------------ model
@@ -608,12 +571,12 @@ def test_the_loops_of_equinox_are_planned_under_vmap():
     assert tracegrad.memory(jax.grad(loss))(w, xs).total > 0
 
 
-def test_a_budget_below_what_is_possible_says_what_is_possible():
+def test_a_budget_that_is_too_small_says_for_which_there_is_a_plan():
     with pytest.raises(
         BudgetTooSmall, match="too small for the gradient of deep: the lowest"
     ) as error:
         plan_recompute(deep, 100, measure=False)(f32(1024))
-    assert 100 < error.value.bound <= error.value.lowest
+    assert error.value.lowest > 100
     plan = plan_recompute(deep, error.value.lowest, measure=False)(f32(1024))
     assert plan.peak <= error.value.lowest
 
@@ -632,19 +595,6 @@ def test_a_budget_below_what_is_possible_names_the_lines_that_hold_most():
     assert second.startswith(f"test_planning.py:{marked[1]} ")
     assert 4 * 64 * 512 <= size <= plan_recompute(loss, 1.0, measure=False)(f32(64, 8)).peak
     assert not [line for line, size in others if size > 4 * 64 * 512]
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ortools.graph.python.max_flow", None)
-    with pytest.raises(ImportError, match=r"pip install 'tracegrad\[plan\]'"):
-        plan_recompute(deep, "50%", measure=False)(f32(1024))
-    plan = plan_recompute(deep, "100%")(f32(1024))  # nothing to plan
-    assert not plan.is_needed
-
-    def loop(x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=4)[0].sum()
-
-    assert not plan_recompute(loop, "100%")(f32(1024)).is_needed
 
 
 def test_what_is_no_function_is_refused():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +17,6 @@ from tracegrad.ir import Graph, Recompute
 from tracegrad.planning import (
     BudgetTooSmall,
     RecomputePlan,
-    load_plan,
-    plan_file,
     plan_recompute,
     recompute_to_fit,
 )
@@ -289,7 +285,7 @@ def test_a_program_that_fits_stays_as_it_is():
     assert recompute_to_fit("1GiB", measure=False)(graph) is graph
     plan = plan_recompute(mlp, "1GiB", measure=False)(*shapes)
     assert not plan.is_needed
-    assert plan.flops == plan.flops_bound == 0
+    assert plan.flops == 0
 
 
 def test_a_rule_makes_a_traced_function_fit():
@@ -440,129 +436,37 @@ def test_values_that_the_function_closes_over_get_their_gradient():
 # ------------------------------------------------------------------------------ the plan as data
 
 
-@pytest.mark.parametrize("name", ["loop", "recurrent"])
-def test_a_plan_is_saved_and_loaded_as_json(name: str, tmp_path: Path):
-    fun, shapes, _ = PROGRAMS[name]
-    plan = planned(name)
-    plan.save(tmp_path / "plan.json")
-    again = load_plan(tmp_path / "plan.json", fun)(*shapes)
-    assert again == plan
-    assert str(again) == str(plan)
-    assert str(again.rewritten()) == str(plan.rewritten())
-
-
 def test_plans_are_the_same_every_time():
     shapes = mlp_shapes(8, 64, 16)
     first_plan, second = (plan_recompute(mlp, "40%", measure=False)(*shapes) for _ in range(2))
     assert first_plan == second
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 99}, "it is of version 99, and .* can be read"),
-        ({"format": "x"}, "there is no 'tracegrad recompute plan' in it"),
-        ({"plan": "{}"}, "it was changed after it was written"),
-        ({"summary": ["keeps everything"]}, "it was changed after it was written"),
-        ({"seal": None}, "it was changed after it was written"),
-    ],
-)
-def test_files_that_are_no_plan_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
-    path = tmp_path / "plan.json"
-    plan_recompute(mlp, "90%", measure=False)(*mlp_shapes(3, 16, 8)).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(
-        ValueError, match=f"plan.json is not a recompute plan: {message}.*Plan again"
-    ):
-        load_plan(path, mlp)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"program": "0"}, "planned for another program: mlp with other operations"),
-        ({"peak": 1}, "planned by another version of tracegrad"),
-    ],
-)
-def test_plans_of_other_programs_and_versions_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-):
-    shapes, path = mlp_shapes(3, 16, 8), tmp_path / "plan.json"
-    plan_recompute(mlp, "90%", measure=False)(*shapes).save(path)
-    plan_file.write(path, [], plan_file.read(path) | change)
-    with pytest.raises(ValueError, match=f"plan.json was {message}.*Plan again"):
-        load_plan(path, mlp)(*shapes)
-
-
-def test_a_program_that_writes_nothing_has_an_empty_plan(tmp_path: Path):
+def test_a_program_that_writes_nothing_has_an_empty_plan():
     plan = plan_recompute(lambda x: x.T, "50%", measure=False)(f32(2, 3))
     assert plan.segments == ()
     assert plan.peak == plan.flops == 0
-    plan.save(tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json", lambda x: x.T)(f32(2, 3)) == plan
     assert tracegrad.trace(lambda x: x.T, memory_budget="1 B")(jnp.ones((2, 3))).shape == (3, 2)
-
-
-def test_a_plan_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"format": "tracegrad recompute plan", "version": 1}))
-    with pytest.raises(ValueError, match=r"version 1.*Plan again.*\.save"):
-        load_plan(path, mlp)
-
-
-def test_a_plan_of_a_program_with_another_parameter_is_refused(tmp_path: Path):
-    def summed(axis: int) -> Any:
-        return lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, axis)) ** 2)
-
-    x = jax.ShapeDtypeStruct((8, 8), "float32")
-    path = tmp_path / "plan.json"
-    plan_recompute(summed(0), "100%", measure=False)(x).save(path)
-    assert not load_plan(path, summed(0))(x).is_needed
-    with pytest.raises(ValueError, match="planned for another program"):
-        load_plan(path, summed(1))(x)
-
-
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(ValueError, match=r"is not a recompute plan.*Plan again"):
-        load_plan(tmp_path / "plan.json", mlp)
 
 
 def test_a_plan_prints_as_a_table_and_draws_itself():
     plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
     text = str(plan)
-    assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model; none below", text)
+    assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model", text)
     assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
         segment.recompute for segment in plan.segments
     )
     before, after = plan.timeline()
     assert (max(before), max(after)) == (plan.peak_without, plan.peak)
-    memory, trade = plan.plot().axes
+    (memory,) = plan.plot().axes
     assert max(memory.lines[1].get_ydata()) * 2**20 == pytest.approx(plan.peak)
-    assert len(trade.lines[0].get_xdata()) > 5
-
-
-@pytest.mark.parametrize(
-    ("fun", "shapes"),
-    [
-        pytest.param(mlp, mlp_shapes(8, 64, 16), marks=pytest.mark.slow),
-        (loop, stacked_shapes(12, 32, 16)),
-    ],
-)
-def test_the_curve_has_the_plans_of_other_budgets(fun: Any, shapes: Any):
-    curve = plan_recompute(fun, "40%", measure=False)(*shapes).curve(4)
-    peaks, flops = [p for p, _, _ in curve], [f for _, f, _ in curve]
-    assert flops == sorted(flops)
-    assert peaks == sorted(peaks, reverse=True)
-    assert all(0 <= bound <= needed for _, needed, bound in curve)
-    for peak, needed, _ in curve:
-        assert plan_recompute(fun, peak, measure=False)(*shapes).flops == needed
 
 
 def test_a_program_of_scans_can_be_planned_for_many_budgets():
     # One that keeps some of what its body computes lies between everything and nothing.
-    curve = plan_recompute(loop, "40%", measure=False)(*stacked_shapes(12, 32, 16)).curve(8)
-    assert len({flops for _, flops, _ in curve}) > 2
+    shapes, shares = stacked_shapes(12, 32, 16), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+    plans = [plan_recompute(loop, share, measure=False)(*shapes) for share in shares]
+    assert len({plan.flops for plan in plans}) > 2
 
 
 def test_the_original_graph_is_not_edited():

@@ -1,23 +1,17 @@
-"""Plans of programs with loops: no way to run one is below the bounds that come with its plan."""
+"""Plans of programs with loops keep their budget, and what the loops compute."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad
-from tracegrad.ir import Graph
-from tracegrad.ir.costs import node_flops
-from tracegrad.planning import BudgetTooSmall, load_plan, plan_recompute
-from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
+from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
@@ -72,70 +66,7 @@ def stacked(scan: Scan, ws: Any, xs: jax.Array) -> jax.Array:
     return jnp.mean(xs**2)
 
 
-# ------------------------------------------------------------------- every way to run a small loop
-
-
-def computed(graph: Graph) -> int:
-    """FLOPs of the products and of the costly functions in a program."""
-    total = 0
-    for node in graph.nodes:
-        if node.regions:
-            times = node.params["length"] if node.op == "scan" else 1
-            total += times * sum(map(computed, node.regions.values()))
-        elif node.op in ("dot_general", "tanh", "sin", "cos"):
-            total += node_flops(node, {})
-    return total
-
-
-LENGTH, WIDTH = 12, 16
-
-
-def every_way() -> Iterator[Callable[..., jax.Array]]:
-    """A loop, and how it saves any of what it computes, alone or in groups, as JAX itself does."""
-
-    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        a = checkpoint_name(x @ w, "a")
-        b = checkpoint_name(jnp.sin(a) @ w, "b")
-        c = checkpoint_name(jnp.sin(b) @ w, "c")
-        return jnp.cos(c), None
-
-    def way(saved: tuple[str, ...] | None, size: int) -> Any:
-        policy = jax.checkpoint_policies.save_only_these_names(*(saved or ()))
-        body = step if saved is None else jax.checkpoint(step, policy=policy)
-
-        def fun(ws: jax.Array, x: jax.Array) -> jax.Array:
-            def group(x: jax.Array, ws: jax.Array) -> tuple[jax.Array, None]:
-                return jax.lax.scan(body, x, ws)
-
-            if size == 1:
-                x, _ = group(x, ws)
-            else:
-                again = jax.checkpoint(group)
-                x, _ = jax.lax.scan(again, x, ws.reshape(-1, size, WIDTH, WIDTH))
-            return jnp.sum(x)
-
-        return fun
-
-    saves = [s for k in range(4) for s in itertools.combinations("abc", k)]
-    yield way(None, 1)
-    yield from (way(saved, size) for saved in saves for size in (1, 3))
-
-
-def test_no_way_to_run_a_small_loop_is_below_the_bounds():
-    shapes = (f32(LENGTH, WIDTH, WIDTH), f32(32, WIDTH))
-    whole = model_of(next(every_way()), *shapes)
-    ways = []
-    for fun in every_way():
-        flops = computed(tracegrad.graph(jax.grad(fun, (0, 1)))(*shapes))
-        ways.append((keep_all(model_of(fun, *shapes)).peak, flops))
-    everything, least = ways[0]
-    lowest = min(peak for peak, _ in ways)
-    assert lowest_peak_bound(whole) <= lowest
-    for budget in range(lowest, everything + 1, everything // 50):
-        again = min(flops for peak, flops in ways if peak <= budget) - least
-        assert flops_bound(whole, budget) <= again
-    assert flops_bound(whole, everything) == 0
-
+# ------------------------------------------------------------------------------------- long loops
 
 LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "layers": (layers, ({"up": f32(12, 32, 32), "down": f32(12, 32, 32)}, f32(256, 32))),
@@ -146,26 +77,22 @@ LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_plans_are_between_the_bounds_and_everything(name: str):
+def test_plans_of_loops_keep_the_budget(name: str):
     scanned, shapes = LONG[name]
 
     def fun(*args: Any) -> jax.Array:
         return scanned(jax.lax.scan, *args)
 
     whole = model_of(fun, *shapes)
-    everything, lowest = keep_all(whole).peak, lowest_peak_bound(whole)
+    everything = keep_all(whole).peak
     for share in (0.9, 0.3, 0.05):
         budget = int(share * everything)
         try:
             plan = plan_recompute(fun, budget, measure=False)(*shapes)
         except BudgetTooSmall as error:
-            too_small = error
-            break
-        assert plan.peak_bound == lowest <= plan.peak
-        assert plan.flops_bound == flops_bound(whole, budget) <= plan.flops
-    else:
-        return
-    assert too_small.bound == lowest <= too_small.lowest
+            budget = error.lowest
+            plan = plan_recompute(fun, budget, measure=False)(*shapes)
+        assert plan.peak <= budget
 
 
 # ----------------------------------------------------------------------------- scans inside scans
@@ -221,7 +148,7 @@ NESTED: dict[str, tuple[Any, tuple[Any, ...], float]] = {
 
 
 @pytest.mark.parametrize("name", ["layers", pytest.param("chunks", marks=pytest.mark.slow)])
-def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
+def test_scans_inside_scans_are_planned(name: str):
     """The gradients stay, XLA's memory falls as planned, and the plan is one like others."""
     fun, shapes, share = NESTED[name]
     with jax.enable_x64(True):
@@ -237,12 +164,8 @@ def test_scans_inside_scans_are_planned(name: str, tmp_path: Path):
         assert "inside these" in plan.scans
         assert plan.scans in str(plan)
         assert max(plan.timeline()[1]) == plan.peak <= plan.budget
-        plan.save(tmp_path / "plan.json")
-        again = load_plan(tmp_path / "plan.json", fun)(*args)
-        assert again == plan
-        assert str(again.rewritten()) == str(plan.rewritten())
         expected, everything = gradient(fun)
-        found, temporary = gradient(again.apply())
+        found, temporary = gradient(plan.apply())
         assert temporary / everything == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)

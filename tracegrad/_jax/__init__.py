@@ -58,13 +58,11 @@ from tracegrad._jax.derivatives import pull_back_of_some as pull_back_of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
-from tracegrad._jax.devices import HOST_MEMORY as HOST_MEMORY
 from tracegrad._jax.devices import compiled_by as compiled_by
 from tracegrad._jax.devices import device_count as device_count
 from tracegrad._jax.devices import device_of as device_of
 from tracegrad._jax.devices import has_host_memory as has_host_memory
 from tracegrad._jax.devices import sharding_of as sharding_of
-from tracegrad._jax.devices import transfer_flops as transfer_flops
 from tracegrad._jax.flow import Operation as Operation
 from tracegrad._jax.hlo import lines_kept as lines_kept
 from tracegrad._jax.hlo import module_of as module_of

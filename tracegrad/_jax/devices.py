@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tracegrad._jax.arrays import is_tracer, wait_for
-from tracegrad._jax.caches import cached
+from tracegrad._jax.arrays import is_tracer
 from tracegrad._jax.compat import versions
 
-HOST_MEMORY = "pinned_host"
+_HOST_MEMORY = "pinned_host"
 
 
 def sharding_of(value: Any) -> Any:
@@ -49,33 +45,7 @@ def has_host_memory(device: Any) -> bool:
     A CPU lists it, too, and does nothing with it: JAX leaves out what would bring values there.
     """
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return HOST_MEMORY in kinds and device.platform != "cpu"
-
-
-@cached(64)
-def transfer_flops(device: Any, size: int = 4096) -> float:
-    """How many FLOPs a device does while a byte goes to the host's memory and comes back, measured:
-    of products, float32 as they are by default. `size`: rows of a matrix.
-
-    That is more than it takes where XLA has something else to do meanwhile.
-    """
-    with jax.ensure_compile_time_eval():
-        here = jax.sharding.SingleDeviceSharding(device)
-        there = here.with_memory_kind(HOST_MEMORY)
-        matrix = jax.device_put(jnp.ones((size, size), jnp.float32), here)
-        product = jax.jit(jnp.matmul)
-        product_seconds = _seconds(lambda: product(matrix, matrix))
-        seconds = _seconds(lambda: jax.device_put(jax.device_put(matrix, there), here))
-    return 2.0 * size**3 / product_seconds * seconds / float(matrix.nbytes)
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        wait_for(run())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])  # the first one compiles
+    return _HOST_MEMORY in kinds and device.platform != "cpu"
 
 
 def compiled_by(device: Any, devices: int = 1) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, Occurrence, has_gradient, operations
-from tracegrad.ir.costs import nbytes, nbytes_anywhere
-from tracegrad.ir.running import run_graph, run_node
+from tracegrad.ir import Node, Occurrence, has_gradient, operations
+from tracegrad.ir.costs import nbytes
+from tracegrad.ir.running import run_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +72,6 @@ class NodeResiduals:
             params.append((name, value))
         regions = tuple(node.regions.items())
         return (node.primitive, types, tuple(params), regions)
-
-
-def host_bytes(graph: Graph) -> int:
-    """Bytes that a program keeps in the host's memory for its backward pass."""
-    active = [i for i, value in enumerate(graph.inputs) if has_gradient(value)]
-
-    def forward(*args: Any) -> Any:
-        _, pullback = _jax.vjp_of_some(functools.partial(run_graph, graph), args, active)
-        return jax.tree.leaves(pullback)
-
-    kept = jax.make_jaxpr(forward)(*graph.in_avals).out_avals
-    return sum(nbytes_anywhere(aval) for aval in kept if _jax.is_on_host(aval))
 
 
 def _ask(node: Node, active: Sequence[int]) -> Residuals:

@@ -1,6 +1,5 @@
 """What to keep and what to compute again, so that a program fits a memory budget."""
 
-from tracegrad.planning.loading import load_plan as load_plan
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan
 from tracegrad.planning.plan_recompute import plan_recompute as plan_recompute
 from tracegrad.planning.plan_recompute import recompute_to_fit as recompute_to_fit

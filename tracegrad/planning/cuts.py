@@ -12,28 +12,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from tracegrad._jax.packages import require
+from scipy.sparse import coo_array, csr_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
+    breadth_first_order,
+    maximum_flow,
+)
 
 # Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
-_SCALE = 1 << 44
+_BITS = 44
+_SCALE = 1 << _BITS
 _INFINITE = 2 * _SCALE
-_MISSING = "planning what to recompute needs OR-tools: pip install 'tracegrad[plan]'"
 
 
 @dataclass(frozen=True)
 class Cut:
     """The cheapest choice for a price: `saved`, its bytes that cost something, the FLOPs of what is
-    run again; `value` is a lower bound of ``flops + price * bytes`` over all choices."""
+    run again."""
 
     saved: frozenset[int]
     bytes: int
     flops: int
-    value: float
 
 
 class Network:
@@ -44,7 +46,6 @@ class Network:
         again) and the operations that it reads.
       needed: what the backward pass reads.
       must_run: what is run again in any case.
-      free: what costs nothing to save, since it is alive anyway.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class Network:
         args: Sequence[Sequence[int]],
         needed: Iterable[int],
         must_run: Iterable[int] = (),
-        free: Collection[int] = (),
     ):
         needed, must_run = sorted(set(needed)), sorted(set(must_run))
         number: dict[int, int] = {}
@@ -78,16 +78,14 @@ class Network:
         arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
         self._tails = np.array([a for a, _ in arcs], np.int32)
         self._heads = np.array([b for _, b in arcs], np.int32)
-        self._sizes = np.array([0 if v in free else sizes[v] for v in self.values], float)
+        self._sizes = np.array([sizes[v] for v in self.values], float)
         self._flops = np.array([flops[v] for v in self.values], float)
         self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
 
     def cut(self, price: float) -> Cut:
         """The cheapest choice; `price`: FLOPs for a byte, infinite to save only what must be."""
         if not self.values:
-            return Cut(frozenset(), 0, 0, 0.0)
-        # Of 64-bit capacities, which SciPy's has not.
-        flow = require("ortools.graph.python.max_flow", _MISSING).SimpleMaxFlow()
+            return Cut(frozenset(), 0, 0)
         # Saving a value never pays if it costs more than running everything.
         can_run = self._flops < math.inf
         scale = _SCALE / max(1.0, 2.0 * self._flops[can_run].sum())
@@ -97,17 +95,17 @@ class Network:
             saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
         running = np.minimum(np.floor(self._flops * scale), _INFINITE)
         capacities = np.concatenate([saving, running, self._endless]).astype(np.int64)
-        flow.add_arcs_with_capacity(self._tails, self._heads, capacities)
-        status = flow.solve(0, 1)
-        assert status == flow.OPTIMAL, status
-        # Of several cuts of one price, that which runs least: the values on the sink's side do not.
-        beyond = np.zeros(2 + 2 * len(self.values), bool)
-        beyond[flow.get_sink_side_min_cut()] = True
+        count = 2 + 2 * len(self.values)
+        left = _left(coo_array((capacities, (self._tails, self._heads)), (count, count)).tocsr())
+        # Of several cuts of one price, that with the fewest values on the sink's side, which are
+        # not run: those from which more could flow there.
+        beyond = np.zeros(count, bool)
+        beyond[breadth_first_order((left > 0).T, 1, return_predecessors=False)] = True
         is_run = ~beyond[3::2]
         is_saved = beyond[3::2] & ~beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
         size, flops = int(self._sizes[is_saved].sum()), int(self._flops[is_run].sum())
-        return Cut(saved, size, flops, flow.optimal_flow() / scale)
+        return Cut(saved, size, flops)
 
     def hull(self, most: int) -> list[Cut]:
         """Save sets from the cheapest to compute to the smallest, on the convex hull of both.
@@ -129,6 +127,25 @@ class Network:
                     cuts.append(found)
                     gaps += [(a, found), (found, b)]
         return sorted(cuts, key=lambda cut: -cut.bytes)
+
+
+def _left(capacities: csr_array) -> csr_array:
+    """What a maximum flow from the first node to the second leaves of capacities of 64 bits.
+
+    SciPy has 32 bits, and drops the others in silence. So the flow is made in rounds, of the high
+    bits first (capacity scaling), and is exact. After a round less than a unit of it fits through
+    each arc of some cut, so that the flow of the next round is below `most`, and larger capacities
+    are as good as that.
+    """
+    most = 1 << 30
+    bits = 29 - capacities.nnz.bit_length()
+    assert bits > 0, "half a billion arcs"
+    left = capacities
+    for shift in reversed(range(0, _BITS, bits)):
+        room = left.copy()
+        room.data = np.minimum(room.data >> shift, most).astype(np.int32)
+        left = left - maximum_flow(room, 0, 1).flow.astype(np.int64) * (1 << shift)
+    return left
 
 
 def _area(a: Cut, b: Cut) -> float:

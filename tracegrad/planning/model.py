@@ -3,7 +3,6 @@ what reads it in the forward and in the backward pass."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -57,8 +56,6 @@ class MemoryModel:
       again: FLOPs that its own backward pass runs again inside, whatever the plan.
       scans: how scans are run that are not as they were.
       steps: the model itself, and of the same operations those in which scans keep ever less.
-      transfer: FLOPs for which there is time while a byte goes to the host's memory and back;
-        infinite where nothing may be kept there.
     """
 
     sizes: list[int]
@@ -75,7 +72,6 @@ class MemoryModel:
     active: Collection[Value] = ()
     fusion: Fusion | None = None
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
-    transfer: float = math.inf
     again: list[int] = field(default_factory=list)
     scans: Mapping[Node, ScanWay] = field(default_factory=dict)
 

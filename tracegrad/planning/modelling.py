@@ -9,7 +9,6 @@ nothing, and so do gradients of arguments, which are results.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
 from tracegrad import _jax
@@ -31,7 +30,6 @@ def model(
     *,
     active: Collection[Value] | None = None,
     residuals: NodeResiduals | None = None,
-    transfer: float = math.inf,
     scans: Mapping[Node, ScanWay] | None = None,
 ) -> MemoryModel:
     """The model of a graph without plain calls (see `flatten`).
@@ -42,7 +40,7 @@ def model(
       fusion: what becomes of the results; without it all but views are taken to be written, as
         JAX's own residuals are before XLA has a part in it.
       residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
-      transfer, scans: those of `MemoryModel`.
+      scans: those of `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
@@ -54,7 +52,7 @@ def model(
         )
     fates = fusion or without_compiling(graph)
     found = _Modelling(graph, fates, active, residuals or NodeResiduals(), scans or {}).assemble()
-    found.fusion, found.transfer = fusion, transfer
+    found.fusion = fusion
     return found
 
 

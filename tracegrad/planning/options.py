@@ -1,4 +1,4 @@
-"""What users write → numbers: a memory budget, how many plans to compile, what offloading costs."""
+"""What users write → numbers: a memory budget, and how many plans to compile."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import operator
 import re
 from typing import Any
 
-import jax
 import numpy as np
 
-from tracegrad import _jax
 from tracegrad.planning.tuning import TUNING
 
 MemoryBudget = int | float | str
 Measure = bool | int
-Offload = bool | float
 
 _UNITS = {"": 1, "b": 1, "%": 1} | {
     prefix + suffix: base**power
@@ -79,26 +76,3 @@ def plans_to_compile(measure: Measure) -> int:
     if measure < 1:
         raise ValueError(f"{expected}, at least 1, not {measure!r}; False compiles nothing")
     return operator.index(measure)
-
-
-def transfer_flops(offload: Offload, measure: bool) -> float:
-    """FLOPs for which there is time while a byte goes to the host's memory and back: measured, once
-    for a device, for True; infinitely many for False, as nothing goes there.
-
-    `measure`: whether plans are for the devices that are here. Raises TypeError, ValueError for a
-    number that is none, and where the devices have no memory but the host's.
-    """
-    if offload is False:
-        return math.inf
-    if not isinstance(offload, bool | int | float):
-        raise TypeError(f"offload= is True, False or FLOPs for a byte, not {offload!r}")
-    if not 0 < offload < math.inf:
-        raise ValueError(f"offload= wants FLOPs for a byte above zero, not {offload!r}")
-    device = jax.local_devices()[0]
-    if (measure or offload is True) and not _jax.has_host_memory(device):
-        raise ValueError(
-            f"offload= keeps values in the host's memory, but {device.device_kind!r} has no other: "
-            "nothing would be saved. To plan for another device, pass measure=False and how many "
-            "FLOPs that does while a byte goes to the host and back"
-        )
-    return _jax.transfer_flops(device) if offload is True else float(offload)

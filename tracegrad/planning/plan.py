@@ -1,10 +1,8 @@
-"""A plan: what a program keeps and what it computes again, as text, as a file and as a picture."""
+"""A plan: what a program keeps and what it computes again, as text and as a picture."""
 
 from __future__ import annotations
 
 import functools
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tracegrad._jax.packages import require
-from tracegrad.differentiation.fingerprint import fingerprint
-from tracegrad.differentiation.residuals import host_bytes
 from tracegrad.ir import Graph
 from tracegrad.ir.wording import in_units, table
-from tracegrad.planning.bounds import flops_bound, lowest_peak_bound
-from tracegrad.planning.plan_file import write
 from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.simulation import Segment, Simulation
 from tracegrad.tracing import to_callable
@@ -42,7 +36,7 @@ class RecomputePlan:
       measured_on: the backend and the JAX that compiled it; why not, if nothing was measured.
       peak, peak_without: the highest point in the model, with the plan and with nothing recomputed.
       residual, residual_without: what is kept from the forward to the backward pass, in the model.
-      flops: extra FLOPs, and those that could be done while it offloads (see `offloaded`).
+      flops: extra FLOPs.
       forward_flops: those of the forward pass.
       target: bytes that the plan was made for in the model.
       segments: the parts of the program, in order, each kept or recomputed but for a save set.
@@ -78,25 +72,10 @@ class RecomputePlan:
         names = [w[n].name for s, w in ways for n in whole.nodes[s.start : s.stop] if n in w]
         return "; ".join(dict.fromkeys(names))
 
-    @functools.cached_property
-    def flops_bound(self) -> int:
-        """No plan within the target needs fewer extra FLOPs, in the model."""
-        return min(self.flops, flops_bound(self._search.whole, self.target)) if self.flops else 0
-
-    @functools.cached_property
-    def peak_bound(self) -> int:
-        """No plan has a lower peak, in the model."""
-        return lowest_peak_bound(self._search.whole)
-
     @property
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
         return any(segment.recompute or segment.step for segment in self.segments)
-
-    @functools.cached_property
-    def offloaded(self) -> int:
-        """Bytes that are kept in the host's memory from the forward to the backward pass."""
-        return host_bytes(self.rewritten()) if self._search.whole.transfer < math.inf else 0
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""
@@ -111,22 +90,10 @@ class RecomputePlan:
         """
         return to_callable(self.rewritten())
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, to be reviewed and kept with the model; see `load_plan`.
-
-        Raises OSError where that cannot be; a file that was there stays then, as it was.
-        """
-        names = "budget", "held", "held_without", "measured_on", "target", "peak", "segments"
-        plan = {name: getattr(self, name) for name in names}
-        plan |= {"name": self.graph.name, "program": fingerprint(self.graph)}
-        plan |= {"differentiated": self.graph.differentiated}
-        plan |= {"transfer": self._search.whole.transfer, "fusion": self._search.whole.fusion}
-        write(path, str(self).splitlines(), plan)
-
     def __str__(self) -> str:
         peak, without = in_units(self.peak), in_units(self.peak_without)
         kept, kept_without = in_units(self.residual), in_units(self.residual_without)
-        share, bound = (_percent(f, self.forward_flops) for f in (self.flops, self.flops_bound))
+        share = _percent(self.flops, self.forward_flops)
         lines = [f"recompute plan of {self.graph.name} for a budget of {in_units(self.budget)}"]
         if self.held is None:
             lines.append(f"  measured     not: {self.measured_on}")
@@ -135,24 +102,18 @@ class RecomputePlan:
             lines.append(f"  XLA holds    {in_units(self.held)}{of} ({self.measured_on})")
         lines += [
             f"  peak         {peak} of {without} ({_percent(self.peak, self.peak_without)}) in the "
-            f"model; none below {in_units(self.peak_bound)} is possible",
+            "model",
             f"  residuals    {kept} of {kept_without} "
             f"({_percent(self.residual, self.residual_without)})",
-            f"  extra FLOPs  {self.flops:.4g}, {share} of the forward pass; for a peak of "
-            f"{in_units(self.target)} at least {bound}",
+            f"  extra FLOPs  {self.flops:.4g}, {share} of the forward pass",
         ]
-        if self.offloaded:
-            lines.append(
-                f"  on the host  {in_units(self.offloaded)}, counted as "
-                f"{self._search.whole.transfer:.4g} FLOPs for a byte"
-            )
         if self.scans:
             lines.append(f"  scans        {self.scans}")
         rows = [("segment", "nodes", "what", "saved", "peak", "extra FLOPs", "begins with")]
         found = self._simulation
         for segment, local, most in zip(self.segments, found.locals, found.peaks, strict=True):
             nodes = nodes_of(self._search.whole, segment.start, segment.stop)
-            what = ("recompute" if segment.recompute else "keep") + ", offload" * segment.offload
+            what = "recompute" if segment.recompute else "keep"
             counts = str(len(rows) - 1), str(len(nodes)), what, str(len(local.stored))
             costs = in_units(most), _percent(local.flops, self.forward_flops)
             rows.append((*counts, *costs, nodes[0].name if nodes else ""))
@@ -167,44 +128,24 @@ class RecomputePlan:
         before, after = self._search.kept, self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
-    def curve(self, points: int = 10) -> list[tuple[int, int, int]]:
-        """The trade for other budgets: peak bytes, extra FLOPs and their lower bound, from the
-        largest peak to the lowest that can be planned. Each point is a plan of its own, and takes
-        as long."""
-        whole, lowest = self.peak_without, self._search.lowest_peak
-        budgets = (whole + (lowest - whole) * k // points for k in range(1, points + 1))
-        plans = map(self._search.best, budgets)
-        return [(whole, 0, 0), *((plan.peak, plan.flops, plan.flops_bound) for plan in plans)]
-
     def plot(self) -> Any:
-        """Two pictures as a matplotlib Figure: bytes alive over the forward and the backward pass
-        with and without the plan, and extra FLOPs against the peak for other budgets, above the
-        bound that no plan is below.
+        """A picture as a matplotlib Figure: bytes alive over the forward and the backward pass,
+        with and without the plan.
 
         Raises ImportError without matplotlib.
         """
         missing = "drawing a plan needs matplotlib: pip install matplotlib"
         figures = require("matplotlib.figure", missing)
-        figure = figures.Figure(figsize=(11, 4), layout="constrained")
-        memory, trade = figure.subplots(1, 2)
-        mib, forward = 2**20, max(1, self.forward_flops) / 100
+        figure = figures.Figure(figsize=(6, 4), layout="constrained")
+        axis = figure.subplots()
         for label, sizes in zip(("everything kept", "planned"), self.timeline(), strict=True):
             # The forward pass is the first half of either, however many operations it has.
-            memory.plot(np.linspace(0, 1, len(sizes)), np.divide(sizes, mib), label=label)
-        memory.axhline(self.target / mib, linestyle=":", color="grey", label="planned for")
-        memory.axvline(0.5, linewidth=0.5, color="grey")
-        here = (self.peak, self.flops, self.flops_bound)
-        points = sorted({*self.curve(), here}, reverse=True)
-        peaks, flops, bounds = np.divide(points, (mib, forward, forward)).T
-        trade.plot(peaks, flops, marker="o", label="plans")
-        trade.plot(peaks, bounds, linestyle=":", color="grey", label="no plan is below")
-        trade.plot([self.peak / mib], [self.flops / forward], "s", label="this plan")
+            axis.plot(np.linspace(0, 1, len(sizes)), np.divide(sizes, 2**20), label=label)
+        axis.axhline(self.target / 2**20, linestyle=":", color="grey", label="planned for")
+        axis.axvline(0.5, linewidth=0.5, color="grey")
         along = "operations: the forward pass, then the backward pass"
-        memory.set(title="memory of one gradient", xlabel=along, ylabel="MiB alive", xticks=[])
-        extra = "extra FLOPs, % of the forward pass"
-        trade.set(title="the trade", xlabel="peak, MiB", ylabel=extra)
-        memory.legend()
-        trade.legend()
+        axis.set(title="memory of one gradient", xlabel=along, ylabel="MiB alive", xticks=[])
+        axis.legend()
         return figure
 
 

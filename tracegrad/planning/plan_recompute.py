@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,10 +26,8 @@ from tracegrad.planning.modelling import model
 from tracegrad.planning.options import (
     Measure,
     MemoryBudget,
-    Offload,
     budget_bytes,
     plans_to_compile,
-    transfer_flops,
 )
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
@@ -46,7 +43,6 @@ def plan_recompute(
     wrt: Wrt | None = None,
     argnums: int | Sequence[int] | None = None,
     measure: Measure = True,
-    offload: Offload = False,
 ) -> Callable[..., RecomputePlan]:
     """Plans what the backward pass of a function computes again, so that memory stays in a budget.
 
@@ -69,12 +65,6 @@ def plan_recompute(
         third and further ones, each halfway between one that was too large and one that was not,
         may find one of fewer FLOPs. False to plan by the model alone, without compiling. What XLA
         holds may be more or less then, and the plan says that it was not measured.
-      offload: whether values may also be kept in the host's memory until the backward pass reads
-        them, for the FLOPs that the device could do meanwhile: as many for a byte, there and back,
-        or as are measured here, if True. Where XLA keeps the budget with no such plan, as many are
-        compiled that keep nothing there: what is not in a scan XLA may bring back too early. A
-        planned program that does so has no second derivative by reverse mode over reverse mode, as
-        JAX has none of it.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -87,10 +77,8 @@ def plan_recompute(
     Raises:
       TypeError, ValueError: for a budget or a number of plans that is none (at once), for `wrt` as
         `tracegrad.grad`, for a program without a gradient, and `BudgetTooSmall`, with the least
-        that was held and a bound that no plan can be below in the model, where there is no plan
-        within the budget. For `offload` where the device has no memory but the host's, as a CPU,
-        unless it is a number and nothing is measured.
-      ImportError: without OR-tools (``pip install 'tracegrad[plan]'``).
+        that was held, where there is no plan
+        within the budget.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(weights, x):
@@ -99,7 +87,7 @@ def plan_recompute(
     ...     return jnp.sum(x**2)
     >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
     >>> plan = plan_recompute(loss, "75%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
-    >>> plan.held <= plan.budget, plan.flops_bound <= plan.flops < plan.forward_flops
+    >>> plan.held <= plan.budget, plan.flops < plan.forward_flops
     (True, True)
     >>> planned = jax.grad(plan.apply())
 
@@ -112,7 +100,7 @@ def plan_recompute(
     """
     require_function(fun, "plan for")
     chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
-    asked = recompute_to_fit(memory_budget, measure=measure, offload=offload)
+    asked = recompute_to_fit(memory_budget, measure=measure)
 
     @functools.wraps(fun, updated=())
     def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
@@ -126,13 +114,11 @@ def plan_recompute(
     return plan
 
 
-def recompute_to_fit(
-    memory_budget: MemoryBudget, *, measure: Measure = True, offload: Offload = False
-) -> FitToBudget:
+def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) -> FitToBudget:
     """The rule that makes a graph recompute what it must to stay within a memory budget.
 
     Args:
-      memory_budget, measure, offload: as for `plan_recompute`.
+      memory_budget, measure: as for `plan_recompute`.
 
     Returns:
       A function ``Graph -> Graph``. A graph that fits is returned as it is, and so is one that
@@ -141,25 +127,22 @@ def recompute_to_fit(
       gradients stand before it, as `trace` has it with ``memory_budget=``.
 
     Raises:
-      TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none,
-        and for `offload`.
+      TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none.
       ValueError: for bytes on a mesh with automatic axes, where XLA decides what a device holds,
         if all devices together hold more.
       GraphError: when it is applied to a program in which JAX has differentiated something, where
         recompute would save nothing any more.
     """
     budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
-    plans, transfer = plans_to_compile(measure), transfer_flops(offload, bool(measure))
-    return _rule(memory_budget, plans, transfer)
+    return _rule(memory_budget, plans_to_compile(measure))
 
 
 @dataclass(frozen=True, eq=False)
 class FitToBudget:
-    """What is asked for, and the rule for it; see `plans_to_compile` and `transfer_flops`."""
+    """What is asked for, and the rule for it; see `plans_to_compile`."""
 
     memory_budget: MemoryBudget
     plans: int
-    transfer: float
 
     for_the_outermost = True
 
@@ -195,17 +178,16 @@ class FitToBudget:
     ) -> RecomputePlan:
         """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known;
         `examples`: as of `Gradient`, for all of which the budget is."""
-        ways = list(dict.fromkeys((self.transfer, math.inf)))  # with the host's memory, and without
-        with progress("plan_recompute", 1 + len(ways) * self.plans) as begin:
+        with progress("plan_recompute", 1 + self.plans) as begin:
             program, why_not = flatten(graph), "measure=False"
             if self.plans:
                 try:
                     begin("compiling with nothing recomputed")
                     gradient = Gradient(program, shardings, examples)
-                    return self._measured(program, gradient, ways, examples, begin)
+                    return self._measured(program, gradient, examples, begin)
                 except _jax.NotMeasuredError as error:
                     why_not = str(error)
-            search = Search(model(program, transfer=self.transfer), examples)
+            search = Search(model(program), examples)
             budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples
             try:
                 return replace(search.best(budget), measured_on=why_not)
@@ -217,30 +199,20 @@ class FitToBudget:
         self,
         program: Graph,
         gradient: Gradient,
-        ways: Sequence[float],
         examples: int,
         begin: Callable[[str], None],
     ) -> RecomputePlan:
-        """The plan that XLA was seen to hold within the budget, of the first of some prices of a
-        transfer for which there is one."""
+        """The plan that XLA was seen to hold within the budget."""
         without, fusion = gradient.held_and_fusion(program)
         budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
 
         def held_by(planned: Graph) -> int:
-            which = f"plan {next(numbers)} of at most {len(ways) * self.plans}"
+            which = f"plan {next(numbers)} of at most {self.plans}"
             begin(f"compiling {which}, budget {in_units(budget)}")
             return gradient.held(planned)
 
-        whole, measured_on = model(program, fusion), gradient.measured_on
-        misses = []
-        for transfer in ways:
-            search = Search(replace(whole, transfer=transfer), examples)
-            try:
-                return fitted(search, budget, held_by, without, self.plans, measured_on)
-            except BudgetTooSmall as error:
-                # Outside of loops XLA brings to a GPU at once what has just gone to the host.
-                misses.append(error)
-        raise min(misses, key=lambda error: error.lowest)
+        search = Search(model(program, fusion), examples)
+        return fitted(search, budget, held_by, without, self.plans, gradient.measured_on)
 
 
 # Functions traced with one rule share their programs. Of budgets 1 is a byte, and 1.0 is all.

@@ -184,7 +184,7 @@ def _costs(local: Local) -> list[int]:
 
 
 def recomputing(piece: Piece) -> Iterator[Segment]:
-    """The ways to recompute a piece: with save sets, and with the best of them on the host."""
+    """The ways to recompute a piece, with save sets."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
     # What came into it and is read again only where something else is run again is kept for that.
@@ -195,13 +195,9 @@ def recomputing(piece: Piece) -> Iterator[Segment]:
     sizes = [*piece.sizes, *(size for size, _ in piece.given)]
     flops = [*piece.flops, *[math.inf] * len(piece.given)]
     network = Network(sizes, flops, args, piece.needed, must_run)
-    cuts = [(cut, False) for cut in network.hull(TUNING.save_sets)]
-    if piece.transfer < math.inf:
-        # Where a byte costs more on the device than its way to the host, all that is saved goes.
-        cuts.append((network.cut(piece.transfer), True))
-    for cut, offload in cuts:
+    for cut in network.hull(TUNING.save_sets):
         saved = frozenset([v for v in cut.saved if v < count])
-        yield Segment(0, count, True, saved, offload)
+        yield Segment(0, count, True, saved)
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:

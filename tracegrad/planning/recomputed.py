@@ -1,8 +1,7 @@
 """Regions that keep nothing but what is chosen, as XLA holds them.
 
 What is to be kept gets a name (see `checkpoint_names`), and the policy of the region saves these
-names and nothing else. What comes into it is kept anyway; to be kept on the host it gets a name
-inside.
+names and nothing else. What comes into it is kept anyway.
 
 So that nothing else is kept, what XLA computes inside of what reads it goes over no border: the
 region has copies of it. And there is a barrier in front of the region and behind it, over which XLA
@@ -26,7 +25,7 @@ from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import read, run_node
 from tracegrad.ir.stretches import entering, gathered
-from tracegrad.planning.checkpoint_names import named_results, with_name
+from tracegrad.planning.checkpoint_names import named_results
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,6 @@ class Stretch:
       saved: those of its nodes whose results are kept, and whether their derivatives read them.
       late: nodes that are run again when the cotangents of another arrive, and that other, which
         alone reads them, or what else waits for it.
-      on_host: if what is kept goes to the host, what else of the graph's inputs may.
     """
 
     nodes: Sequence[Node]
@@ -48,7 +46,6 @@ class Stretch:
     recompute: bool = False
     saved: Mapping[Node, bool] = field(default_factory=dict)
     late: Mapping[Node, Node] = field(default_factory=dict)
-    on_host: Collection[Value] | None = None
 
 
 def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]) -> Graph:
@@ -102,7 +99,7 @@ class _Step:
 class _Region:
     """Steps that are run again together.
 
-    `steps` come in order, copies before the others. Of what comes in `names` are given to some.
+    `steps` come in order, copies before the others.
     `left`: what is read past the region by others than regions, behind a barrier.
     """
 
@@ -111,7 +108,6 @@ class _Region:
     outputs: Sequence[Value]
     waits: bool = False  # for all that comes in, before anything of it is run
     policy: Callable[..., Any] | None = None
-    names: Mapping[Value, str] = field(default_factory=dict)
     left: Sequence[Value] = ()
 
     @property
@@ -156,7 +152,7 @@ def _planned(
     for stretch in reversed(stretches):  # what is read behind it is known then
         own = [_step(node, stretch, names) for node in stretch.nodes]
         if stretch.recompute:
-            steps[:0] = _in_region(own, stretch, readers, copied, names)
+            steps[:0] = _in_region(own, stretch, readers, copied)
         else:
             steps[:0] = own
     unread = set[Node]()  # copies alone of these are read
@@ -184,16 +180,9 @@ def _in_region(
     stretch: Stretch,
     readers: _Readers,
     copied: Collection[Node],
-    names: Iterator[str],
 ) -> list[_Step | _Region]:
     """The steps of a stretch as a region, and before it those of which only copies are read."""
     kept = [name for step in steps for name in step.names]
-    given: dict[Value, str] = {}
-    if stretch.on_host is not None:
-        alone = _read_alone(steps, stretch.on_host, readers)
-        given = dict(zip(alone, names))
-        kept += given.values()
-        copied = ()  # what comes in has its name here
     inside: list[_Step | _Region] = list(steps)
     for reader in dict.fromkeys(stretch.late.values()):
         late = [node for node, other in stretch.late.items() if other is reader]
@@ -202,8 +191,9 @@ def _in_region(
             inside = _grouped(inside, waiting, readers, copied)
     region, outside = _region(inside, readers, copied)
     left = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
-    policy = _keeping(kept, stretch.on_host is not None)
-    whole = replace(region, policy=policy, names=given, left=left)
+    policies: Any = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*kept) if kept else None
+    whole = replace(region, policy=policy, left=left)
     readers.gone([region], region.operands)
     readers.reads(whole)
     return [*outside, whole]
@@ -257,22 +247,6 @@ def _region(
     return region, outside
 
 
-def _read_alone(
-    steps: Sequence[_Step], inputs: Collection[Value], readers: _Readers
-) -> list[Value]:
-    """What comes into some steps and nothing else reads, but arguments, which are alive anyway;
-    except these `inputs`."""
-    inside = {step.node for step in steps}
-    graph = readers.graph
-    return [
-        value
-        for value in entering(steps)
-        if (value in graph.producers or value in inputs)
-        and value not in graph.results
-        and readers.of(value) <= inside
-    ]
-
-
 def _between(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
     """Some nodes, all that reads them, and so on up to a reader."""
     found, pending = {reader}, [*nodes]
@@ -281,22 +255,6 @@ def _between(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
             found.add(node)
             pending += [user for value in node.outputs for user in graph.users.get(value, ())]
     return found
-
-
-def _keeping(names: Sequence[str], on_host: bool) -> Callable[..., Any] | None:
-    """The policy of a region that keeps nothing but what has these names."""
-    policies: Any = jax.checkpoint_policies
-    if not names:
-        return None
-    keep: Callable[..., Any] = policies.save_only_these_names(*names)
-    if on_host:
-        keep = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(names),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return keep
 
 
 # ---------------------------------------------------------------------------------------- running
@@ -324,8 +282,6 @@ def _run(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None:
 def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
     def recomputed(*operands: Any) -> list[Any]:
         values = dict(zip(region.operands, operands, strict=True))
-        for value, name in region.names.items():
-            values[value] = with_name(values[value], name)
         for step in region.steps:
             _run(step, values)
         return [values[value] for value in region.outputs]

@@ -3,7 +3,7 @@ run in the ways of their segment's step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
@@ -15,20 +15,14 @@ from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
 
 
-def with_regions(
-    model: MemoryModel, plan: Sequence[Segment], offloaded: Collection[int] = ()
-) -> Graph:
-    """The graph of a model, rewritten; the model's own stays as it is.
-
-    `offloaded`: the positions of its inputs that may be kept on the host as well.
-    """
+def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
+    """The graph of a model, rewritten; the model's own stays as it is."""
     assert model.graph is not None
-    inputs = [model.graph.inputs[i] for i in offloaded]
-    stretches = [_stretch(model, segment, inputs) for segment in plan]
+    stretches = [_stretch(model, segment) for segment in plan]
     return in_stretches(model.graph, stretches, set(_copied(model)))
 
 
-def _stretch(model: MemoryModel, segment: Segment, inputs: Sequence[Value]) -> Stretch:
+def _stretch(model: MemoryModel, segment: Segment) -> Stretch:
     start, stop = segment.start, segment.stop
     inside, written = model.steps[segment.step], model.nodes[start:stop]
     nodes = nodes_of(model, start, stop)
@@ -41,8 +35,7 @@ def _stretch(model: MemoryModel, segment: Segment, inputs: Sequence[Value]) -> S
         saved[node] = bool(positions and model.residuals.of(node, positions).results)
     waiting = Piece(inside, start, stop).run(segment.shifted(-start)).late.items()
     late = {written[v]: written[reader] for v, reader in waiting}
-    on_host = inputs if segment.offload else None
-    return Stretch(nodes, instead, True, saved, late, on_host)
+    return Stretch(nodes, instead, True, saved, late)
 
 
 def _copied(model: MemoryModel) -> Iterator[Node]:

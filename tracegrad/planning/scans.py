@@ -3,8 +3,7 @@
 What a scan keeps for its backward pass is kept once for each iteration. So its body is recomputed
 whole, but for a save set, in every iteration or in some of them; and beyond that the iterations go
 in groups of which only the first carry is kept, each group being run again when its turn comes.
-Where the host may keep something, carry and save set go there. All of that for each way to run the
-scans that are inside the body.
+All of that for each way to run the scans that are inside the body.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
         if isinstance(length := node.params["length"], int) and length > 1
     ]
     found = {node: _ways(node, whole, times * len(scans)) for node in scans}
-    known: Any = {"active": whole.active, "residuals": whole.residuals, "transfer": whole.transfer}
+    known: Any = {"active": whole.active, "residuals": whole.residuals}
     in_step = functools.partial(model, whole.graph, whole.fusion, **known)
     for k in range(max(map(len, found.values()), default=0)):
         chosen = {node: ways[min(k, len(ways) - 1)] for node, ways in found.items()}
@@ -94,7 +93,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
 
     def modelled(graph: Graph) -> MemoryModel:
         active = active_in_body(scan, graph, around.active)
-        return model(graph, active=active, residuals=around.residuals, transfer=around.transfer)
+        return model(graph, active=active, residuals=around.residuals)
 
     given = [v.aval for v in scan.inputs]
     body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
@@ -112,8 +111,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
                 bodies.append(with_regions(part, [replace(way, step=0)]))
             run = in_turn(scan, bodies)
         else:
-            on_host = range(constants, constants + carried) if first.offload else ()
-            run = in_groups(scan, with_regions(body, [first], on_host), size)
+            run = in_groups(scan, with_regions(body, [first]), size)
         return flatten(trace_graph(run)(*given))
 
     carry = sum(nbytes(v.aval) for v in body.graph.inputs[constants : constants + carried])
@@ -129,11 +127,10 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             first, _ = turn[0]
             if not (step or first.recompute):
                 continue  # the scan as it is
-            times, sent = length // len(turn), carry if first.offload else 0
-            kept = [0 if way.offload else local.staying + carry for way, local in turn]
+            times = length // len(turn)
+            kept = [local.staying + carry for _, local in turn]
             flops = sum(local.flops for _, local in turn)
-            flops += int(body.transfer * sent) if sent else 0
-            working = max(max(local.backward) for _, local in turn) + sent + sum(kept[1:])
+            working = max(max(local.backward) for _, local in turn) + sum(kept[1:])
             yield _Option(
                 functools.partial(put, [replace(way, step=step) for way, _ in turn]),
                 times * flops,
@@ -159,7 +156,7 @@ def _turns(
     """Each way for all iterations, and of each two that are next to each other some of the one and
     some of the other: what is kept comes in steps of a whole body otherwise."""
     yield from ([run] for run in runs)
-    here = [run for run in runs if run[0].recompute and not run[0].offload]
+    here = [run for run in runs if run[0].recompute]
     for (more, less), count in itertools.product(itertools.pairwise(here), TUNING.in_turn):
         for part in range(1, count) if length % count == 0 else ():
             if math.gcd(part, count) == 1:
@@ -168,9 +165,7 @@ def _turns(
 
 def _told(turn: Sequence[Segment]) -> str:
     counts = Counter(
-        (f"recomputed but for {len(way.saved)} values" if way.recompute else "kept")
-        + (" on the host" if way.offload else "")
-        for way in turn
+        f"recomputed but for {len(way.saved)} values" if way.recompute else "kept" for way in turn
     )
     if len(counts) == 1:
         return f"scan bodies {next(iter(counts))}"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence
 from tracegrad.ir.wording import in_units
-from tracegrad.planning.bounds import lowest_peak_bound
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.planner import Planner
@@ -22,7 +21,6 @@ class BudgetTooSmall(ValueError):
 
     Attributes:
       lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
-      bound: bytes, below which no plan can be, in the planner's model.
       measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
       held_most: lines of the user's, and the bytes that are held of them where its peak is.
     """
@@ -31,17 +29,14 @@ class BudgetTooSmall(ValueError):
         self,
         budget: int,
         lowest: int,
-        bound: int,
         measured_on: str = "",
         held_most: Sequence[tuple[str, int]] = (),
         of: str = "",
     ):
         gradient = f" for the gradient of {of}" if of else ""
         text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak that "
-        held, model = f" as XLA held it ({measured_on})", " in the planner's model"
-        text += f"was found is {lowest:,} bytes{held if measured_on else ''}"
-        if bound <= lowest:  # of tiny programs XLA holds less than the model does
-            text += f", and none below {bound:,} bytes is possible{model if measured_on else ''}"
+        text += f"was found is {lowest:,} bytes"
+        text += f" as XLA held it ({measured_on})" if measured_on else ""
         if held_most:
             lines = (f"{line} ({in_units(size)})" for line, size in held_most)
             text += f". Most is held there of {', '.join(lines)}"
@@ -51,7 +46,7 @@ class BudgetTooSmall(ValueError):
                 "tracegrad.planning.recompute_to_fit, more plans are tried"
             )
         super().__init__(text)
-        self.lowest, self.bound, self.measured_on = lowest, bound, measured_on
+        self.lowest, self.measured_on = lowest, measured_on
         self.held_most = tuple(held_most)
 
 
@@ -77,7 +72,7 @@ class Search:
 
         Raises BudgetTooSmall, with the lowest peak of all, if there is none.
         """
-        if self.kept.peak <= target:  # then there is nothing to plan, and no library is needed
+        if self.kept.peak <= target:  # then there is nothing to plan
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
         if found is None:
@@ -98,7 +93,6 @@ class Search:
         return BudgetTooSmall(
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
-            self.examples * lowest_peak_bound(self.whole),
             measured_on,
             _held_most(self.whole, lowest.segments),
             self.graph.name,

@@ -22,15 +22,13 @@ class Segment:
     """The operations from `start` up to `stop`.
 
     `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
-    of that is kept. `offload`: whether what it saves, and what comes into it alone, is kept in the
-    host's memory until then. `step`: that of the model's `steps` as which its scans are run.
+    of that is kept. `step`: that of the model's `steps` as which its scans are run.
     """
 
     start: int
     stop: int
     recompute: bool = False
     saved: frozenset[int] = frozenset()
-    offload: bool = False
     step: int = 0
 
     def shifted(self, by: int) -> Segment:
@@ -44,10 +42,10 @@ class Local:
     """What a segment does by itself; positions count from its start.
 
     Attributes:
-      flops: extra FLOPs, and those for which there is time while it offloads.
+      flops: extra FLOPs.
       recomputed: the operations that are run again, in order.
       late: those of them that wait for the step back of one operation, and that.
-      stored: what is kept from its forward to its backward pass, on the device.
+      stored: what is kept from its forward to its backward pass.
       staying: bytes of that, and of what is kept beside buffers.
       unread: bytes that came into it and go with its forward pass.
       forward: bytes of its own buffers alive at each operation.
@@ -80,12 +78,10 @@ class Piece:
         self.uses = [[u - start for u in model.uses[i]] for i in within]
         self.leaves = [bool(uses) and uses[-1] >= stop - start for uses in self.uses]
         self.needed = sorted({v for found in self.needs for v in found})
-        self.transfer = model.transfer
         read_back = {v for i in within for v in model.needs[i]}
         came = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
         uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in came if model.sizes[v]]
         alone = [v for v, first, last in uses if start <= first and last < stop]
-        self.read_back = sum([model.sizes[v] for v in alone if v in read_back])
         given = [v for v in alone if v not in read_back]
         self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
         # If it is kept: what its steps read, and the bytes that go with its forward pass.
@@ -120,10 +116,11 @@ class Piece:
         staying = size if way.recompute else size + made + sum(self.extra)
         unread = [size for size, readers in self.given if ran.isdisjoint(readers)]
         live = size + made if way.recompute else staying
-        lates = [{}, *filter(None, [{} if way.offload else self._late(ran)])]
+        late = self._late(ran)
+        lates = [{}, late] if late else [{}]
         backward = [self._backward(again, late, needs, reads.copy(), live) for late in lates]
         best = min(range(len(lates)), key=lambda k: max(backward[k]))
-        local = Local(
+        return Local(
             flops=self.again + sum([self.flops[i] for i in again]),
             recomputed=again,
             late=lates[best],
@@ -132,21 +129,6 @@ class Piece:
             unread=sum(unread) if way.recompute else self.unread_kept,
             forward=self._forward(stored, way.recompute),
             backward=backward[best],
-        )
-        return self._offloaded(local) if way.offload else local
-
-    def _offloaded(self, local: Local) -> Local:
-        """The same, with what stays in the host's memory: it is there again when the cotangents
-        arrive."""
-        came = self.read_back + sum([size for size, _ in self.given]) - local.unread
-        return replace(
-            local,
-            flops=local.flops + int(self.transfer * (local.staying + came)),
-            stored=frozenset(),
-            staying=0,
-            unread=local.unread + came,
-            forward=self._forward(frozenset(), recompute=True),
-            backward=tuple([size + came for size in local.backward]),
         )
 
     def _recomputed(self, saved: AbstractSet[int]) -> set[int]:

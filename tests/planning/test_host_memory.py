@@ -1,0 +1,78 @@
+"""What a user's policy keeps in the host's memory: on a CPU, which has no other, by what JAX writes
+for a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+import tracegrad as tg
+from tracegrad.insight.live_ranges import find_peak
+from tracegrad.planning import plan_recompute
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def moved(fun: Any, *shapes: Any) -> dict[str, list[int]]:
+    """The bytes of each value that its gradient brings to the host, and to the device, on a GPU."""
+    traced = jax.jit(jax.grad(fun, (0, 1))).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    placed = r'placement = "(\w+)"\}\} : \(tensor<([\dx]+)xf32>\)'
+    found: dict[str, list[int]] = {"pinned_host": [], "device": []}
+    for where, shape in re.findall(placed, text):
+        found[where].append(4 * math.prod(map(int, shape.split("x"))))
+    return found
+
+
+def offloading_block(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x + checkpoint_name(jnp.sin(checkpoint_name(x, "x") @ w), "h") ** 2  # type: ignore[no-untyped-call]
+
+
+TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["x", "h"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+TO_KEEP = jax.checkpoint_policies.save_only_these_names("x", "h")
+
+
+def test_what_a_users_policy_offloads_takes_nothing_of_the_device():
+    def loss(block: Any) -> Any:
+        return lambda w, x: jnp.sum(jax.lax.scan(lambda x, w: (block(x, w), None), x, w)[0])
+
+    shapes = (f32(6, 8, 8), f32(32, 8))
+    theirs = loss(jax.checkpoint(offloading_block, policy=TO_HOST))
+    ours = loss(tg.recompute_grad(offloading_block, policy=TO_HOST))
+    expected = moved(theirs, *shapes)
+    assert expected["pinned_host"]
+    assert moved(ours, *shapes) == expected
+    assert moved(tg.graph(ours)(*shapes).to_callable(), *shapes) == expected
+    kept = plan_recompute(loss(offloading_block), "100%", measure=False)(*shapes)
+    sent = plan_recompute(theirs, "100%", measure=False)(*shapes)
+    assert kept.residual - sent.residual >= 6 * sum(expected["pinned_host"])
+
+
+def test_what_is_offloaded_is_not_held_by_a_device_with_a_memory_of_its_own():
+    def loss(policy: Any) -> Any:
+        block = jax.checkpoint(offloading_block, policy=policy)
+
+        def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return block(x, w), None
+
+        return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(body, x, w)[0]))
+
+    shapes = (f32(6, 8, 8), f32(32, 8))
+    kept = find_peak(tg.graph(loss(TO_KEEP))(*shapes), is_host=False)
+    sent = find_peak(tg.graph(loss(TO_HOST))(*shapes), is_host=False)
+    on_a_cpu = find_peak(tg.graph(loss(TO_HOST))(*shapes))
+    names, size = 2, 4 * 6 * 32 * 8
+    assert kept.size - sent.size >= names * size * 5 / 6  # one of them is back
+    assert on_a_cpu.size - sent.size >= names * size
