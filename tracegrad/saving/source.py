@@ -82,4 +82,4 @@ def run_of(graph: Graph) -> Flat:
 
 
 def _on_a_list(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
-    return functools.partial(evaluate, graph)
+    return functools.partial(run_graph, graph)
