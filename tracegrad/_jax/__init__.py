@@ -54,6 +54,7 @@ from tracegrad._jax.derivatives import jacobian_rows as jacobian_rows
 from tracegrad._jax.derivatives import jvp as jvp
 from tracegrad._jax.derivatives import linearize as linearize
 from tracegrad._jax.derivatives import of_some as of_some
+from tracegrad._jax.derivatives import pull_back_of_some as pull_back_of_some
 from tracegrad._jax.derivatives import value_and_grad as value_and_grad
 from tracegrad._jax.derivatives import vjp as vjp
 from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some

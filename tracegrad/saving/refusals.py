@@ -129,13 +129,12 @@ def _fails_to_be_differentiated(occurrence: Occurrence) -> str | None:
     active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
     flowing = [j for j, value in enumerate(node.outputs) if _jax.has_gradient(value.aval)]
 
-    def pull_back(*operands: Any) -> Any:
+    def pull_back(operands: list[Any], cotangents: list[Any]) -> Any:
         run = lambda operands: _alone(node)(*operands)  # noqa: E731
-        results, pullback = _jax.vjp_of_some(run, operands, active, flowing)
-        return pullback(list(results))
+        return _jax.pull_back_of_some(run, operands, active, flowing, cotangents)
 
     try:
-        jax.eval_shape(pull_back, *avals)
+        jax.eval_shape(pull_back, avals, [node.outputs[j].aval for j in flowing])
     except Exception as error:
         return _words(error)
     return None

@@ -54,9 +54,9 @@ class Source:
 
         def of(graph: Graph) -> Flat:
             def gradient(*given: Any) -> list[Any]:
-                run = functools.partial(run_graph, graph)
-                _, pullback = _jax.vjp_of_some(run, given[:count], operands, results)
-                return list(pullback(list(given[count:])))
+                run = functools.partial(evaluate, graph)
+                arguments, cotangents = given[:count], given[count:]
+                return _jax.pull_back_of_some(run, arguments, operands, results, cotangents)
 
             gradient.__name__ = gradient.__qualname__ = f"{self.name}_gradient"
             return gradient
