@@ -17,7 +17,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ from tracegrad._version import __version__
 from tracegrad.ir.wording import some
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import naming, sha256
+from tracegrad.saving.file import digests_of, naming, sha256
 from tracegrad.saving.libraries import msgspec, safetensors_numpy
 from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record, encode
 from tracegrad.saving.placement import asked_for, on, placement_of, where_it_was
@@ -46,7 +45,6 @@ SEAL = "tracegrad.seal"
 # Dtypes that Orbax does not know, with others of as many bits.
 _AS = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
 _STEP = re.compile(r"tracegrad-(\d+)")
-_AT_ONCE = 4  # files whose digests are computed
 _TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
@@ -292,8 +290,7 @@ def _digests(step: Path, files: Sequence[str]) -> dict[str, str]:
         with open(step / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(_AT_ONCE) as several:
-        return dict(zip(files, several.map(digest, files), strict=True))
+    return digests_of(dict(zip(files, files, strict=True)), digest)
 
 
 def _remove(steps: Iterable[Path]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -35,7 +34,8 @@ _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # in the place of the digest of the header, while that is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-_LARGE, _AT_ONCE = 16 << 20, 4  # bytes; digests, which take most of the time of loading
+_AT_ONCE = 4  # digests, which take most of the time of loading
+_ALIGNMENT = 64  # bytes; JAX shares an array of NumPy that begins at a multiple
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -48,23 +48,12 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a file: the bytes of each array, mapped into memory.
-
-    Whoever replaces the file does not touch them. Whoever writes *into* the file changes what was
-    checked, and shortening it ends the process (SIGBUS).
-    """
+    """What is in a file. The bytes of the arrays were compared with the manifest, and are in memory
+    of their own: whatever happens to the file, they stay what was checked."""
 
     size: int
     manifest: Manifest
     arrays: dict[str, memoryview]
-
-    def check(self) -> None:
-        """Compares the SHA-256 of every array with the manifest; raises ArtefactError."""
-        for name, found in digests_of(self.arrays).items():
-            expected = self.manifest.digests[name]
-            if found != expected:
-                reason = f"its SHA-256 is {found}, and {expected} by the manifest"
-                raise ArtefactError(name, f"its contents were changed: {reason}")
 
 
 def sha256(contents: Any) -> str:
@@ -72,12 +61,10 @@ def sha256(contents: Any) -> str:
     return hashlib.sha256(contents).hexdigest()
 
 
-def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
-    """The SHA-256 of each array; of large ones several at a time."""
-    if sum(each.nbytes for each in contents.values()) < _LARGE:
-        return {name: sha256(each) for name, each in contents.items()}
+def digests_of(contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256) -> dict[str, str]:
+    """The SHA-256 of each, several at a time."""
     with ThreadPoolExecutor(_AT_ONCE) as several:
-        return dict(zip(contents, several.map(sha256, contents.values()), strict=True))
+        return dict(zip(contents, several.map(digest, contents.values()), strict=True))
 
 
 def stored(array: Array) -> Array:
@@ -139,44 +126,37 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ArtefactError(error.member, error.reason, path) from error.__cause__
 
 
-def map_file(path: str | os.PathLike[str]) -> memoryview:
-    """The bytes of an ordinary file, mapped into memory. (Of a pipe one would wait for ever.)"""
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """An ordinary file, to be read. (Of a pipe one would wait for ever.)"""
+    if os.path.isdir(path):
+        raise ArtefactError("file", "it is a folder")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
-    try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise ArtefactError("file", "it is a folder")
-        if not stat.S_ISREG(status.st_mode):
-            raise ArtefactError("file", "it is no ordinary file")
-        if status.st_size == 0:
-            raise ArtefactError("file", "it is empty")
-        return memoryview(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ))
-    finally:
-        os.close(descriptor)
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ArtefactError("file", "it is no ordinary file")
+    return file
 
 
-def read_file(path: str | os.PathLike[str]) -> Contents:
-    """What is in a file. The header was compared with its SHA-256, the arrays were not: see
-    `Contents.check`.
+def read_header(file: BinaryIO) -> tuple[int, Manifest, dict[str, tuple[int, int]]]:
+    """The size of a file, its manifest, and where each array begins and ends.
 
-    Raises:
-      ArtefactError: the file is damaged, or none that `save` wrote.
-      OSError: it is not there, or may not be read.
+    Raises ArtefactError: the header is damaged, or `save` did not write the file.
     """
-    view = map_file(path)
-    begin = 8 + int.from_bytes(view[:8], "little")
-    header = bytes(view[8 : min(begin, len(view))])
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    header = file.read(min(length, size))
     found = _HEAD.match(header)
     if found is None:
         reason = "it does not begin as what tracegrad.save writes: another program wrote it, or it"
-        raise ArtefactError("file", f"{reason} is damaged")
+        raise ArtefactError("file", f"{reason} is damaged" if size else "it is empty")
     if (number := int(found[1])) != FORMAT:
         reason = f"it is of format {number}, and this tracegrad reads format {FORMAT}"
         raise ArtefactError("file", reason)
-    at = 8 + found.start(2)
-    digest = sha256(b"".join((view[:at], _BLANK, view[at + len(_BLANK) : begin])))
-    if digest.encode() != found[2] or begin > len(view):
+    view = memoryview(header)
+    digest = sha256(b"".join((start, view[: found.start(2)], _BLANK, view[found.end(2) :])))
+    if digest.encode() != found[2] or length > len(header):
         raise ArtefactError(
             "header",
             f"it was changed, or bytes are missing: its SHA-256 is {digest}, and should be "
@@ -191,12 +171,44 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
         manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
         raise ArtefactError(member, str(error)) from error
-    ends = {name: entry.data_offsets for name, entry in entries.items()}
-    last = begin + max((end for _, end in ends.values()), default=0)
-    if last != len(view):
-        raise ArtefactError("file", f"it has {len(view)} bytes, and {last} by its header")
-    for name in sorted(ends.keys() ^ manifest.digests.keys()):
-        reason = "the manifest does not refer to it" if name in ends else "there is no such array"
+    begin = 8 + length
+    spans = {
+        name: (begin + each.data_offsets[0], begin + each.data_offsets[1])
+        for name, each in entries.items()
+    }
+    last = max((end for _, end in spans.values()), default=begin)
+    if last != size:
+        raise ArtefactError("file", f"it has {size} bytes, and {last} by its header")
+    for name in sorted(spans.keys() ^ manifest.digests.keys()):
+        reason = "the manifest does not refer to it" if name in spans else "there is no such array"
         raise ArtefactError(name or "manifest", reason)
-    arrays = {name: view[begin + first : begin + end] for name, (first, end) in ends.items()}
-    return Contents(len(view), manifest, arrays)
+    return size, manifest, spans
+
+
+def read_file(path: str | os.PathLike[str]) -> Contents:
+    """What is in a file, compared with its checksums.
+
+    Raises:
+      ArtefactError: the file is damaged, or none that `save` wrote.
+      OSError: it is not there, or may not be read.
+    """
+    with open_file(path) as file:
+        size, manifest, spans = read_header(file)
+        arrays = {}
+        for name, (first, end) in spans.items():
+            file.seek(first)
+            arrays[name] = _read_into_own_memory(file, end - first)
+    for name, found in digests_of(arrays).items():
+        if found != (expected := manifest.digests[name]):
+            reason = f"its SHA-256 is {found}, and {expected} by the manifest"
+            raise ArtefactError(name, f"its contents were changed: {reason}")
+    return Contents(size, manifest, arrays)
+
+
+def _read_into_own_memory(file: BinaryIO, size: int) -> memoryview:
+    """The next bytes of a file, in memory that begins where JAX can use it without a copy."""
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    memory = memory[first : first + size]
+    file.readinto(memory.data)
+    return memory.data.toreadonly()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tracegrad.saving.file import naming, read_file
+from tracegrad.saving.file import naming, open_file, read_header
 from tracegrad.saving.libraries import msgspec
 from tracegrad.saving.manifest import FORMAT
 
@@ -25,13 +25,12 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ArtefactError: the header is damaged, or `save` did not write the file.
         OSError: the file is not there, or may not be read.
     """
-    with naming(path):
-        contents = read_file(path)
-    manifest = contents.manifest
-    sizes = {name: len(array) for name, array in contents.arrays.items()}
+    with naming(path), open_file(path) as file:
+        size, manifest, spans = read_header(file)
+    sizes = {name: end - first for name, (first, end) in spans.items()}
     found: dict[str, Any] = msgspec.to_builtins(manifest)
     for record in found["functions"]:
         record["size"] = sum(sizes.get(name, 0) for name in record["calls"])
     for record in found["variables"]:
         record["size"] = sizes.get(record["key"], 0)
-    return {"path": os.fspath(path), "size": contents.size, "format": FORMAT, **found}
+    return {"path": os.fspath(path), "size": size, "format": FORMAT, **found}

@@ -55,7 +55,6 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
     program.check_installed()
     with naming(path), _jax.at_top_level():  # wherever it is called
         contents = read_file(path)
-        contents.check()
         manifest = contents.manifest
         exported = {
             name: _exported(contents, name, calls)

@@ -82,23 +82,19 @@ def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
 def on(array: Any, sharding: Sharding | None, what: str) -> Any:
     """A `jax.Array` of an array in NumPy, split in this way; this process gets what its devices do.
 
+    JAX may share the memory of `array`, so nobody else may have it.
+
     Raises ValueError where `what`, that is the array, cannot be split so.
     """
 
-    def put(part: Any, device: Any = None) -> Any:
-        # With a buffer of its own: files can change under the map of their bytes, and that of a
-        # Variable may be donated. JAX shares one that is aligned, though it may not (0.12).
-        found = jax.device_put(part, device, may_alias=False)
-        return found.copy() if part.ctypes.data % 64 == 0 else found
-
     if sharding is None:
-        return put(array)
+        return jax.device_put(array)
     try:
         sharding.shard_shape(array.shape)
     except ValueError as error:
         raise ValueError(f"{what} cannot be split as {sharding}: {error}") from error
     parts = sharding.addressable_devices_indices_map(array.shape)
-    shards = [put(array[index], device) for device, index in parts.items()]
+    shards = [jax.device_put(array[index], device) for device, index in parts.items()]
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding, shards, dtype=array.dtype
     )
