@@ -17,6 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +31,10 @@ from tracegrad._version import __version__
 from tracegrad.ir.wording import some
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import digests_of, naming, sha256
+from tracegrad.saving.file import naming, sha256
 from tracegrad.saving.libraries import msgspec, safetensors_numpy
 from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record, encode
-from tracegrad.saving.placement import asked_for, on, placement_of, where_it_was
+from tracegrad.saving.placement import array_record, asked_for, on, where_it_was
 from tracegrad.saving.variables import is_key, stored_form, variables_of
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
@@ -104,7 +105,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         return _digests(new, files[jax.process_index() :: jax.process_count()])
 
     def seal(found: Sequence[dict[str, str]]) -> None:
-        arrays = {name: _record(v, values[name]) for name, v in variables.items()}
+        arrays = {name: array_record(v, values[name]) for name, v in variables.items()}
         files = {name: digest for each in found for name, digest in each.items()}
         versions = {"tracegrad": __version__, **_jax.versions()}
         text = encode(Seal(FORMAT, versions, arrays, files))
@@ -238,11 +239,6 @@ def _given(value: Any) -> Any:
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
-def _record(variable: Variable, value: Any) -> ArrayRecord:
-    shape = tuple(variable.shape)
-    return ArrayRecord(str(variable.dtype), shape, placement_of(value.sharding))
-
-
 def _together(
     topic: str,
     work: Callable[[], T],
@@ -290,7 +286,8 @@ def _digests(step: Path, files: Sequence[str]) -> dict[str, str]:
         with open(step / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    return digests_of(dict(zip(files, files, strict=True)), digest)
+    with ThreadPoolExecutor(4) as several:
+        return dict(zip(files, several.map(digest, files), strict=True))
 
 
 def _remove(steps: Iterable[Path]) -> None:

@@ -12,10 +12,11 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +35,7 @@ _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # in the place of the digest of the header, while that is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-_AT_ONCE = 4  # digests, which take most of the time of loading
+_LARGE, _AT_ONCE = 16 << 20, 4  # bytes; digests, which take most of the time of loading
 _ALIGNMENT = 64  # bytes; JAX shares an array of NumPy that begins at a multiple
 
 
@@ -61,10 +62,12 @@ def sha256(contents: Any) -> str:
     return hashlib.sha256(contents).hexdigest()
 
 
-def digests_of(contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256) -> dict[str, str]:
-    """The SHA-256 of each, several at a time."""
+def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
+    """The SHA-256 of each array; of large ones several at a time."""
+    if sum(each.nbytes for each in contents.values()) < _LARGE:
+        return {name: sha256(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
-        return dict(zip(contents, several.map(digest, contents.values()), strict=True))
+        return dict(zip(contents, several.map(sha256, contents.values()), strict=True))
 
 
 def stored(array: Array) -> Array:
@@ -126,7 +129,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ArtefactError(error.member, error.reason, path) from error.__cause__
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """An ordinary file, to be read. (Of a pipe one would wait for ever.)"""
     if os.path.isdir(path):
         raise ArtefactError("file", "it is a folder")
@@ -138,7 +141,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     return file
 
 
-def read_header(file: BinaryIO) -> tuple[int, Manifest, dict[str, tuple[int, int]]]:
+def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[int, int]]]:
     """The size of a file, its manifest, and where each array begins and ends.
 
     Raises ArtefactError: the header is damaged, or `save` did not write the file.
@@ -205,7 +208,7 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
     return Contents(size, manifest, arrays)
 
 
-def _read_into_own_memory(file: BinaryIO, size: int) -> memoryview:
+def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:
     """The next bytes of a file, in memory that begins where JAX can use it without a copy."""
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT

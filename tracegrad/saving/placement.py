@@ -9,7 +9,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from tracegrad import _jax
-from tracegrad.saving.manifest import Placement
+from tracegrad.saving.manifest import ArrayRecord, Placement
+from tracegrad.saving.variables import stored_form
+from tracegrad.variables.variable import Variable
 
 
 def placement_of(sharding: Any) -> Placement | None:
@@ -19,6 +21,12 @@ def placement_of(sharding: Any) -> Placement | None:
         return None
     names = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
     return Placement(names, tuple(map(_names, sharding.spec)))
+
+
+def array_record(variable: Variable, value: Any) -> ArrayRecord:
+    """What is written down of the array of a Variable."""
+    placement = placement_of(stored_form(value).sharding)
+    return ArrayRecord(str(variable.dtype), tuple(variable.shape), placement)
 
 
 def _names(entry: Any) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,12 @@ from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
     HIGHEST_ORDER,
     OWN,
-    ArrayRecord,
     FunctionRecord,
     Manifest,
     VariableRecord,
 )
-from tracegrad.saving.placement import placement_of
-from tracegrad.saving.source import Source, run_of
+from tracegrad.saving.placement import array_record
+from tracegrad.saving.source import source_of
 from tracegrad.saving.trees import tree_text
 from tracegrad.saving.variables import is_key, stored_form
 from tracegrad.tracing.graphs import function_name
@@ -110,22 +109,29 @@ def save(
     """
     program.check_installed()
     _check_options(path, gradient_order, platforms)
-    variables = _Variables()
-    saved = [
-        _saved(name, function, given, gradient_order, platforms, variables)
-        for name, function, given in _requests(fun, specs)
-    ]
-    document = Manifest(
+    places: Places = {}
+    trained = set[Variable]()  # of modules of flax.nnx: trained, though not by tapes
+    functions, programs = [], dict[str, Array]()
+    for name, function, given in _requests(fun, specs):
+        _check_unicode(name, "a function")
+        if isinstance(function, LoadedFunction) and given is None:
+            found = _as_loaded(name, function, gradient_order, platforms, places)
+        else:
+            found = _traced(name, function, given, gradient_order, platforms, places, trained)
+        record, contents, text = found
+        # Names may be no Unicode.
+        contents = {**contents, record.graph: text.encode("utf-8", "backslashreplace")}
+        programs |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
+        functions.append(record)
+    variables, arrays = _recorded(list(places), trained)
+    manifest = Manifest(
         versions={"tracegrad": __version__, **_jax.versions()},
         single=not isinstance(fun, Mapping),
-        variables=tuple(variables.records),
-        functions=tuple(record for record, _ in saved),
+        variables=variables,
+        functions=tuple(functions),
         digests={},
     )
-    arrays = variables.arrays()
-    for _, each in saved:
-        arrays |= each
-    write_file(path, arrays, document)
+    write_file(path, {**arrays, **programs}, manifest)
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
@@ -175,6 +181,7 @@ def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
                 f"several functions are saved by save({{name: (fun, specs)}}, path); for {name!r} "
                 f"there is {entry!r}"
             )
+        _name(entry[0])
         requests.append((name, *entry))
     return requests
 
@@ -193,49 +200,44 @@ def _name(fun: Any) -> str:
 # -------------------------------------------------------------------------------------- Variables
 
 
-class _Variables:
-    """The Variables of all functions, each once."""
+Places = dict[Variable, int]
+"""The Variables of all functions, each once, with its place in the manifest."""
 
-    def __init__(self) -> None:
-        self.records: list[VariableRecord] = []
-        self._places: dict[Variable, int] = {}
-        self.params: set[Variable] = set()  # of modules of flax.nnx: trained, though not by tapes
 
-    def places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
-        """Their positions in the list; new ones are put at its end."""
-        for variable in variables:
-            if variable not in self._places:
-                self._places[variable] = len(self.records)
-                self.records.append(self._record(variable))
-        return tuple(self._places[variable] for variable in variables)
+def _places(variables: Sequence[Variable], known: Places) -> tuple[int, ...]:
+    """The places of Variables; new ones come behind those that are known."""
+    return tuple(known.setdefault(variable, len(known)) for variable in variables)
 
-    def _record(self, variable: Variable) -> VariableRecord:
-        _check_unicode(variable.name, "a Variable")
-        placement = placement_of(stored_form(peek([variable])[0]).sharding)
-        return VariableRecord(
-            key=self._free_key(variable.name),
+
+def _recorded(
+    variables: Sequence[Variable], trained: Collection[Variable]
+) -> tuple[tuple[VariableRecord, ...], dict[str, Array]]:
+    """What the manifest says of Variables, and their values now; on the CPU without a copy."""
+    records: list[VariableRecord] = []
+    arrays: dict[str, Array] = {}
+    for variable, value in zip(variables, peek(variables), strict=True):
+        key = _free_key(variable.name, arrays)
+        arrays[key] = stored(_in_numpy(variable.name, value))
+        record = VariableRecord(
+            key=key,
             name=variable.name,
-            array=ArrayRecord(str(variable.dtype), tuple(variable.shape), placement),
-            trainable=variable.trainable or variable in self.params,
-            key_type=_key_type(variable) if is_key(variable) else None,
+            array=array_record(variable, value),
+            trainable=variable.trainable or variable in trained,
+            key_type=_key_type(variable.name, value) if is_key(value) else None,
         )
+        records.append(record)
+    return tuple(records), arrays
 
-    def _free_key(self, name: str) -> str:
-        # Not those by which safetensors calls its metadata, and we what is no Variable.
-        is_key = name and name != "__metadata__" and not name.startswith(OWN)
-        base = name if is_key else "Variable"
-        taken = {record.key for record in self.records}
-        key, number = base, 1
-        while key in taken:
-            key, number = f"{base}_{number}", number + 1
-        return key
 
-    def arrays(self) -> dict[str, Array]:
-        """Their values now; on the CPU without a copy."""
-        return {
-            record.key: stored(_in_numpy(record.name, value))
-            for record, value in zip(self.records, peek(list(self._places)), strict=True)
-        }
+def _free_key(name: str, taken: Collection[str]) -> str:
+    _check_unicode(name, "a Variable")
+    # Not those by which safetensors calls its metadata, and we what is no Variable.
+    is_key = name and name != "__metadata__" and not name.startswith(OWN)
+    base = key = name if is_key else "Variable"
+    number = 1
+    while key in taken:
+        key, number = f"{base}_{number}", number + 1
+    return key
 
 
 def _in_numpy(name: str, value: Any) -> Array:
@@ -256,13 +258,12 @@ def _check_unicode(name: str, what: str) -> None:
         raise ValueError(f"the name of {what} should be Unicode and is {name!a}") from None
 
 
-def _key_type(variable: Variable) -> str:
-    (value,) = peek([variable])
+def _key_type(name: str, value: Any) -> str:
     kind = jax.random.key_impl(value)
     if not isinstance(kind, str):
         raise ValueError(
-            f"the Variable {variable.name!r} holds random keys of a generator of the user's own, "
-            f"{kind}, which has no name to be saved by"
+            f"the Variable {name!r} holds random keys of a generator of the user's own, {kind}, "
+            "which has no name to be saved by"
         )
     return kind
 
@@ -270,60 +271,50 @@ def _key_type(variable: Variable) -> str:
 # -------------------------------------------------------------------------------------- functions
 
 
-def _saved(
+Saved = tuple[FunctionRecord, Mapping[str, Any], str]
+"""What is written of a function: in the manifest, its programs, its Graph as text."""
+
+
+def _traced(
     name: str,
     fun: Any,
     specs: Any,
     order: int,
     platforms: Sequence[str] | None,
-    variables: _Variables,
-) -> tuple[FunctionRecord, dict[str, Array]]:
-    """What is written of a function: in the manifest, and as arrays."""
-    _name(fun)
-    _check_unicode(name, "a function")
-    if isinstance(fun, LoadedFunction) and specs is None:
-        return _as_loaded(name, fun, order, platforms, variables)
-    traced = traced_for(name, fun, specs)
+    places: Places,
+    trained: set[Variable],
+) -> Saved:
+    source = source_of(name, functools.partial(traced_for, name, fun, specs))
+    traced = source.graph
     parameters, arguments, result = interface(traced, name)
-    source = Source(
-        name,
-        traced.in_avals,
-        run_of(traced),
-        lambda is_fresh: traced_for(name, fun, specs) if is_fresh else traced,
-        traced.result_count,
-    )
     programs = program.export(source, arguments, result, order, platforms)
-    pairs = zip(parameters, map(tree_text, arguments), strict=True)
-    given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
     # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
     refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-    variables.params |= {
+    trained.update(
         variable
         for i, variable in enumerate(traced.variables, -len(traced.variables))
         if is_param(variable) and i not in refused
-    }
+    )
+    pairs = zip(parameters, map(tree_text, arguments), strict=True)
+    given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
     record = FunctionRecord(
         name=name,
         signature=f"{name}({given}) -> {tree_text(result)}",
         parameters=parameters,
         constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
-        reads=variables.places(traced.variables),
-        assigns=variables.places(traced.assigned),
+        reads=_places(traced.variables, places),
+        assigns=_places(traced.assigned, places),
         platforms=tuple(programs.platforms or ()),
         gradient_order=order,
         calls=programs.calls,
         program=programs.tree,
     )
-    return record, _arrays(record, programs.contents, str(traced))
+    return record, programs.contents, str(traced)
 
 
 def _as_loaded(
-    name: str,
-    fun: LoadedFunction,
-    order: int,
-    platforms: Sequence[str] | None,
-    variables: _Variables,
-) -> tuple[FunctionRecord, dict[str, Array]]:
+    name: str, fun: LoadedFunction, order: int, platforms: Sequence[str] | None, places: Places
+) -> Saved:
     """The programs of a loaded function, as they were written."""
     if order > fun.gradient_order:
         raise ValueError(
@@ -336,14 +327,11 @@ def _as_loaded(
             "specs, with which it is traced anew"
         )
     record, contents = fun.written()
-    reads, assigns = variables.places(fun.reads), variables.places(fun.assigns)
-    signature = name + record.signature.removeprefix(record.name)
-    changes = {"name": name, "signature": signature, "reads": reads, "assigns": assigns}
-    record = msgspec.structs.replace(record, **changes)
-    return record, _arrays(record, contents, fun.graph_text)
-
-
-def _arrays(record: FunctionRecord, programs: Mapping[str, Any], text: str) -> dict[str, Array]:
-    contents = dict(programs)
-    contents[record.graph] = text.encode("utf-8", "backslashreplace")  # of names without Unicode
-    return {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
+    record = msgspec.structs.replace(
+        record,
+        name=name,
+        signature=name + record.signature.removeprefix(record.name),
+        reads=_places(fun.reads, places),
+        assigns=_places(fun.assigns, places),
+    )
+    return record, contents, fun.graph_text
