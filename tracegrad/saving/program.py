@@ -28,7 +28,6 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.dependence import leading_to
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.running import run_graph
 from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
 from tracegrad.saving.manifest import OWN, Gradient, Program
@@ -48,13 +47,18 @@ class Programs:
     """The programs of one function, each different one once; made by `export`.
 
     Attributes:
+      name: of the function.
+      trees: the trees that it takes and returns, of types.
+      order: how many times it can be differentiated.
+      platforms: where they run.
+      begin: tells somebody who waits what is written next.
       contents: what is written, by the names of the arrays.
       calls: the targets of the custom calls in each.
-      platforms: where they run.
       tree: how they belong together.
     """
 
     name: str
+    trees: tuple[Any, Any]
     order: int
     platforms: Sequence[str] | None
     begin: Callable[[str], None]
@@ -65,32 +69,11 @@ class Programs:
     _texts: dict[str, str] = field(default_factory=dict)
     _compares: bool = False
 
-    def write_function(self, source: Source, arguments: Sequence[Any], result: Any) -> None:
-        """Exports a function, which takes trees and returns one, with its gradients."""
-        graph = source.graph
-        self._compares = _has_rules(graph)
-        leaves = len(jax.tree.leaves(arguments))
-
-        def program(arguments: Any, values: Any) -> Any:
-            outs = run_graph(graph, [*jax.tree.leaves(arguments), *values])
-            found = jax.tree.unflatten(jax.tree.structure(result), outs[: source.count])
-            return found, outs[source.count :]
-
-        specs = [_jax.without_devices(aval) for aval in source.avals]
-        given = jax.tree.unflatten(jax.tree.structure(tuple(arguments)), specs[:leaves])
-        array, size = self._export(source, 0, program, [given, specs[leaves:]])
-        self.tree = self._differentiated(source, array, size, 0, 1)
-        _warn_of_constants(graph, len(self.contents))
-
-    def _write(self, source: Source, order: int, width: int) -> Program:
-        array, size = self._export(source, order)
-        return self._differentiated(source, array, size, order, width)
-
-    def _differentiated(
-        self, source: Source, array: str, size: int, order: int, width: int
-    ) -> Program:
+    def write(self, source: Source, order: int = 0, width: int = 1) -> Program:
         """A program with its gradients, if any are wanted. `width`: how many gradients of this
         order there are."""
+        self._compares |= order == 0 and _has_rules(source.graph)
+        array, size = self._export(source, order)
         if order == self.order:
             return Program(array)
         refused: tuple[tuple[int, str], ...] = ()
@@ -108,7 +91,7 @@ class Programs:
             gradients = self._gradients(source, active, size, order, width)
         value = None
         if _has_rules(source.graph) and active:
-            value = self._write(source.value(active), order + 1, width)
+            value = self.write(source.value(active), order + 1, width)
         nodes = (found.node for found in source.graph.walk())
         adds = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
         return Program(array, gradients, value, refused, adds)
@@ -127,35 +110,19 @@ class Programs:
             Gradient(
                 results,
                 operands := tuple(sorted(set().union(*(connected[j] for j in results)))),
-                self._write(source.gradient(operands, results), order + 1, width * len(choices)),
+                self.write(source.gradient(operands, results), order + 1, width * len(choices)),
             )
             for results in choices
         )
 
-    def _export(
-        self,
-        source: Source,
-        order: int,
-        fun: Callable[..., Any] | None = None,
-        specs: Sequence[Any] = (),
-    ) -> tuple[str, int]:
-        """Writes a program; its name, and how many bytes it has. `fun`: what it does, of `specs`,
-        if that is not the flat function."""
+    def _export(self, source: Source, order: int) -> tuple[str, int]:
+        """Writes a program; its name, and how many bytes it has."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
         if order > self._has_begun:
             self._has_begun = order
             self.begin(f"writing {what}")
-
         try:
-            if fun is None:
-                fun = run_of(source.graph) if order < self.order else source.fun
-                specs = list(map(_jax.without_devices, source.avals))
-
-            def program(*given: Any) -> Any:
-                return fun(*given)
-
-            program.__name__ = program.__qualname__ = source.name
-            exported = refusals.exported(program, specs, self.platforms)
+            exported = refusals.exported(*self._function(source, order), self.platforms)
             contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
             if exported.ordered_effects or exported.unordered_effects:
                 raise ValueError("it has effects")
@@ -177,20 +144,34 @@ class Programs:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
 
+    def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
+        """What is exported, and the types that it takes. What is differentiated was traced."""
+        run = source.fun if order == self.order else run_of(source.graph)
+        given: list[Any] = list(map(_jax.without_devices, source.avals))
+
+        def program(*given: Any) -> Any:
+            results = run(*jax.tree.leaves(given))
+            if source.above is not None:
+                return results
+            result, assigned = results[: source.count], results[source.count :]
+            return jax.tree.unflatten(jax.tree.structure(self.trees[1]), result), assigned
+
+        if source.above is None:
+            structure: Any = jax.tree.structure(self.trees[0])
+            count = structure.num_leaves
+            given = [jax.tree.unflatten(structure, given[:count]), given[count:]]
+        program.__name__ = program.__qualname__ = source.name
+        return program, given
+
 
 def export(
-    source: Source,
-    arguments: Sequence[Any],
-    result: Any,
-    order: int,
-    platforms: Sequence[str] | None,
+    source: Source, trees: tuple[Any, Any], order: int, platforms: Sequence[str] | None
 ) -> Programs:
     """The programs of a function and of its derivatives.
 
     Args:
       source: the function.
-      arguments: the trees of types that it takes.
-      result: the tree that it returns.
+      trees: those that it takes, as a tuple, and the one that it returns, of types.
       order: how many times it can be differentiated.
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
 
@@ -199,8 +180,9 @@ def export(
         message names the node and its line.
     """
     with progress("save", order + 1) as begin:
-        programs = Programs(source.name, order, platforms, begin)
-        programs.write_function(source, arguments, result)
+        programs = Programs(source.name, trees, order, platforms, begin)
+        programs.tree = programs.write(source)
+    _warn_of_constants(source.graph, len(programs.contents))
     return programs
 
 

@@ -287,7 +287,7 @@ def _traced(
     source = source_of(name, functools.partial(traced_for, name, fun, specs))
     traced = source.graph
     parameters, arguments, result = interface(traced, name)
-    programs = program.export(source, arguments, result, order, platforms)
+    programs = program.export(source, (arguments, result), order, platforms)
     # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
     refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
     trained.update(
