@@ -25,14 +25,13 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad._jax.packages import require
 from tracegrad._jax.processes import agree
 from tracegrad._version import __version__
 from tracegrad.ir.wording import some
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import naming, sha256
-from tracegrad.saving.libraries import msgspec, safetensors_numpy
+from tracegrad.saving.libraries import msgspec, needed, safetensors_numpy
 from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record, encode
 from tracegrad.saving.placement import array_record, asked_for, on, where_it_was
 from tracegrad.saving.variables import is_key, stored_form, variables_of
@@ -94,7 +93,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     said = json.dumps({name: _summary(value) for name, value in values.items()})
     number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
     new = folder / f"tracegrad-{number}"
-    checkpoints = _orbax()
+    checkpoints = needed("orbax.checkpoint")  # which takes a second
 
     def write() -> dict[str, str]:
         options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
@@ -181,13 +180,6 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
 
 
 # --------------------------------------------------------------------------------------- written
-
-
-def _orbax() -> Any:
-    why = (
-        "checkpoints of Variables need the package orbax-checkpoint: pip install 'tracegrad[save]'"
-    )
-    return require("orbax.checkpoint", why)  # it takes a second
 
 
 def _some(tree: Any) -> dict[str, Variable]:
@@ -395,7 +387,7 @@ def _restored(
 
     template = {name: wanted(name, form) for name, form in forms.items() if form.size}
     try:
-        with _orbax().StandardCheckpointer() as checkpointer:
+        with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
             found: dict[str, Any] = checkpointer.restore(step, template)
     except Exception as error:
         raise ArtefactError(step.name, f"Orbax cannot read it: {error}", path) from error

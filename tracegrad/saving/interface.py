@@ -6,7 +6,7 @@ import functools
 import inspect
 import keyword
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
-from tracegrad.saving.trees import check_tree, tree_text, written_form
+from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
@@ -146,8 +146,9 @@ def interface(
     Raises TypeError where a part of them cannot be written.
     """
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    args, kwargs = _types(traced.in_tree, inputs)
-    result = _types(traced.out_tree, traced.out_avals[: traced.result_count])
+    args, kwargs = written_form(of_types(traced.in_tree, inputs))
+    results = traced.out_avals[: traced.result_count]
+    result = written_form(of_types(traced.out_tree, results))
     parameters = [*_positional(traced.signature, len(args))]
     parameters += [(key, "keyword") for key in kwargs]
     arguments = *args, *kwargs.values()
@@ -167,11 +168,6 @@ def interface(
         check_tree(tree, f"the argument {parameter}")
     check_tree(result, f"the result of {name}")
     return tuple(parameters), arguments, result
-
-
-def _types(tree: Any, avals: Sequence[Any]) -> Any:
-    structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals]
-    return written_form(jax.tree.unflatten(tree, structs))
 
 
 def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, Kind]]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-try:
-    import msgspec as msgspec
-    import safetensors.numpy as safetensors_numpy
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"saving needs the package {error.name}: pip install 'tracegrad[save]'"
-    ) from None
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["msgspec", "safetensors_numpy"]
+from tracegrad._jax.packages import require
+
+__all__ = ["msgspec", "needed", "safetensors_numpy"]
+
+
+def needed(package: str) -> Any:
+    """A package that saving needs. Raises ImportError where it is missing."""
+    return require(package, f"saving needs the package {package}: pip install 'tracegrad[save]'")
+
+
+if TYPE_CHECKING:
+    import msgspec
+    import safetensors.numpy as safetensors_numpy
+else:
+    msgspec, safetensors_numpy = needed("msgspec"), needed("safetensors.numpy")

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.wording import first_line
-from tracegrad.saving import outside_calls, program
+from tracegrad.saving import outside_calls
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import Contents, array_of, naming, read_file
+from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
 from tracegrad.saving.placement import asked_for, on, where_it_was
@@ -52,7 +53,7 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
 
     As ``tf.saved_model.load``.
     """
-    program.check_installed()
+    needed("flatbuffers")  # jax.export does
     with naming(path), _jax.at_top_level():  # wherever it is called
         contents = read_file(path)
         manifest = contents.manifest

@@ -15,11 +15,10 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from tracegrad import _jax
 from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import is_original, original_form, written_form
+from tracegrad.saving.trees import is_original, of_types, original_form, written_form
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -126,12 +125,8 @@ class LoadedFunction(HasVariables):
         self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
 
     def _described(self, program: Any) -> Signature:
-        def types(structure: Any, avals: Sequence[Any]) -> Any:
-            structs = [_jax.struct(aval.shape, aval.dtype) for aval in avals]
-            return jax.tree.unflatten(structure, structs)
-
-        given = original_form(types(self._structure, self._avals))
-        result, _ = original_form(types(self._out_tree, program.out_avals))
+        given = original_form(of_types(self._structure, self._avals))
+        result, _ = original_form(of_types(self._out_tree, program.out_avals))
         names = tuple(self.__signature__.parameters)
         split = sum(kind != "keyword" for _, kind in self._record.parameters)
         kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))

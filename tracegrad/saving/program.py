@@ -22,7 +22,6 @@ import jax
 import jax.export
 
 from tracegrad import _jax
-from tracegrad._jax.packages import require
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
@@ -184,15 +183,6 @@ def export(
         programs.tree = programs.write(source)
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
-
-
-def check_installed() -> None:
-    """Raises ImportError, saying what to install, where JAX lacks what it writes programs with."""
-    require(
-        "flatbuffers",
-        "jax.export needs the package flatbuffers to write and read programs: "
-        "pip install 'tracegrad[save]'",
-    )
 
 
 def _floats(avals: Sequence[Any]) -> list[int]:

@@ -12,10 +12,9 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._version import __version__
-from tracegrad.saving import program
 from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import Function, interface, traced_for
-from tracegrad.saving.libraries import msgspec
+from tracegrad.saving.libraries import msgspec, needed
 from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
     HIGHEST_ORDER,
@@ -25,6 +24,7 @@ from tracegrad.saving.manifest import (
     VariableRecord,
 )
 from tracegrad.saving.placement import array_record
+from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
 from tracegrad.saving.trees import tree_text
 from tracegrad.saving.variables import is_key, stored_form
@@ -107,7 +107,7 @@ def save(
 
     As ``tf.saved_model.save`` with ``experimental_custom_gradients``.
     """
-    program.check_installed()
+    needed("flatbuffers")  # jax.export does
     _check_options(path, gradient_order, platforms)
     places: Places = {}
     trained = set[Variable]()  # of modules of flax.nnx: trained, though not by tapes
@@ -287,7 +287,7 @@ def _traced(
     source = source_of(name, functools.partial(traced_for, name, fun, specs))
     traced = source.graph
     parameters, arguments, result = interface(traced, name)
-    programs = program.export(source, (arguments, result), order, platforms)
+    programs = export(source, (arguments, result), order, platforms)
     # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
     refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
     trained.update(

@@ -8,6 +8,7 @@ is compared where the function is called, and a dictionary with integers for key
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -77,9 +78,21 @@ def original_form(tree: Any) -> Any:
 
 def is_original(structure: Any) -> bool:
     """Whether a tree of this structure is as it was before it was written."""
+    return all(kind not in (Text, Numbered) for kind, _ in _nodes(structure))
+
+
+def _nodes(structure: Any) -> Iterator[tuple[type, Any]]:
+    """The containers in the structure of a tree: the type of each, and its keys or the like."""
     node = structure.node_data()
-    ours = node is not None and node[0] in (Text, Numbered)
-    return not ours and all(map(is_original, structure.children()))
+    if node is not None:
+        yield node
+        for child in structure.children():
+            yield from _nodes(child)
+
+
+def of_types(structure: Any, avals: Sequence[Any]) -> Any:
+    """The tree of a structure with types in the places of arrays."""
+    return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
 def check_tree(tree: Any, where: str) -> None:
@@ -91,7 +104,7 @@ def check_tree(tree: Any, where: str) -> None:
                 "which no file can hold (of what is no array, strings are saved): let the function "
                 "close over it"
             )
-    if _is_plain(jax.tree.structure(tree)):
+    if all(_is_always_written(*node) for node in _nodes(jax.tree.structure(tree))):
         return
     # Only the tree is tried: a byte stands for each of its arrays.
     small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)
@@ -108,15 +121,10 @@ def check_tree(tree: Any, where: str) -> None:
         ) from error
 
 
-def _is_plain(structure: Any) -> bool:
-    """Whether a tree is one of containers that are always written."""
-    node = structure.node_data()
-    if node is None:
-        return True
-    if node[0] is dict and not all(type(key) is str and key.isascii() for key in node[1]):
-        return False
-    known = node[0] in (dict, list, tuple, type(None), Numbered, Text)
-    return known and all(map(_is_plain, structure.children()))
+def _is_always_written(kind: type, data: Any) -> bool:
+    if kind is dict:
+        return all(type(key) is str and key.isascii() for key in data)
+    return kind in (list, tuple, type(None), Numbered, Text)
 
 
 class _Shown:
