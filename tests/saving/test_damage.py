@@ -95,3 +95,12 @@ def test_a_manifest_that_does_not_fit_together_is_refused(example: Path, tmp_pat
     found = refusal(tmp_path / "bad", forge(artefact.arrays, manifest))
     assert found.member == "manifest"
     assert "'score' does not fit together" in found.reason
+
+
+def test_random_keys_of_a_generator_that_does_not_exist_are_refused(example: Path, tmp_path: Path):
+    artefact = take_apart(example)
+    manifest = json.loads(json.dumps(artefact.manifest))
+    manifest["variables"][0]["key_type"] = "nobody's"
+    found = refusal(tmp_path / "bad", forge(artefact.arrays, manifest))
+    assert found.member == "manifest"
+    assert """the Variable 'weights' can have no random keys of "nobody's": unrec""" in found.reason

@@ -97,7 +97,11 @@ def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Vari
         raise ArtefactError(record.key, reason) from error
     value = on(stored, asked or where_it_was(array.placement, what), what)
     if of_keys:
-        value = jax.random.wrap_key_data(value, impl=record.key_type)
+        try:
+            value = jax.random.wrap_key_data(value, impl=record.key_type)
+        except Exception as error:
+            reason = f"{what} can have no random keys of {record.key_type!r}: {error}"
+            raise ArtefactError("manifest", reason) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 
 
