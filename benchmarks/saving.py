@@ -1,11 +1,11 @@
 """What `save` and `load` cost beside what nobody can do without.
 
 Programs: a perceptron of many layers with its weights as arguments. `save` beside `jax.export` of
-the same programs (the function, its gradient), and `load` beside reading those; CPU seconds.
+the same programs (the function, its gradient), and `load` beside reading those.
 Arrays: a file of 200 MB, nearly all of it Variables. `load` beside reading the file and taking its
 SHA-256, `save` beside taking that and writing the bytes, flushed to the disk. A state:
-`save_variables` and `load_variables` of 1 GB beside Orbax alone, which checks nothing. Seconds by
-the clock, but for programs; medians; the two take turns in one process, with the files in the
+`save_variables` and `load_variables` of 1 GB beside Orbax alone, which checks nothing. CPU
+seconds, and seconds by the clock; medians; the two take turns in one process, with the files in the
 system's cache.
 """
 
@@ -31,29 +31,28 @@ import tracegrad as tg
 from tracegrad import load, save
 
 ARRAYS = 8
+CLOCKS = (time.process_time, time.perf_counter)
 LAYERS, WIDTH = 24, 64
 
 
-def in_turns(
-    ours: Callable[[], object],
-    peer: Callable[[], object],
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """The medians of the seconds of both, and that of their ratios."""
-    times: tuple[list[float], list[float]] = ([], [])
+def row(
+    name: str, ours: Callable[[], object], peer: Callable[[], object], rounds: int
+) -> list[str]:
+    """The medians of the CPU seconds of both and of their ratios; then the same by the clock."""
+    times: tuple[list[list[float]], list[list[float]]] = ([], [])
     for i in range(rounds + 1):
         for j in (0, 1) if i % 2 else (1, 0):
-            start = clock()
+            start = [clock() for clock in CLOCKS]
             (ours, peer)[j]()
             if i:  # the first round warms up
-                times[j].append(clock() - start)
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    return [statistics.median(each) for each in (*times, ratios)]
-
-
-def row(name: str, seconds: list[float]) -> list[str]:
-    return [name, *(f"{s:.3f}" for s in seconds)]
+                times[j].append([clock() - s for clock, s in zip(CLOCKS, start, strict=True)])
+    found = [name]
+    for k in range(len(CLOCKS)):
+        both = [[each[k] for each in of_one] for of_one in times]
+        ratios = [a / b for a, b in zip(*both, strict=True)]
+        found += [f"{statistics.median(each):.3f}" for each in both]
+        found.append(f"{statistics.median(ratios):.2f}")
+    return found
 
 
 # ------------------------------------------------------------------------------------ programs
@@ -86,14 +85,14 @@ def programs(folder: Path, rounds: int) -> list[list[str]]:
         jax.clear_caches()
         save(loss, path, specs)
 
-    found = row("save, beside jax.export", in_turns(ours, by_hand, rounds, time.process_time))
+    found = row("save, beside jax.export", ours, by_hand, rounds)
     sizes = [os.path.getsize(folder / name) for name in ("loss", "gradient")]
     more = (path.stat().st_size - sum(sizes)) / 1024
     print(
         f"The file has {path.stat().st_size / 1024:.0f} KiB, {more:+.0f} KiB of what jax.export has"
     )
-    seconds = in_turns(lambda: load(path), lambda: parse(folder), rounds, time.process_time)
-    return [found, row("load, beside jax.export", seconds)]
+    read = row("load, beside jax.export", lambda: load(path), lambda: parse(folder), rounds)
+    return [found, read]
 
 
 def parse(folder: Path) -> None:
@@ -147,7 +146,7 @@ def arrays(folder: Path, megabytes: int, rounds: int) -> list[list[str]]:
     contents = path.read_bytes()
     loaded = load(path)
     return [
-        row(f"{name} {len(contents) / 1e6:.0f} MB, beside bytes", in_turns(ours, peer, rounds))
+        row(f"{name} {len(contents) / 1e6:.0f} MB, beside bytes", ours, peer, rounds)
         for name, ours, peer in [
             ("load", lambda: ready(load(path)), lambda: read_and_hash(path)),
             ("save again", lambda: save(loaded, path), lambda: hash_and_write(contents, other)),
@@ -181,11 +180,13 @@ def state(folder: Path, megabytes: int, rounds: int) -> list[list[str]]:
         jax.block_until_ready([variable.value for variable in variables])
 
     name = f"{megabytes / 1000:.1f} GB, beside Orbax alone"
+
+    def write() -> None:
+        tg.save_variables(tree, path)
+
     return [
-        row(
-            f"save_variables {name}", in_turns(lambda: tg.save_variables(tree, path), saved, rounds)
-        ),
-        row(f"load_variables {name}", in_turns(ours, read, rounds)),
+        row(f"save_variables {name}", write, saved, rounds),
+        row(f"load_variables {name}", ours, read, rounds),
     ]
 
 
@@ -199,7 +200,11 @@ def main() -> None:
         rows = programs(Path(name), options.rounds)
         rows += arrays(Path(name), options.megabytes, options.rounds)
         rows += state(Path(name), options.state, max(2, options.rounds // 2))
-    print_table(f"Seconds, with JAX {jax.__version__}", ["", "tracegrad", "peer", "ratio"], rows)
+    print_table(
+        f"Seconds, with JAX {jax.__version__}",
+        ["", "CPU", "peer", "ratio", "clock", "peer", "ratio"],
+        rows,
+    )
 
 
 if __name__ == "__main__":
