@@ -78,8 +78,8 @@ def source_of(name: str, trace: Callable[[], Graph]) -> Source:
 
 def run_of(graph: Graph) -> Flat:
     """The function of flat arrays that a Graph is."""
-    return lambda *operands: evaluate(graph, operands)
+    return lambda *operands: run_graph(graph, operands)
 
 
 def _on_a_list(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
-    return functools.partial(evaluate, graph)
+    return functools.partial(run_graph, graph)
