@@ -209,9 +209,7 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
 
 
 def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:
-    """The next bytes of a file, in memory that begins where JAX can use it without a copy."""
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    memory = memory[first : first + size]
-    file.readinto(memory.data)
-    return memory.data.toreadonly()
+    """The next bytes of a file, in pages of their own, which JAX can use without a copy."""
+    memory = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+    file.readinto(memory)
+    return memory.toreadonly()
