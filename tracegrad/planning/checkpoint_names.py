@@ -35,15 +35,15 @@ def named_results(
     return _named(run_node(node, operands), names)
 
 
-def with_name(value: Any, name: str) -> Any:
+def _with_name(value: Any, name: str) -> Any:
     """A value that a policy may save by its name."""
     if jnp.iscomplexobj(value):  # which JAX cannot save, as it rounds what it does
-        return jax.lax.complex(with_name(jnp.real(value), name), with_name(jnp.imag(value), name))
+        return jax.lax.complex(_with_name(jnp.real(value), name), _with_name(jnp.imag(value), name))
     return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
 
 
 def _named(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    return [with_name(value, name) for value, name in zip(values, names, strict=True)]
+    return [_with_name(value, name) for value, name in zip(values, names, strict=True)]
 
 
 def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
@@ -66,7 +66,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
             if value in graph.producers
         }
         named = {
-            found: functools.partial(with_name, name=by_name[value])
+            found: functools.partial(_with_name, name=by_name[value])
             for found in map(functools.partial(Occurrence, ()), graph.nodes)
             for value in found.node.outputs
             if value in by_name
