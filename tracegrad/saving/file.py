@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 import re
 import stat
@@ -36,7 +37,6 @@ _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # in the place of the digest of the header, while that is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
 _LARGE, _AT_ONCE = 16 << 20, 4  # bytes; digests, which take most of the time of loading
-_ALIGNMENT = 64  # bytes; JAX shares an array of NumPy that begins at a multiple
 
 
 class _Entry(msgspec.Struct, frozen=True):
