@@ -13,6 +13,7 @@ from tracegrad.insight.explaining.culprits import (
     Given,
     backward_culprit,
     forward_culprit,
+    is_all_of_its_rule,
     makers,
     users,
     value_statistic,
@@ -167,7 +168,7 @@ def _backward_finding(
         operation=node.op,
         operands=culprit.operands,
         step=place.step,
-        by_rule=by_rule.not_finite(found, culprit.given),
+        by_rule=by_rule.not_finite(found, culprit.given, is_all_of_its_rule(observed, place)),
     )
 
 
