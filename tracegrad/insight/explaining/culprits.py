@@ -73,6 +73,8 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
+            if node.op in operations.CONTRACTIONS:  # whose elements are of many
+                return Culprit(place, kind)
             operands = tuple(map(float, edge[EDGE_OPERANDS:][: len(node.inputs)]))
             return Culprit(place, kind, operands, float(edge[EDGE_GIVEN]))
     return None
