@@ -1,0 +1,118 @@
+"""`explain` accuses no healthy model: beside each stands a sick one that looks alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+
+from tracegrad.insight import explain
+
+
+def random(seed, *shape):
+    return 0.4 * jax.random.normal(jax.random.key(seed), shape)
+
+
+X, C = random(5, 8, 6), random(6, 8, 6)
+
+
+# ------------------------------------------------------------------- what starts at the identity
+
+
+def adaptive_norm(p, x):
+    shift, scale, gate = jnp.split(jax.nn.silu(C) @ p["ada"] + p["bias"], 3, -1)
+    branch = jax.nn.gelu((x * (1 + scale) + shift) @ p["w"])
+    return jnp.mean((x + gate * branch - 1) ** 2)
+
+
+def tanh_gate(p, x):
+    return jnp.mean((x + jnp.tanh(p["gate"]) * jnp.tanh(x @ p["w"]) - 1) ** 2)
+
+
+def scaled_head(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ (0.5 * p["head"].T) - 1) ** 2)
+
+
+def fixup(p, x):
+    return jnp.mean((x + (jax.nn.relu(x @ p["w"]) @ p["last"]) * p["scale"] - 1) ** 2)
+
+
+def gates_in_a_scan(p, x):
+    def block(x, layer):
+        w, gate = layer
+        return x + jnp.tanh(gate) * jnp.tanh(x @ w), None
+
+    return jnp.mean((jax.lax.scan(jax.checkpoint(block), x, (p["w"], p["gate"]))[0] - 1) ** 2)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, scale_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(x + self.norm(self.linear(x)))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        norm = linen.BatchNorm(False, scale_init=linen.initializers.zeros)
+        return linen.relu(x + norm(linen.Dense(6)(x)))
+
+
+def nnx_block(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+LINEN = LinenBlock().init(jax.random.key(0), X)
+
+
+def linen_block(params, x):
+    y, _ = LinenBlock().apply({**LINEN, "params": params}, x, mutable=["batch_stats"])
+    return jnp.mean((y - 1) ** 2)
+
+
+W = random(1, 6, 6)
+STARTING_AT_ZERO = [
+    (adaptive_norm, lambda: {"ada": jnp.zeros((6, 18)), "bias": jnp.zeros(18), "w": W}),
+    (tanh_gate, lambda: {"gate": jnp.zeros(()), "w": W}),
+    (scaled_head, lambda: {"w": random(1, 6, 4), "head": jnp.zeros((2, 4))}),
+    (fixup, lambda: {"w": W, "last": jnp.zeros((6, 6)), "scale": jnp.ones(())}),
+    (gates_in_a_scan, lambda: {"w": jnp.stack([W, W]), "gate": jnp.zeros(2)}),
+    (nnx_block, lambda: NnxBlock(nnx.Rngs(0))),
+    (linen_block, lambda: LINEN["params"]),
+]
+
+
+@pytest.mark.parametrize(("loss", "build"), STARTING_AT_ZERO)
+def test_a_model_that_starts_at_the_identity_has_no_problem(loss, build):
+    found = explain(loss, build(), X)
+    assert found.problems == ()
+    assert {f.cause for f in found.notes} <= {"multiplied by zero", "state"}
+    assert any("which gets a gradient itself" in f.what for f in found.notes)
+
+
+def test_a_factor_that_is_zero_for_good_is_a_problem():
+    def constant(p, x):
+        return jnp.mean((x + jnp.tanh(0 * p["gate"]) * jnp.tanh(x @ p["w"]) - 1) ** 2)
+
+    def both(p, x):  # neither gets a gradient
+        return jnp.mean((x + p["gate"] * (x @ p["w"]) - 1) ** 2)
+
+    def square(p, x):
+        return jnp.mean((x + p["gate"] ** 2 * (x @ p["w"]) - 1) ** 2)
+
+    def cosine(p, x):  # the parameter is zero, the factor because of the mask
+        mask = jnp.zeros(6)
+        return jnp.mean((x + p["gate"] + jnp.cos(p["gate"]) * mask * (x @ p["w"]) - 1) ** 2)
+
+    gate = {"gate": jnp.zeros(())}
+    for loss, p in (
+        (constant, {**gate, "w": W}),
+        (both, {**gate, "w": jnp.zeros((6, 6))}),
+        (square, {**gate, "w": W}),
+        (cosine, {**gate, "w": W}),
+    ):
+        assert [f.sources[-1] for f in explain(loss, p, X).problems if "w" in f.sources[-1]]
