@@ -116,3 +116,66 @@ def test_a_factor_that_is_zero_for_good_is_a_problem():
         (cosine, {**gate, "w": W}),
     ):
         assert [f.sources[-1] for f in explain(loss, p, X).problems if "w" in f.sources[-1]]
+
+
+# ------------------------------------------------------------------------- what adds up to zero
+
+
+def test_a_softmax_of_one_element_and_a_bias_that_cancels_are_notes():
+    def attend(p, x):
+        q, k, v = (x @ p[name] for name in "qkv")
+        return jnp.sum((jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v) ** 2)
+
+    p = dict(zip("qkv", 0.3 * jax.random.normal(jax.random.key(0), (3, 8, 8)), strict=True))
+    found = explain(attend, p, jax.random.normal(jax.random.key(1), (4, 1, 8)))
+    assert found.problems == ()
+    assert [(f.cause, f.sources) for f in found.notes] == [("cancelled", ("p.k", "p.q"))]
+
+    def contrast(b, x):
+        h = x + b
+        return jnp.sum(3 * h) - jnp.sum(3 * h)
+
+    (finding,) = explain(contrast, jnp.ones(3), jnp.ones(3)).findings
+    assert (finding.cause, finding.problem) == ("cancelled", False)
+
+    def masked(b, x):  # two uses, each of them multiplied by zeros
+        return jnp.sum(b * (x - x) + jnp.sin(b) * (x - x))
+
+    (finding,) = explain(masked, jnp.ones(3), jnp.ones(3)).problems
+    assert finding.cause == "multiplied by zero"
+
+
+# ------------------------------------------------------------------- what stands side by side
+
+
+def experts(p, x):
+    gate = jax.nn.softmax(jnp.array([10.0, 0.0, -5.0, -20.0, -30.0]))
+    return sum(jnp.sum((x @ q) ** 2) * g for q, g in zip(p, gate, strict=True))
+
+
+def heads(p, x):
+    scales = 1e-5, 1e-3, 0.1, 1.0, 10.0
+    return sum(jnp.sum((x @ q) ** 2) * s for q, s in zip(p, scales, strict=True))
+
+
+def polynomial(p, x):
+    t = jnp.linspace(0.0, 20.0, 30)
+    return jnp.mean((sum(k * t**i for i, k in enumerate(p)) - jnp.sin(t)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [experts, heads, polynomial])
+def test_what_stands_side_by_side_in_a_list_is_no_stack_of_layers(loss):
+    p = [jnp.float32(0.1)] * 8 if loss is polynomial else [random(1, 6, 4)] * 5
+    assert explain(loss, p, X).problems == ()
+
+
+@pytest.mark.parametrize("where", ["kernels", "biases"])
+def test_layers_one_behind_the_other_vanish(where):
+    def loss(p, x):
+        for w, b in zip(p["kernels"], p["biases"], strict=True):
+            x = jax.jit(lambda x, w, b: jax.nn.sigmoid(x @ w + b))(x, w, b)
+        return jnp.sum(x)
+
+    p = {"kernels": [0.02 * random(i, 6, 6) for i in range(5)], "biases": [jnp.zeros(6)] * 5}
+    found = explain(lambda part, rest, x: loss({**rest, where: part}, x), p.pop(where), p, X)
+    assert [f.cause for f in found.problems] == ["vanishing"]

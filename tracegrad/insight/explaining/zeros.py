@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
-from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NONZERO, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
@@ -33,6 +33,7 @@ _ZERO_WORDS = {
     "not read": "it is written where nothing is read, or out of bounds, where it is dropped",
     "saturated": "it is saturated: its derivative is zero in this precision",
     "custom rule": "its rule returns zeros",
+    "cancelled": "what comes back through its uses adds up to zero",
     "zero derivative": "its derivative is zero here",
 }
 _CAUSES = {
@@ -56,15 +57,22 @@ _ZERO_CURES = {
 }
 
 
+# At an extremum, say: that is no mistake.
+_HEALTHY = ("zero derivative", "cancelled")
+
+
 def zero_gradients(
     observed: Observed,
+    close: Callable[[], Observed],
     reports: Sequence[SourceReport],
     sources: dict[str, int | None],
     inputs: Sequence[Any],
 ) -> Iterator[Finding]:
     """Where the gradients died that are all zeros, of sources that are connected.
 
-    `inputs`: the arrays of those of the graph.
+    Args:
+      close: gives what the close form of the pass observes.
+      inputs: the arrays of those of the graph.
     """
     starting = {
         observed.graph.inputs[i]: r.path
@@ -88,7 +96,7 @@ def zero_gradients(
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
-        for found, (cause, value) in _killers(observed, index).items():
+        for found, (cause, value) in _killers(observed, index, close).items():
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
             if factor:
@@ -102,32 +110,39 @@ def zero_gradients(
                 whose=whose(found),
                 cure=cure,
                 operation=found.node.name,
-                # At an extremum, say: that is no mistake.
-                problem=cause != "zero derivative" and not factor,
+                problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
 
 
-def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
+def _killers(
+    observed: Observed, source: int, close: Callable[[], Observed]
+) -> dict[Occurrence, tuple[str, Value]]:
     """The nodes at which the gradient of a source, connected but zero, becomes zero; why, and the
     operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
-    pending: list[tuple[Path, Value]] = [((), observed.graph.inputs[source])]
+    # With each value whether its gradient may be a sum: of its uses, or of the steps of a scan.
+    pending: list[tuple[Path, Value, bool]] = [((), observed.graph.inputs[source], False)]
     seen = set()
     while pending:
-        path, value = pending.pop()
+        path, value, is_sum = pending.pop()
         if (path, value) in seen:
             continue
         seen.add((path, value))
         region = observed.region(path)
+        uses = [v for node in region.users.get(value, ()) for v in node.inputs if v is value]
+        is_sum |= len(uses) + (value in region.results) > 1
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
             given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
             if not any(ct is not None and not _is_zero(ct) for ct in given):
-                pending += [(path, out) for out in node.outputs]
+                pending += [(path, out, False) for out in node.outputs]
             elif not is_entered(node):
+                if is_sum and _gives_some(close(), here, value):
+                    found[here] = "cancelled", value
+                    break
                 found[here] = _why_zero(observed, here, value), value
             else:
                 is_cond = node.primitive is _jax.COND
@@ -137,11 +152,20 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
                     continue
                 for path_inside, inner in inside(here, value):
                     if path_inside[-1][1] in ran:
-                        pending.append((path_inside, inner))
+                        is_sum |= node.primitive is _jax.SCAN
+                        pending.append((path_inside, inner, is_sum))
                     elif _is_used(observed.region(path_inside), inner):
                         found[here] = "untaken branch", value
-        pending += _outside(observed, path, value)
+        pending += [(*each, False) for each in _outside(observed, path, value)]
     return found
+
+
+def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
+    """Whether the VJP of a node gives an operand something else than zeros."""
+    edges = [
+        close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
+    ]
+    return any(edge is not None and np.any(edge[..., EDGE_NONZERO] > 0) for edge in edges)
 
 
 def _is_used(region: Graph, value: Value) -> bool:
