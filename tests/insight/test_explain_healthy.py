@@ -179,3 +179,18 @@ def test_layers_one_behind_the_other_vanish(where):
     p = {"kernels": [0.02 * random(i, 6, 6) for i in range(5)], "biases": [jnp.zeros(6)] * 5}
     found = explain(lambda part, rest, x: loss({**rest, where: part}, x), p.pop(where), p, X)
     assert [f.cause for f in found.problems] == ["vanishing"]
+
+
+def test_the_table_starts_with_what_is_trained_and_ends_with_the_random_state():
+    class Dropping(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x))
+
+    found = explain(nnx_block, Dropping(nnx.Rngs(0)), X)
+    rows = [line.split()[0] for line in found.text().splitlines()[-4:]]
+    assert sorted(rows[:2]) == ["model.linear.bias", "model.linear.kernel"]
+    assert all("rngs" in row for row in rows[2:])

@@ -140,14 +140,29 @@ def _forward_finding(
             rule = by_rule.not_finite(product, factor_of.given, False)
     return Finding(
         f"{culprit.kind} in the forward pass",
-        words,
+        words + _in_float16(found.node),
         touched,
         origin=found.origin,
-        cure=cure,
+        cure=_for_float16(found.node, cure),
         operation=operation,
         step=place.step,
         by_rule=rule,
     )
+
+
+def _is_float16(node: Node) -> bool:
+    return any(getattr(v.aval, "dtype", None) == np.float16 for v in node.outputs)
+
+
+def _in_float16(node: Node) -> str:
+    return "; it computes in float16, which ends at 65504" if _is_float16(node) else ""
+
+
+def _for_float16(node: Node, cure: str) -> str:
+    if not _is_float16(node):
+        return cure
+    more = "compute this in bfloat16 or float32, or lower the loss scale if there is one"
+    return f"{cure}; or {more}" if cure else more
 
 
 def _operation(node: Node) -> str:
@@ -203,10 +218,13 @@ def _backward_finding(
     operation = _operation(node)
     return Finding(
         f"{culprit.kind} in the reverse pass",
-        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}",
+        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}"
+        + _in_float16(node),
         touched,
         origin=origin,
-        cure=backward_cure(operation, culprit.operands, culprit.given, made_by, used_by),
+        cure=_for_float16(
+            node, backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
+        ),
         operation=operation,
         operands=culprit.operands,
         step=place.step,

@@ -33,6 +33,7 @@ _ZERO_WORDS = {
     "not read": "it is written where nothing is read, or out of bounds, where it is dropped",
     "saturated": "it is saturated: its derivative is zero in this precision",
     "custom rule": "its rule returns zeros",
+    "underflow": "the cotangent underflows in {dtype}: what comes in is too small for that",
     "cancelled": "what comes back through its uses adds up to zero",
     "zero derivative": "its derivative is zero here",
 }
@@ -53,6 +54,8 @@ _ZERO_CURES = {
     "overwritten": "write to another part of it, or read it before",
     "not read": "an index in bounds, of a place that is read",
     "custom rule": "let the rule return a cotangent for this input",
+    "underflow": "a loss scale (`scale * loss`, and the gradient divided by it in float32), "
+    "bfloat16, or float32",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
 
@@ -98,6 +101,7 @@ def zero_gradients(
             continue
         for found, (cause, value) in _killers(observed, index, close).items():
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
+            words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
@@ -205,6 +209,8 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
         if keeps_zeros(node):
             return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
         return "dead units" if node.name == "relu" else "custom rule"
+    if node.op == "convert_element_type":  # the VJP is a cast, too
+        return "underflow"
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", Place(found))
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
