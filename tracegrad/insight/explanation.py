@@ -128,9 +128,10 @@ class SourceReport:
         return f"{self.norm:.3g}" if math.isfinite(self.norm) else "> 1e19"
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, float]:
-        """Sorts the worst first."""
-        return self.is_finite, self.connected, self.zeros < 1, -self.zeros
+    def rank(self) -> tuple[bool, bool, bool, bool, float]:
+        """Sorts the worst first, and what is not trained last."""
+        is_state = self.reason == "state"
+        return is_state, self.is_finite, self.connected, self.zeros < 1, -self.zeros
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def _here(found: Occurrence) -> Selector | None:
     return line & match.op(node.op)
 
 
-def _around(found: Occurrence) -> Occurrence:
+def rule_around(found: Occurrence) -> Occurrence:
     """The call of the custom gradient that a node is inside of, or the node."""
     for depth, (node, _) in enumerate(found.path):
         if isinstance(node, CustomGradient):
@@ -39,11 +39,19 @@ def _around(found: Occurrence) -> Occurrence:
     return found
 
 
-def not_finite(found: Occurrence, given: float) -> ByRule:
-    """Of a node whose VJP makes NaN or Inf of a cotangent `given` (NaN: not known)."""
-    around = _around(found)
+def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
+    """The rule for a node whose VJP makes NaN or Inf of a cotangent.
+
+    Args:
+      found: the node.
+      given: the cotangent; NaN: not known.
+      is_all: see `culprits.is_all_of_its_rule`.
+    """
+    around = rule_around(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
-    if is_vjp and around.node.effects:  # which would happen again
+    # The backward would be run again, with its effects; zero in the place of what it returns would
+    # discard whatever else it had added up.
+    if is_vjp and (around.node.effects or not is_all):
         return NOTHING
     if around.origin is None or not (is_vjp or may_make_nan(around)):
         return NOTHING

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place, handed_on, inside
 from tracegrad.insight.explaining.statistics import (
     EDGE_GIVEN,
@@ -19,8 +20,11 @@ from tracegrad.insight.explaining.statistics import (
     NAN,
 )
 from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value
+from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
+
+# Each element of the result is of one element, to which nothing is added.
+_ONE_FOR_ONE = (operations.BY_ELEMENT | operations.VIEWS) - operations.ADDITIVE.keys()
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
+            if node.op in operations.CONTRACTIONS:  # whose elements are of many
+                return Culprit(place, kind)
             operands = tuple(map(float, edge[EDGE_OPERANDS:][: len(node.inputs)]))
             return Culprit(place, kind, operands, float(edge[EDGE_GIVEN]))
     return None
@@ -91,6 +97,32 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
                 if isinstance(found, Culprit):
                     return found
     return None
+
+
+def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
+    """Whether the backward of a rule adds nothing to the NaNs and Infs that are made in it.
+
+    Where it does (it recomputes its function, and a value was used twice), a result that is not
+    finite has finite parts, too.
+    """
+    rule = by_rule.rule_around(place.occurrence)
+    path = rule.into("backward")
+    if rule is place.occurrence or not _lies_in(place.occurrence, path):
+        return False
+    outs = observed.region(path).outputs
+    for which in (NAN, INF):
+        pending = [_maker(observed, path, place.steps, out, which) for out in outs]
+        while pending:
+            maker = pending.pop()
+            if not isinstance(maker, _Made) or not _is_bad(observed, maker, which):
+                continue
+            operands = _makers(observed, maker.place, which)
+            bad = [cause for cause in operands if _is_bad(observed, cause, which)]
+            through = maker.place.node.op in _ONE_FOR_ONE
+            if bad and not (through and len(maker.place.steps) == len(place.steps)):
+                return False
+            pending += bad
+    return True
 
 
 def _lies_in(occurrence: Occurrence, path: Path) -> bool:

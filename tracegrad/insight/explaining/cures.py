@@ -19,6 +19,11 @@ _DOUBLE_WHERE = (
     "0 * inf is NaN"
 )
 
+OUT_OF_REACH = (
+    "`rules.strong_zero` does not help here: it keeps zeros through operations element by element, "
+    "and a product of matrices adds 0 * NaN to the gradient of every row"
+)
+
 
 def backward_cure(
     op: str, operands: Sequence[float], given: float, makers: Sequence[str], users: Sequence[str]
@@ -76,8 +81,9 @@ _BACKWARD = _by_name(
         " ".join(operations.INVERSES): "the derivative of {op} is infinite at the end of its "
         "domain: clip the argument a little inside, `jnp.clip(x, -1 + eps, 1 - eps)`",
         "atan2": "atan2(0, 0) has no derivative: " + _DOUBLE_WHERE,
-        "eigh eig svd qr": "equal eigenvalues (singular values) have no derivative of their "
-        "vectors: use the values alone, or add a small distinct diagonal",
+        "eigh eig svd qr": "equal eigenvalues (singular values), or such that the difference (of "
+        "their squares) underflows, have no derivative of their vectors: use the values alone, "
+        "scale the matrix, or add a small distinct diagonal",
         "cholesky lu triangular_solve custom_linear_solve": "the matrix is singular: add "
         "`eps * jnp.eye(n)`",
         "mul dot_general": "an operand is not finite (or the product overflows): see what made "

@@ -97,13 +97,18 @@ def explain_graph(
                 findings += cut_off(program, inputs, path, i, cuts[i], why_unused or why)
     observed = _measure(program, flowing, inputs, seeds, known, close=False)
     findings += refusals(observed)
+
+    @functools.cache
+    def close() -> Observed:
+        return _measure(program, flowing, inputs, seeds, known, close=True)
+
     if _looks_bad(observed):
-        observed = _measure(program, flowing, inputs, seeds, known, close=True)
+        observed = close()
         findings += not_finite(observed, sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(observed, reports, sources, inputs)
-    findings += slopes(observed, norms)
+    findings += zero_gradients(observed, close, reports, sources, inputs)
+    findings += slopes(observed, norms, sources)
     findings += changed_rules(observed)
     findings += dead_units(observed, targets, findings)
     value = observed.stats.get(("output", None, targets[0])) if targets else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,17 +14,19 @@ from tracegrad.insight.explaining.culprits import (
     Given,
     backward_culprit,
     forward_culprit,
+    is_all_of_its_rule,
     makers,
     users,
     value_statistic,
 )
-from tracegrad.insight.explaining.cures import backward_cure, forward_cure
+from tracegrad.insight.explaining.cures import OUT_OF_REACH, backward_cure, forward_cure
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Literal, Occurrence, Value
+from tracegrad.ir import CustomGradient, Literal, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 
 def not_finite(
@@ -66,7 +69,11 @@ def not_finite(
     if not is_explained:  # nothing is wrong with the result: a NaN in an input is masked
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
-            found.append(_backward_finding(observed, culprit_back, touched))
+            made = _maker_of_factor(observed, culprit_back)
+            if made is not None:
+                found.append(_forward_finding(observed, made, touched, culprit_back))
+            else:
+                found.append(_backward_finding(observed, culprit_back, touched))
         elif touched and not found:
             found.append(Finding("not finite", "it came in with the cotangent", touched))
     return found
@@ -97,7 +104,14 @@ def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> 
     return Finding(f"{kind} in an input", words, sources, cure=cure)
 
 
-def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, ...]) -> Finding:
+def _forward_finding(
+    observed: Observed,
+    culprit: Culprit,
+    touched: tuple[str, ...],
+    factor_of: Culprit | None = None,
+) -> Finding:
+    """What made a value that is not finite; `factor_of`: the VJP that multiplies a cotangent by
+    it, if the result of the program does not have it."""
     found = culprit.place.occurrence
     ranges = _operand_ranges(observed, culprit.place)
     words = f"{found.node.name} makes {culprit.kind} in the forward pass"
@@ -114,15 +128,58 @@ def _forward_finding(observed: Observed, culprit: Culprit, touched: tuple[str, .
         )
         culprit, found = made_inf, first
     place = culprit.place
+    operation = _operation(found.node)
+    cure, rule = forward_cure(operation, users(observed, place)), by_rule.NOTHING
+    if factor_of is not None:
+        product = factor_of.place.occurrence
+        where = at(product.origin and product.origin.place)
+        words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
+        if product.node.op in operations.CONTRACTIONS:
+            cure = f"{cure}; {OUT_OF_REACH}" if cure else OUT_OF_REACH
+        else:
+            rule = by_rule.not_finite(product, factor_of.given, False)
     return Finding(
         f"{culprit.kind} in the forward pass",
-        words,
+        words + _in_float16(found.node),
         touched,
         origin=found.origin,
-        cure=forward_cure(found.node.op, users(observed, place)),
-        operation=found.node.op,
+        cure=_for_float16(found.node, cure),
+        operation=operation,
         step=place.step,
+        by_rule=rule,
     )
+
+
+def _is_float16(node: Node) -> bool:
+    return any(getattr(v.aval, "dtype", None) == np.float16 for v in node.outputs)
+
+
+def _in_float16(node: Node) -> str:
+    return "; it computes in float16, which ends at 65504" if _is_float16(node) else ""
+
+
+def _for_float16(node: Node, cure: str) -> str:
+    if not _is_float16(node):
+        return cure
+    more = "compute this in bfloat16 or float32, or lower the loss scale if there is one"
+    return f"{cure}; or {more}" if cure else more
+
+
+def _operation(node: Node) -> str:
+    """The operation of a node; where a cure has put a custom gradient in its place, also that."""
+    return node.name if isinstance(node, CustomGradient) and keeps_zeros(node) else node.op
+
+
+def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
+    """What made the NaN that a product multiplies a cotangent by; of a product of matrices, which
+    nothing else is told of, also the Inf."""
+    op = culprit.place.node.op
+    kinds = (NAN, INF) if op in operations.CONTRACTIONS else (NAN,) if op == "mul" else ()
+    for which, value in itertools.product(kinds, culprit.place.node.inputs):
+        made = forward_culprit(observed, culprit.place.path, culprit.place.steps, value, which)
+        if isinstance(made, Culprit):
+            return made
+    return None
 
 
 def _maker_of_inf(
@@ -158,16 +215,20 @@ def _backward_finding(
             break
     places = at(", ".join(known))
     made_by, used_by = makers(observed, place), users(observed, place)
+    operation = _operation(node)
     return Finding(
         f"{culprit.kind} in the reverse pass",
-        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}",
+        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}"
+        + _in_float16(node),
         touched,
         origin=origin,
-        cure=backward_cure(node.op, culprit.operands, culprit.given, made_by, used_by),
-        operation=node.op,
+        cure=_for_float16(
+            node, backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
+        ),
+        operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=by_rule.not_finite(found, culprit.given),
+        by_rule=by_rule.not_finite(found, culprit.given, is_all_of_its_rule(observed, place)),
     )
 
 

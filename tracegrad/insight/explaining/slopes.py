@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining.layers import are_layers
 from tracegrad.insight.explaining.observed import Observed, Place, handed_on
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.visits import is_entered
@@ -25,14 +26,22 @@ _LAYER_LIMIT = 1e-4
 _STEP_LIMIT = 1e-8
 
 
-def slopes(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
-    """Gradients that vanish or explode; `norms`: of the sources, by their paths."""
+def slopes(
+    observed: Observed, norms: Mapping[str, float], sources: Mapping[str, int | None]
+) -> Iterator[Finding]:
+    """Gradients that vanish or explode.
+
+    Args:
+      norms: of the sources, by their paths.
+      sources: by path which input of the graph a source is.
+    """
     for slope in (*_layer_slopes(norms), *_step_slopes(observed)):
         first, last = slope.norms[0], slope.norms[-1]
         if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
             continue
         shrinks, grows = first / last < slope.limit, first / last > 1 / slope.limit
-        if shrinks or grows:
+        inputs = [i for path in slope.members if (i := sources[path]) is not None]
+        if (shrinks or grows) and are_layers(observed.graph, inputs):
             yield _slope_finding(observed, slope, shrinks)
 
 
@@ -62,20 +71,23 @@ class _Slope:
     norms: tuple[float, ...]  # from the input's side to the output's
     limit: float  # of the first by the last
     scan: Occurrence | None = None
+    members: tuple[str, ...] = ()  # the paths of the layers
 
 
 def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
     """The norms of leaves whose paths differ in one number, in its order."""
-    groups: dict[str, dict[int, float]] = defaultdict(dict)
-    for path, norm in norms.items():
+    groups: dict[str, dict[int, str]] = defaultdict(dict)
+    for path in norms:
         for match in re.finditer(r"\d+", path):
             pattern = path[: match.start()] + "*" + path[match.end() :]
-            groups[pattern][int(match[0])] = norm
-    return [
-        _Slope(pattern, tuple(norm for _, norm in sorted(members.items())), _LAYER_LIMIT)
-        for pattern, members in groups.items()
-        if len(members) >= _FEWEST_LAYERS
-    ]
+            groups[pattern][int(match[0])] = path
+    found = []
+    for pattern, by_number in groups.items():
+        if len(by_number) >= _FEWEST_LAYERS:
+            members = tuple(path for _, path in sorted(by_number.items()))
+            along = tuple(norms[path] for path in members)
+            found.append(_Slope(pattern, along, _LAYER_LIMIT, members=members))
+    return found
 
 
 def _step_slopes(observed: Observed) -> list[_Slope]:

@@ -19,7 +19,7 @@ from tracegrad.rewriting.norms import over_largest
 
 # Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
-EDGE_NAN, EDGE_INF, EDGE_GIVEN, EDGE_OPERANDS = range(4)
+EDGE_NAN, EDGE_INF, EDGE_NONZERO, EDGE_GIVEN, EDGE_OPERANDS = range(5)
 IDLE_UNITS, ALL_UNITS = range(2)
 
 OPERANDS = 4  # of so many an edge tells the value at its first NaN or Inf
@@ -96,24 +96,40 @@ def exact(xp: Any, x: Any) -> Any:
 
 @_by_place
 def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """How many NaNs and Infs a VJP gave, and what stood where the first one is: the cotangent that
-    came in, and the operands (those of other shapes: NaN)."""
+    """How many NaNs, Infs and numbers but zero a VJP gave, and what stood where the first NaN or
+    Inf is: the cotangent that came in, and the operands (those of other shapes: NaN)."""
     flat = _real(xp, result).reshape(-1)
     if flat.size == 0:
         return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
-    place = xp.argmax(~xp.isfinite(flat))
+    if xp.ndim(result) == 0 < xp.ndim(given):  # a scalar factor, of which the terms were added up
+        shape, score = xp.shape(given), _bad_terms(xp, given, operands)
+    else:
+        shape, score = xp.shape(result), ~xp.isfinite(flat)
+    place, is_known = xp.argmax(score), xp.any(score)
 
     def there(x: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.number):
             return xp.nan
         if xp.ndim(x) == 0:
             return _real(xp, x)
-        return _real(xp, x).reshape(-1)[place] if xp.shape(x) == xp.shape(result) else xp.nan
+        if xp.shape(x) != shape:
+            return xp.nan
+        return xp.where(is_known, _real(xp, x).reshape(-1)[place], xp.nan)
 
     values = [there(x) for x in operands[:OPERANDS]]
     values += [xp.nan] * (OPERANDS - len(values))
-    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat))
+    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat)), xp.sum(flat != 0)
     return _vector(xp, *counts, there(given), *values)
+
+
+def _bad_terms(xp: Any, given: Any, operands: Sequence[Any]) -> Any:
+    """1 where a cotangent of zero is multiplied by a NaN or Inf, 2 where another one is, else 0."""
+    score = xp.zeros(xp.size(given), xp.int32)
+    for x in operands:
+        if xp.shape(x) == xp.shape(given) and jnp.issubdtype(x.dtype, jnp.number):
+            is_bad = ~xp.isfinite(_real(xp, x)).reshape(-1)
+            score = xp.maximum(score, is_bad * (1 + (_real(xp, given).reshape(-1) != 0)))
+    return score
 
 
 @_by_place

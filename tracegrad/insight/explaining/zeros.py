@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.observed import Observed, Place, call_of, handed_on, inside
-from tracegrad.insight.explaining.statistics import ALL_UNITS, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
+from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NONZERO, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
+from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
-from tracegrad.ir import Atom, CustomGradient, Graph, Occurrence, Value, operations
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
 from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path
+from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _ZERO_WORDS = {
@@ -30,6 +33,8 @@ _ZERO_WORDS = {
     "not read": "it is written where nothing is read, or out of bounds, where it is dropped",
     "saturated": "it is saturated: its derivative is zero in this precision",
     "custom rule": "its rule returns zeros",
+    "underflow": "the cotangent underflows in {dtype}: what comes in is too small for that",
+    "cancelled": "what comes back through its uses adds up to zero",
     "zero derivative": "its derivative is zero here",
 }
 _CAUSES = {
@@ -39,7 +44,6 @@ _CAUSES = {
     **dict.fromkeys(("scatter", "scatter-add", "dynamic_update_slice"), "not read"),
     **dict.fromkeys(("tanh", "logistic", "exp", "exp2", "erf"), "saturated"),
 }
-_MOVES = operations.REARRANGES | {"broadcast_in_dim"}
 _ZERO_CURES = {
     "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
     "multiplied by zero": "initialise with small random numbers",
@@ -50,41 +54,56 @@ _ZERO_CURES = {
     "overwritten": "write to another part of it, or read it before",
     "not read": "an index in bounds, of a place that is read",
     "custom rule": "let the rule return a cotangent for this input",
+    "underflow": "a loss scale (`scale * loss`, and the gradient divided by it in float32), "
+    "bfloat16, or float32",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
 
 
+# At an extremum, say: that is no mistake.
+_HEALTHY = ("zero derivative", "cancelled")
+
+
 def zero_gradients(
     observed: Observed,
+    close: Callable[[], Observed],
     reports: Sequence[SourceReport],
     sources: dict[str, int | None],
     inputs: Sequence[Any],
 ) -> Iterator[Finding]:
     """Where the gradients died that are all zeros, of sources that are connected.
 
-    `inputs`: the arrays of those of the graph.
+    Args:
+      close: gives what the close form of the pass observes.
+      inputs: the arrays of those of the graph.
     """
-    moving = {
-        observed.graph.inputs[i]: (r.path, i)
+    starting = {
+        observed.graph.inputs[i]: r.path
         for r in reports
         if r.connected and r.zeros < 1 and (i := sources[r.path]) is not None
+        if not np.any(inputs[i])
     }
 
-    def starting(found: Occurrence) -> str | None:
-        """The factor that is zero and gets a gradient: the second one of a low-rank adapter, the
-        gate of a block."""
-        behind = (_input_behind(observed, found.path, operand) for operand in found.node.inputs)
-        factors = (moving[each] for each in behind if each in moving)
-        return next((path for path, i in factors if not np.any(inputs[i])), None)
+    @functools.cache
+    def because() -> dict[tuple[Path, Value], frozenset[Value]]:
+        return zeros_because(observed.graph, list(starting))
+
+    def starting_factor(found: Occurrence, value: Value) -> str:
+        """What a node multiplies the cotangent of an operand by, if it is zero because sources are
+        that start at zero: the second factor of a low-rank adapter, the last scale of a block."""
+        factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
+        behind = frozenset[Value]().union(*(because().get((found.path, v), ()) for v in factors))
+        return some([path for each, path in starting.items() if each in behind], 3)
 
     for report in reports:
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
-        for found, cause in _killers(observed, index).items():
+        for found, (cause, value) in _killers(observed, index, close).items():
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
-            factor = starting(found) if cause == "multiplied by zero" else None
-            if factor is not None:
+            words = words.format(dtype=getattr(value.aval, "dtype", ""))
+            factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
+            if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
             yield Finding(
@@ -95,69 +114,66 @@ def zero_gradients(
                 whose=whose(found),
                 cure=cure,
                 operation=found.node.name,
-                # At an extremum, say: that is no mistake.
-                problem=cause != "zero derivative" and factor is None,
+                problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
 
 
-def _killers(observed: Observed, source: int) -> dict[Occurrence, str]:
-    """The nodes at which the gradient of a source, connected but zero, becomes zero; and why."""
-    found: dict[Occurrence, str] = {}
-    pending: list[tuple[Path, Value]] = [((), observed.graph.inputs[source])]
+def _killers(
+    observed: Observed, source: int, close: Callable[[], Observed]
+) -> dict[Occurrence, tuple[str, Value]]:
+    """The nodes at which the gradient of a source, connected but zero, becomes zero; why, and the
+    operand whose cotangent is zero."""
+    found: dict[Occurrence, tuple[str, Value]] = {}
+    # With each value whether its gradient may be a sum: of its uses, or of the steps of a scan.
+    pending: list[tuple[Path, Value, bool]] = [((), observed.graph.inputs[source], False)]
     seen = set()
     while pending:
-        path, value = pending.pop()
+        path, value, is_sum = pending.pop()
         if (path, value) in seen:
             continue
         seen.add((path, value))
         region = observed.region(path)
+        uses = [v for node in region.users.get(value, ()) for v in node.inputs if v is value]
+        is_sum |= len(uses) + (value in region.results) > 1
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
             given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
             if not any(ct is not None and not _is_zero(ct) for ct in given):
-                pending += [(path, out) for out in node.outputs]
+                pending += [(path, out, False) for out in node.outputs]
             elif not is_entered(node):
-                found[here] = _why_zero(observed, here, value)
+                if is_sum and _gives_some(close(), here, value):
+                    found[here] = "cancelled", value
+                    break
+                found[here] = _why_zero(observed, here, value), value
             else:
                 is_cond = node.primitive is _jax.COND
                 ran = observed.branches(Place(here)) if is_cond else node.regions
                 if node.primitive is _jax.SCAN and node.params["length"] == 0:
-                    found[here] = "no steps"
+                    found[here] = "no steps", value
                     continue
                 for path_inside, inner in inside(here, value):
                     if path_inside[-1][1] in ran:
-                        pending.append((path_inside, inner))
+                        is_sum |= node.primitive is _jax.SCAN
+                        pending.append((path_inside, inner, is_sum))
                     elif _is_used(observed.region(path_inside), inner):
-                        found[here] = "untaken branch"
-        pending += _outside(observed, path, value)
+                        found[here] = "untaken branch", value
+        pending += [(*each, False) for each in _outside(observed, path, value)]
     return found
+
+
+def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
+    """Whether the VJP of a node gives an operand something else than zeros."""
+    edges = [
+        close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
+    ]
+    return any(edge is not None and np.any(edge[..., EDGE_NONZERO] > 0) for edge in edges)
 
 
 def _is_used(region: Graph, value: Value) -> bool:
     return value in region.users or value in region.results
-
-
-def _input_behind(observed: Observed, path: Path, value: Atom) -> Value | None:
-    """The input of the graph that an operand is, but for its shape and its type."""
-    while isinstance(value, Value):
-        region = observed.region(path)
-        producer = region.producers.get(value)
-        if producer is not None:
-            if producer.op not in _MOVES:
-                return None
-            value = producer.inputs[0]
-        elif not path:
-            return value
-        else:
-            operands = handed_on(path[-1][0])
-            place = region.inputs.index(value) if value in region.inputs else None
-            if place is None or place >= len(operands):
-                return None
-            value, path = operands[place], path[:-1]
-    return None
 
 
 def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
@@ -193,6 +209,8 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
         if keeps_zeros(node):
             return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
         return "dead units" if node.name == "relu" else "custom rule"
+    if node.op == "convert_element_type":  # the VJP is a cast, too
+        return "underflow"
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", Place(found))
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"

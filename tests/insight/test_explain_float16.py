@@ -1,0 +1,35 @@
+"""`explain` names float16 where a gradient underflows or a value overflows in it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tracegrad.insight import explain
+
+
+def test_a_gradient_that_underflows_is_a_problem_that_names_the_dtype_and_a_loss_scale():
+    def loss(w, x, dtype=jnp.float16, scale=1.0):
+        h = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+        return scale * jnp.mean(h.astype(jnp.float32) ** 2)
+
+    w, x = jnp.full((8, 4), 1e-3), jax.random.normal(jax.random.key(0), (20000, 8)) * 1e-2
+    assert not jnp.any(jax.grad(loss)(w, x))
+    single = jax.grad(loss)(w, x, jnp.float32)
+    scaled = jax.grad(loss)(w, x, scale=2.0**14) / 2.0**14
+    np.testing.assert_allclose(scaled, single, rtol=0.2)
+    (finding,) = explain(loss, w, x).findings
+    assert (finding.cause, finding.problem) == ("underflow", True)
+    assert "float16" in finding.what
+    assert "loss scale" in finding.cure
+
+
+def test_a_value_that_overflows_names_float16():
+    def loss(w, x):
+        return jnp.sum(jnp.square(x.astype(jnp.float16) @ w.astype(jnp.float16))).astype(float)
+
+    (finding,) = explain(loss, jnp.full((8, 4), 30.0), jnp.full((100, 8), 3.0)).problems
+    assert finding.operation == "square"
+    assert "float16" in finding.what
+    assert "float32" in finding.cure

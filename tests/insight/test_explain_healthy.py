@@ -1,0 +1,196 @@
+"""`explain` accuses no healthy model: beside each stands a sick one that looks alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+
+from tracegrad.insight import explain
+
+
+def random(seed, *shape):
+    return 0.4 * jax.random.normal(jax.random.key(seed), shape)
+
+
+X, C = random(5, 8, 6), random(6, 8, 6)
+
+
+# ------------------------------------------------------------------- what starts at the identity
+
+
+def adaptive_norm(p, x):
+    shift, scale, gate = jnp.split(jax.nn.silu(C) @ p["ada"] + p["bias"], 3, -1)
+    branch = jax.nn.gelu((x * (1 + scale) + shift) @ p["w"])
+    return jnp.mean((x + gate * branch - 1) ** 2)
+
+
+def tanh_gate(p, x):
+    return jnp.mean((x + jnp.tanh(p["gate"]) * jnp.tanh(x @ p["w"]) - 1) ** 2)
+
+
+def scaled_head(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ (0.5 * p["head"].T) - 1) ** 2)
+
+
+def fixup(p, x):
+    return jnp.mean((x + (jax.nn.relu(x @ p["w"]) @ p["last"]) * p["scale"] - 1) ** 2)
+
+
+def gates_in_a_scan(p, x):
+    def block(x, layer):
+        w, gate = layer
+        return x + jnp.tanh(gate) * jnp.tanh(x @ w), None
+
+    return jnp.mean((jax.lax.scan(jax.checkpoint(block), x, (p["w"], p["gate"]))[0] - 1) ** 2)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, scale_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(x + self.norm(self.linear(x)))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        norm = linen.BatchNorm(False, scale_init=linen.initializers.zeros)
+        return linen.relu(x + norm(linen.Dense(6)(x)))
+
+
+def nnx_block(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+LINEN = LinenBlock().init(jax.random.key(0), X)
+
+
+def linen_block(params, x):
+    y, _ = LinenBlock().apply({**LINEN, "params": params}, x, mutable=["batch_stats"])
+    return jnp.mean((y - 1) ** 2)
+
+
+W = random(1, 6, 6)
+STARTING_AT_ZERO = [
+    (adaptive_norm, lambda: {"ada": jnp.zeros((6, 18)), "bias": jnp.zeros(18), "w": W}),
+    (tanh_gate, lambda: {"gate": jnp.zeros(()), "w": W}),
+    (scaled_head, lambda: {"w": random(1, 6, 4), "head": jnp.zeros((2, 4))}),
+    (fixup, lambda: {"w": W, "last": jnp.zeros((6, 6)), "scale": jnp.ones(())}),
+    (gates_in_a_scan, lambda: {"w": jnp.stack([W, W]), "gate": jnp.zeros(2)}),
+    (nnx_block, lambda: NnxBlock(nnx.Rngs(0))),
+    (linen_block, lambda: LINEN["params"]),
+]
+
+
+@pytest.mark.parametrize(("loss", "build"), STARTING_AT_ZERO)
+def test_a_model_that_starts_at_the_identity_has_no_problem(loss, build):
+    found = explain(loss, build(), X)
+    assert found.problems == ()
+    assert {f.cause for f in found.notes} <= {"multiplied by zero", "state"}
+    assert any("which gets a gradient itself" in f.what for f in found.notes)
+
+
+def test_a_factor_that_is_zero_for_good_is_a_problem():
+    def constant(p, x):
+        return jnp.mean((x + jnp.tanh(0 * p["gate"]) * jnp.tanh(x @ p["w"]) - 1) ** 2)
+
+    def both(p, x):  # neither gets a gradient
+        return jnp.mean((x + p["gate"] * (x @ p["w"]) - 1) ** 2)
+
+    def square(p, x):
+        return jnp.mean((x + p["gate"] ** 2 * (x @ p["w"]) - 1) ** 2)
+
+    def cosine(p, x):  # the parameter is zero, the factor because of the mask
+        mask = jnp.zeros(6)
+        return jnp.mean((x + p["gate"] + jnp.cos(p["gate"]) * mask * (x @ p["w"]) - 1) ** 2)
+
+    gate = {"gate": jnp.zeros(())}
+    for loss, p in (
+        (constant, {**gate, "w": W}),
+        (both, {**gate, "w": jnp.zeros((6, 6))}),
+        (square, {**gate, "w": W}),
+        (cosine, {**gate, "w": W}),
+    ):
+        assert [f.sources[-1] for f in explain(loss, p, X).problems if "w" in f.sources[-1]]
+
+
+# ------------------------------------------------------------------------- what adds up to zero
+
+
+def test_a_softmax_of_one_element_and_a_bias_that_cancels_are_notes():
+    def attend(p, x):
+        q, k, v = (x @ p[name] for name in "qkv")
+        return jnp.sum((jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v) ** 2)
+
+    p = dict(zip("qkv", 0.3 * jax.random.normal(jax.random.key(0), (3, 8, 8)), strict=True))
+    found = explain(attend, p, jax.random.normal(jax.random.key(1), (4, 1, 8)))
+    assert found.problems == ()
+    assert [(f.cause, f.sources) for f in found.notes] == [("cancelled", ("p.k", "p.q"))]
+
+    def contrast(b, x):
+        h = x + b
+        return jnp.sum(3 * h) - jnp.sum(3 * h)
+
+    (finding,) = explain(contrast, jnp.ones(3), jnp.ones(3)).findings
+    assert (finding.cause, finding.problem) == ("cancelled", False)
+
+    def masked(b, x):  # two uses, each of them multiplied by zeros
+        return jnp.sum(b * (x - x) + jnp.sin(b) * (x - x))
+
+    (finding,) = explain(masked, jnp.ones(3), jnp.ones(3)).problems
+    assert finding.cause == "multiplied by zero"
+
+
+# ------------------------------------------------------------------- what stands side by side
+
+
+def experts(p, x):
+    gate = jax.nn.softmax(jnp.array([10.0, 0.0, -5.0, -20.0, -30.0]))
+    return sum(jnp.sum((x @ q) ** 2) * g for q, g in zip(p, gate, strict=True))
+
+
+def heads(p, x):
+    scales = 1e-5, 1e-3, 0.1, 1.0, 10.0
+    return sum(jnp.sum((x @ q) ** 2) * s for q, s in zip(p, scales, strict=True))
+
+
+def polynomial(p, x):
+    t = jnp.linspace(0.0, 20.0, 30)
+    return jnp.mean((sum(k * t**i for i, k in enumerate(p)) - jnp.sin(t)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [experts, heads, polynomial])
+def test_what_stands_side_by_side_in_a_list_is_no_stack_of_layers(loss):
+    p = [jnp.float32(0.1)] * 8 if loss is polynomial else [random(1, 6, 4)] * 5
+    assert explain(loss, p, X).problems == ()
+
+
+@pytest.mark.parametrize("where", ["kernels", "biases"])
+def test_layers_one_behind_the_other_vanish(where):
+    def loss(p, x):
+        for w, b in zip(p["kernels"], p["biases"], strict=True):
+            x = jax.jit(lambda x, w, b: jax.nn.sigmoid(x @ w + b))(x, w, b)
+        return jnp.sum(x)
+
+    p = {"kernels": [0.02 * random(i, 6, 6) for i in range(5)], "biases": [jnp.zeros(6)] * 5}
+    found = explain(lambda part, rest, x: loss({**rest, where: part}, x), p.pop(where), p, X)
+    assert [f.cause for f in found.problems] == ["vanishing"]
+
+
+def test_the_table_starts_with_what_is_trained_and_ends_with_the_random_state():
+    class Dropping(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x))
+
+    found = explain(nnx_block, Dropping(nnx.Rngs(0)), X)
+    rows = [line.split()[0] for line in found.text().splitlines()[-4:]]
+    assert sorted(rows[:2]) == ["model.linear.bias", "model.linear.kernel"]
+    assert all("rngs" in row for row in rows[2:])

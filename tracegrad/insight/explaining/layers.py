@@ -1,0 +1,63 @@
+"""Whether inputs of a graph are layers, one behind the other, or stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.visits import is_called
+from tracegrad.ir import Graph, Node, operations
+from tracegrad.ir.dependence import Masks, joined, spread
+
+# What comes of one operand stays apart from what comes of another one.
+_SIDE_BY_SIDE = operations.ADDITIVE.keys() | {"select_n", "max", "min"}
+_NO_WORK = operations.VIEWS | _SIDE_BY_SIDE
+
+
+def are_layers(graph: Graph, inputs: Sequence[int]) -> bool:
+    """Whether the gradient of each input of several flows through the next one.
+
+    An input is the next layer if what an earlier one makes is multiplied by it, or if it is added
+    itself (a bias) to what is made of that. Experts, heads, and the terms of a sum are added when
+    both have been worked on; the gates of one cell know each other from the step before alone.
+    """
+    count = len(inputs)
+    every = (1 << count) - 1
+    behind: set[tuple[int, int]] = set()
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        """Of a mask the low bits are inputs as they are, the high ones what is made of them."""
+        if not any(ins):
+            return [0] * len(node.outputs)
+        if is_called(node) or node.primitive is _jax.SCAN:
+            (region,) = node.regions.values()
+            return spread(region, ins, rule)
+        if node.primitive is _jax.COND:
+            branches = [spread(region, ins[1:], rule) for region in node.regions.values()]
+            return [joined(masks) for masks in zip(*branches, strict=True)]
+        note_layers(node, ins)
+        if node.op == "optimization_barrier":
+            return ins
+        mask = joined(ins)
+        if node.op not in _NO_WORK:
+            mask = (mask & every | mask >> count) << count
+        return [mask] * len(node.outputs)
+
+    def note_layers(node: Node, ins: Masks) -> None:
+        for k, mask in enumerate(ins):
+            members = mask & every | mask >> count
+            if members.bit_count() != 1:
+                continue
+            before = joined([*ins[:k], *ins[k + 1 :]])
+            if node.op not in _SIDE_BY_SIDE:
+                before = before & every | before >> count
+            else:
+                before = before >> count if mask & every else 0
+            later = members.bit_length() - 1
+            behind.update((i, later) for i in range(count) if before >> i & 1)
+
+    given = [0] * len(graph.inputs)
+    for number, i in enumerate(inputs):
+        given[i] |= 1 << number
+    spread(graph, given, rule)
+    return all((i, i + 1) in behind for i in range(count - 1))
