@@ -194,3 +194,13 @@ def test_the_table_starts_with_what_is_trained_and_ends_with_the_random_state():
     rows = [line.split()[0] for line in found.text().splitlines()[-4:]]
     assert sorted(rows[:2]) == ["model.linear.bias", "model.linear.kernel"]
     assert all("rngs" in row for row in rows[2:])
+
+
+def test_of_three_rectifiers_on_a_line_the_dead_one_is_told():
+    def loss(p, x):
+        a, b, c = (x @ w for w in p)
+        return jnp.sum(jax.nn.relu(a) + jax.nn.relu(b - 100) + jax.nn.relu(c))
+
+    (finding,) = explain(loss, [random(i, 6, 4) for i in range(3)], X).problems
+    assert (finding.cause, finding.sources) == ("dead units", ("p.1",))
+    assert "number 2 of 3 on that line" in finding.what

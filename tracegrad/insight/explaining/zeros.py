@@ -108,7 +108,7 @@ def zero_gradients(
                 cure = "none is needed: the first step changes that"
             yield Finding(
                 cause,
-                f"{found.node.name}: {words}",
+                f"{found.node.name}{_which(observed, found)}: {words}",
                 (report.path,),
                 origin=found.origin,
                 whose=whose(found),
@@ -229,7 +229,8 @@ def dead_units(
         if flow is not None and _arrives(flow, found) and found.origin not in known:
             yield Finding(
                 "dead units",
-                f"{dead} of {total} units of {found.node.name} are active for no example",
+                f"{dead} of {total} units of {found.node.name}{_which(observed, found)} are active "
+                "for no example",
                 (),
                 origin=found.origin,
                 problem=dead == total,
@@ -237,6 +238,14 @@ def dead_units(
                 by_rule=by_rule.straight_through(found),
                 operation=found.node.name,
             )
+
+
+def _which(observed: Observed, found: Occurrence) -> str:
+    """Which of several rectifiers on one line a node is."""
+    alike = [o for o, _, _ in observed.of("units") if o.origin == found.origin]
+    if len(alike) < 2 or found not in alike or found.origin is None:
+        return ""
+    return f" (number {alike.index(found) + 1} of {len(alike)} on that line)"
 
 
 def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
