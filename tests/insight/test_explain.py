@@ -308,6 +308,18 @@ def test_a_program_with_rules_is_known_again_and_told_from_one_with_other_rules(
     assert norms[1] == pytest.approx(1.5 * norms[0])
 
 
+def test_a_program_is_known_by_the_numbers_of_its_numpy_arrays():
+    weights = np.arange(1.0, 4.0, dtype=np.float32)
+
+    def of(array):
+        return lambda x: jnp.sum(jnp.sin(x) * array)
+
+    assert key_of(tg.graph(of(weights))(X)) == key_of(tg.graph(of(weights.copy()))(X))
+    before = explain(of(weights), X)["x"].norm
+    weights *= 3.0
+    assert explain(of(weights), X)["x"].norm == pytest.approx(3 * before, rel=1e-5)
+
+
 def test_lines_are_those_of_the_function_that_is_asked_about():
     """Two functions of one program share what was compiled, not their lines."""
 

@@ -7,8 +7,10 @@ parameters) counts by identity, and is held by the key, so that the identity sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
+import jax
 import numpy as np
 
 from tracegrad import _jax
@@ -66,7 +68,10 @@ def params_key(params: Mapping[str, Any]) -> Any:
 
 @of_program
 def program_key(program: Any) -> Structure:
-    """A key equal for programs of the same operations on the same constants (by identity).
+    """A key equal for programs of the same operations on the same constants.
+
+    Arrays of JAX are the same by identity, others by their numbers: a function that makes one with
+    NumPy makes it anew in each trace, and NumPy's can be written to.
 
     Of functions with a derivative of their own it has the function alone; see `rule_key`.
     """
@@ -81,11 +86,14 @@ def program_key(program: Any) -> Structure:
     def read(atom: Any) -> Any:
         if not hasattr(atom, "val"):
             return numbers[atom]
-        value = np.asarray(atom.val)  # by its bits: 0.0 equals -0.0, and no NaN another
-        return value.dtype, value.shape, value.tobytes(), atom.aval
+        return _contents(atom.val), atom.aval
 
     of_constants = define(open_form.constvars)
-    parts: list[Any] = [tuple(map(_ById, constants)), of_constants, define(open_form.invars)]
+    parts: list[Any] = [
+        tuple(map(_constant_key, constants)),
+        of_constants,
+        define(open_form.invars),
+    ]
     for equation in open_form.eqns:
         params = equation.params
         if equation.primitive in _RULES:
@@ -96,6 +104,19 @@ def program_key(program: Any) -> Structure:
         parts.append((equation.primitive, params_key(params), equation.ctx, ins, outs))
     parts.append(tuple(map(read, open_form.outvars)))
     return Structure(tuple(parts))
+
+
+def _constant_key(constant: Any) -> Any:
+    if isinstance(constant, jax.Array) or not hasattr(constant, "dtype"):
+        return _ById(constant)
+    return _contents(constant)
+
+
+def _contents(value: Any) -> tuple[Any, ...]:
+    """An array by its bits: 0.0 equals -0.0, and no NaN another."""
+    array = np.asarray(value)
+    digest = array.tobytes() if array.nbytes <= 64 else sha256(array.tobytes()).digest()
+    return array.dtype, array.shape, digest
 
 
 def rule_key(node: CustomGradient) -> Any:
