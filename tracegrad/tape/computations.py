@@ -48,6 +48,7 @@ class Computation:
       has_effects: whether it prints or calls the host.
       has_program: whether it is a jitted function.
       is_kept: whether further calls find it: what is derived from it is compiled then.
+      gives_list: whether `run` is compiled, and gives a list of arrays that are nobody else's.
       called: ``(*operands) -> its own results``, without residuals.
       count, tree: how many results are the operation's own, and their structure; None: all are.
       before: how many results there were without the residuals of the last order; 0: it has none.
@@ -80,11 +81,13 @@ class Computation:
         self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
         self.is_kept, self.has_program = is_kept, primitive is _JIT
         self.run: Callable[..., Any] = compiled(fun, name) if is_compiled else fun
+        self.gives_list = is_compiled
         self.derived: dict[Any, Any] = {}
 
     def compile(self) -> None:
         """Has it, and what is derived from it, run as compiled programs."""
         self.run, self.is_kept = compiled(self.fun, self.name), True
+        self.gives_list = True
 
     def forward(
         self, groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
@@ -156,6 +159,7 @@ class Computation:
                 is_compiled=self.is_kept,
                 is_kept=self.is_kept,
             )
+            known.gives_list = False
             known.has_rules = self.has_rules
         return known
 

@@ -173,9 +173,9 @@ def _with_programs(
             instead = dict(zip(ids, operands))
             return evaluate(params["jaxpr"], operands[len(ids) :], instead)
 
-        found.run = compiled(inlined, found.name)
+        found.run, found.gives_list = compiled(inlined, found.name), True
     elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
-        found.run = compiled(fun, found.name)
+        found.run, found.gives_list = compiled(fun, found.name), True
     found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
     found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
     found.captured, found.refused = captured, refused

@@ -178,30 +178,40 @@ class OperationRecorder(ForwardingTrace):
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
-                active = active_operands(operands, watching)
-                groups: tuple[tuple[int, ...], ...] = (active,)
-                if len(watching) > 1 and computation.has_rules and not computation.has_effects:
-                    each = {record.active(operands) for record in watching}
-                    groups = tuple(sorted(each | {active}, key=lambda one: (len(one), one)))
-                if active:
-                    orders = sum([record.orders for record in watching])
-                    computation = computation.forward(groups, operands, orders)
+                computation = self._saving(computation, operands, watching)
             run = computation.fun if self._is_staged else computation.run
             out = run(*operands)
         if not watching:
             return out
-        is_list = type(out) is list
-        results = self._own_results(computation, operands, out if is_list else jax.tree.leaves(out))
+        if self.is_top and computation.gives_list:  # as most are: these are new arrays
+            results = out
+        else:
+            is_list = type(out) is list
+            results = out if is_list else jax.tree.leaves(out)
+            results = self._own_results(computation, operands, results)
+            out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
         if computation.tree is not None:
             out = jax.tree.unflatten(computation.tree, results[: computation.count])
-        else:
-            out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
         info = current_source_info()
         for record in watching:
             record.add(computation, operands, results, info)
         if computation.has_rules:
             lose_in(watching, computation, operands, results)
         return out
+
+    def _saving(
+        self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
+    ) -> Computation:
+        """What runs in the place of a computation, and saves what its derivatives need."""
+        active = active_operands(operands, watching)
+        groups: tuple[tuple[int, ...], ...] = (active,)
+        if len(watching) > 1 and computation.has_rules and not computation.has_effects:
+            each = {record.active(operands) for record in watching}
+            groups = tuple(sorted(each | {active}, key=lambda one: (len(one), one)))
+        if not active:
+            return computation
+        orders = sum([record.orders for record in watching])
+        return computation.forward(groups, operands, orders)
 
     def _own_results(
         self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
