@@ -1,4 +1,4 @@
-"""A region while it is edited: what stands in the place of each node, and around it."""
+"""The edit of one region, while it goes on: what replaces, precedes and follows each node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracegrad.ir.writing import Port, Where, Written, renamed
 
 
 class Draft:
-    """A region while it is edited: what stands in the place of each node, and around it."""
+    """The edit of one region: for each node the nodes that replace, precede and follow it."""
 
     def __init__(self, graph: Graph, where: Where):
         self.graph, self.where = graph, where
@@ -49,7 +49,7 @@ class Draft:
         return found
 
     def now_of(self, nodes: Sequence[Node], match: Occurrence) -> list[Node]:
-        """These nodes with their regions as this edit has left them."""
+        """The present versions of these nodes: their regions may have been edited already."""
         found = [each for node in nodes for each in self.now[node.key]]
         if [node.outputs for node in found] != [node.outputs for node in nodes]:
             raise GraphError(
@@ -81,7 +81,7 @@ class Draft:
             self._behind.setdefault(behind.key, []).extend(new.nodes)
 
     def rename(self, members: Iterable[Node], names: Mapping[Any, Atom]) -> None:
-        """Gives values other names in some nodes alone: as operands and as results."""
+        """Puts other values in the place of values in `members` alone, in operands and results."""
         for node in members:
             self._local.setdefault(node.key, {}).update(names)
 
@@ -94,7 +94,7 @@ class Draft:
     def finished(self) -> Edited:
         """The region as it is now."""
         names = self._names
-        alike: dict[int, Value] = {}  # of the ports for an array that several edits closed over
+        alike: dict[int, Value] = {}  # by the id of what several edits close over
         for port in self.ins:
             if port.closed_over is not None:
                 first = alike.setdefault(id(port.closed_over), port.value)

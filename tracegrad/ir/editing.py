@@ -1,13 +1,13 @@
 """The one editor of graphs: it writes code around matches, or behind values, into another graph.
 
 Only what an edit writes is traced, by `jax.make_jaxpr`. What stands around it is not bound again,
-so its scopes, settings, types and effects stay what they were. What is written *defines the very
-values* that were defined there before: no user of a value hears of an edit. So an edit costs what
-it writes, and one new program for each region on the way to it; a region that is entered from
-several places and edited alike there is edited once.
+so its scopes, settings, types and effects stay what they were. Written code defines the same values
+as the code that it replaces, so the operations that read those values stay as they are. An edit
+costs what it writes, and one new program for each region on the way to it; a region that is entered
+from several places and edited alike there is edited once.
 
-Three things may have to cross the borders of regions then, by *ports* (`borders.py`): arrays that
-the written code closes over, arrays that it is given from outside (taps), and arrays that it shows.
+Written code may close over arrays, be given arrays by further inputs (taps), or show arrays by
+further outputs; each such array crosses the borders of regions by a *port* (`borders.py`).
 
 The idea of editing by a function around an operation is that of context-oriented interception, as
 qwix has it; that of never changing a graph is penzai's.
@@ -98,7 +98,8 @@ def around_each(
         operation are all of its operands; of several operations the values that enter them, and
         the results those that leave them.
       taps: the types of arrays that `around` is given as ``op.taps``; they become inputs.
-      depends_on: what of a match the written code depends on, beside its nodes.
+      depends_on: a hashable key of a match; two calls of one region share an edit only if the
+        keys of their matches are equal.
 
     Returns:
       The graph, and its ports: inputs for taps come last, as do outputs for what is shown.
@@ -150,8 +151,8 @@ def behind_each(
     all that uses the value but the match itself. A match need not hang together for that.
 
     Args:
-      behind: of a match, gives a function of the value, and of a tap of its type if they are
-        `tapped`; that gives one of the same type.
+      behind: ``behind(match)`` returns a function; the function takes the value (and, if they are
+        `tapped`, a tap of the value's type) and returns an array of the value's type.
       wanted: which values are meant.
       tapped: whether `behind` is given a tap for each value.
 
@@ -181,7 +182,8 @@ def before_each(
 ) -> Graph:
     """The graph with ``before(operand)`` in the place of some operands of each match.
 
-    `chosen`: of a region, a match in it and all operands of that, the positions of those.
+    `chosen`: ``chosen(region, match, operands)`` returns the positions of the operands that
+    `before` replaces.
     """
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
@@ -209,7 +211,7 @@ def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
         for value in leaving(draft.graph, members):
             shown = value
             if value not in draft.graph.users and value not in draft.graph.results:
-                shown = Value(value.aval)  # JAX keeps no value of what nobody uses
+                shown = Value(value.aval)  # JAX drops a result that nobody uses
                 draft.rename(members, {value: shown})
             draft.outs.append(Port((match.node.key,), shown))
 

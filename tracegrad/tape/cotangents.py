@@ -1,7 +1,7 @@
 """The reverse pass over a record: its entries are pulled back one by one, the last first.
 
 Each pull is a computation that runs under the recorder that is on then, so that outer tapes record
-it. There is no more to higher orders than that.
+it. Derivatives of higher order need nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Backward = Callable[[Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """What is made of a backward pass: how it is run, and what zeros have what shape."""
+    """A kind of derivative: how the backward pass is run for it, and the zeros of a source that
+    nothing connects."""
 
     run: Callable[[Backward, Sequence[Any], Sequence[Any]], list[Any]]
     zeros: Callable[[Sequence[Any], Any], Any]
@@ -91,7 +92,7 @@ def _mapped(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
 
 
 def _basis(shape: Sequence[int], like: Any) -> Any:
-    """One array of the shape for each of its elements, which alone is 1."""
+    """All arrays of the shape with one element 1 and the others 0, along a new first axis."""
     size = math.prod(shape)
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
@@ -139,7 +140,7 @@ def cotangents(
       record, sources, targets: the slots of arrays in a record.
       kind: what is made of the backward pass.
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
-      stopped: slots that count as constants: what they were computed from gets nothing by them.
+      stopped: slots that count as constants: no cotangent goes back through them.
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
@@ -211,7 +212,7 @@ class _Pass:
     def _total(self, found: dict[int, list[Any]], slot: int) -> Any:
         terms = found[slot]
         if len(terms) > 1:
-            if any(map(is_slices, terms)):  # those of the lookup that ran first in front
+            if any(map(is_slices, terms)):  # the slices of the lookup that ran first stand in front
                 terms = terms[::-1]
             found[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
@@ -239,7 +240,7 @@ class _Pass:
 
 
 def _tables(path: Path, sources: Sequence[int]) -> set[int]:
-    """The slots whose cotangents may be slices: of sources, and of what is but a cast of one."""
+    """The slots whose cotangents may be slices: of sources, and of casts and copies of sources."""
     tables = set(sources)
     for entry, _ in path:
         if _is_cast(entry) and entry.args[0] in tables:
@@ -253,7 +254,7 @@ def _is_cast(entry: Entry) -> bool:
 
 
 def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
-    """Says where what cannot be differentiated was called, and what to do."""
+    """Adds to an error the line of the operation that JAX cannot differentiate, and what to do."""
     graph = graph_of([entry], arrays, ()).graph
     (node,) = graph.nodes
     explain_loop(error, users_line(node))
