@@ -43,10 +43,14 @@ class Draft:
                     "too and stands in their place now. Narrow the selector so that no two matches "
                     "overlap, or give two rules, that for the smaller matches first"
                 )
-            if node.key not in self._here:
-                raise GraphError(f"{match} is not in {self.graph.name} (any more)")
-            found.append(self._here[node.key])
+            found.append(self.node_of(node, match))
         return found
+
+    def node_of(self, node: Node, match: Occurrence) -> Node:
+        """The node of the region that a node of a match, or on the way to one, is."""
+        if node.key not in self._here:
+            raise GraphError(f"{match} is not in {self.graph.name} (any more)")
+        return self._here[node.key]
 
     def now_of(self, nodes: Sequence[Node], match: Occurrence) -> list[Node]:
         """The present versions of these nodes: their regions may have been edited already."""

@@ -23,7 +23,6 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir.borders import Edited, with_regions
 from tracegrad.ir.draft import Draft
-from tracegrad.ir.errors import GraphError
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Atom, Node, Value
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
@@ -287,16 +286,13 @@ def _edit_region(
     if key in known:
         return known[key]
     draft = Draft(graph, where)
-    here = {node.key: node for node in graph.nodes}
-    below: dict[Any, dict[str, list[tuple[Path, Occurrence]]]] = {}
+    below: dict[Node, dict[str, list[tuple[Path, Occurrence]]]] = {}
     for path, match in places:
         if path:
             (node, name), rest = path[0], path[1:]
-            if node.key not in here:
-                raise GraphError(f"{match} is not in {graph.name} (any more)")
-            below.setdefault(node.key, {}).setdefault(name, []).append((rest, match))
-    for node_key, by_region in below.items():
-        node = here[node_key]
+            here = draft.node_of(node, match)
+            below.setdefault(here, {}).setdefault(name, []).append((rest, match))
+    for node, by_region in below.items():
         edits = {
             name: _edit_region(
                 node.region(name), inner, write_at, depends_on, where.inside(node), known

@@ -60,13 +60,20 @@ class Observed:
         if graph is self.graph:
             return self
 
+        numbers: dict[Node, int] = {}
+
+        def number_of(node: Node, region: Graph) -> int:
+            if node not in numbers:
+                numbers.update((each, i) for i, each in enumerate(region.nodes))
+            return numbers[node]
+
         def there(occurrence: Occurrence) -> Occurrence:
             here, around, path = self.graph, graph, []
             for node, name in occurrence.path:
-                step = around.nodes[here.nodes.index(node)]
+                step = around.nodes[number_of(node, here)]
                 path.append((step, name))
                 here, around = node.region(name), step.region(name)
-            return Occurrence(tuple(path), around.nodes[here.nodes.index(occurrence.node)])
+            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node, here)])
 
         return Observed(
             graph,
