@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -78,6 +79,8 @@ def test_a_wrong_rule_is_named_with_its_line_its_input_and_both_numbers():
     assert wrong.origin.place.startswith("test_check_grads.py:")
     assert wrong.defined == f"test_check_grads.py:{line_of(rule) + 3}"
     np.testing.assert_allclose(wrong.got / wrong.expected, 0.5, rtol=1e-5)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), str(copy.report)) == (str(caught.value), str(caught.value.report))
     assert caught.value.report.wrong[0] is wrong
     assert {c.what for c in caught.value.report.leaves if c.status == "wrong"} >= {"x"}
     assert isinstance(caught.value, AssertionError)

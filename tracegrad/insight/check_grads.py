@@ -54,6 +54,10 @@ class GradientError(AssertionError):
         first = "\n".join(f"  {check}" for check in report.wrong[:8])
         more = f"\n  ... and {len(report.wrong) - 8} more" if len(report.wrong) > 8 else ""
         super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
+        self._hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for pickle: the arguments, not the message
+        return type(self), (self.report, self._hint), self.__dict__
 
 
 def check_grads(

@@ -2,7 +2,9 @@
 and the bytes of what it returns.
 
 A multiply-add counts as two operations. What is not listed takes one for each element of its
-largest operand or result, which is right for element-wise operations and for reductions.
+largest operand or result, which is right for element-wise operations and for reductions. Of complex
+numbers those of their parts are counted: 6 for a product, 8 for a multiply-add, 2 for a sum. Random
+bits take those of the rounds of their generator, on integers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import operations
@@ -27,10 +31,10 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
         costs = [_graph_flops(region, known) for region in node.regions.values()]
         if node.primitive is _jax.COND:
             return max(costs)
-        times = size_of(node.params["length"]) if node.primitive is _jax.SCAN else 1
-        return times * sum(costs)
+        return int(_runs_of_region(node) * sum(costs))
     formula = _FORMULAS.get(node.op, _elementwise)
-    return int(formula(node))
+    parts = 1 if node.op in _COUNTS_PARTS else _operations_on_parts(node)
+    return int(parts * formula(node))
 
 
 def size_of(dimension: Any) -> int:
@@ -69,6 +73,22 @@ def _graph_flops(graph: Graph, known: dict[Graph, int]) -> int:
     return known[graph]
 
 
+def _runs_of_region(node: Node) -> float:
+    if node.primitive is _jax.SCAN:
+        return size_of(node.params["length"])
+    if node.op == "reduce":  # its operands are arrays and, behind them, a start for each
+        return elements(node.inputs[0].aval)
+    return _windows(node) if node.op == "reduce_window" else 1
+
+
+def _operations_on_parts(node: Node) -> int:
+    """How many operations on real numbers stand for one of a node."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.inputs, *node.outputs)]
+    if not any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
+        return 1
+    return _ON_PARTS.get(node.op, 4 if node.op in _FORMULAS else 2)
+
+
 def _shape(node: Node, position: int = 0) -> list[int]:
     return [size_of(d) for d in node.inputs[position].aval.shape]
 
@@ -95,10 +115,39 @@ def _convolution(node: Node) -> float:
     return 2.0 * elements(node.outputs[0].aval) * taps
 
 
+def _ragged_dot(node: Node) -> float:
+    ((contracted, _), _) = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    lhs, groups = _shape(node), 1
+    if set(node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracted):
+        groups = _shape(node, 2)[-1]  # each has its part of the sum, and a result of its own
+    length = int(math.prod(lhs[i] for i in contracted))
+    return 2.0 * elements(node.outputs[0].aval) * length / max(1, groups)
+
+
 def _fft(node: Node) -> float:
     lengths = [size_of(n) for n in node.params["fft_lengths"]]
     count = max(elements(node.inputs[0].aval), elements(node.outputs[0].aval))
-    return 5 * count * math.log2(max(2, math.prod(lengths)))
+    is_of_real = node.inputs[0].aval.dtype.kind == "f" or node.outputs[0].aval.dtype.kind == "f"
+    return (2.5 if is_of_real else 5) * count * math.log2(max(2, math.prod(lengths)))
+
+
+def _windows(node: Node) -> float:
+    """The elements that all windows have together."""
+    window = math.prod(map(size_of, node.params["window_dimensions"]))
+    return float(elements(node.outputs[0].aval) * window)
+
+
+def _random_bits(node: Node) -> float:
+    words: float = elements(node.outputs[0].aval) * node.params["bit_width"] / 32
+    return words * _RANDOM_WORD
+
+
+def _threefry(node: Node) -> float:
+    return len(node.outputs) * elements(node.outputs[0].aval) * _RANDOM_WORD
+
+
+def _random_key(node: Node) -> float:
+    return 2 * elements(node.outputs[0].aval) * _RANDOM_WORD
 
 
 def _sort(node: Node) -> float:
@@ -120,9 +169,14 @@ def _triangular_solve(node: Node) -> float:
     return elements(node.inputs[1].aval) * _shape(node)[-1]
 
 
+# Threefry-2x32 makes two words of 32 bits in 20 rounds of a sum, a rotation (two shifts and an or)
+# and an exclusive or, and adds keys and a counter after every fourth (Salmon et al. 2011).
+_RANDOM_WORD = (20 * 5 + 5 * 3 + 2) / 2
+
 # Golub and Van Loan, Matrix Computations; constants of the standard dense algorithms.
 _FORMULAS: dict[str, Callable[[Node], float]] = {
     "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "fft": _fft,
     "sort": _sort,
@@ -139,7 +193,19 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
     "schur": _square_matrices(25),
     "hessenberg": _square_matrices(10 / 3),
     "tridiagonal_solve": _elementwise,
+    "reduce_window_sum": _windows,
+    "reduce_window_max": _windows,
+    "reduce_window_min": _windows,
+    "random_bits": _random_bits,
+    "threefry2x32": _threefry,
+    "random_split": _random_key,
+    "random_fold_in": _random_key,
 } | dict.fromkeys(
     (operations.VIEWS - {"convert_element_type"}) | {"iota", "device_put"},
     _nothing,
 )
+
+# Those whose formula is that of complex numbers already, or of no numbers.
+_COUNTS_PARTS = {"fft", "real", "imag"}
+# Of one complex operation, those of the parts; 2 for what is not listed.
+_ON_PARTS = dict.fromkeys(("mul", "integer_pow", "square"), 6) | {"div": 11}

@@ -16,7 +16,7 @@ import jax
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.activity import active_values, traced_constants
-from tracegrad.differentiation.graph_gradient import gradient_of
+from tracegrad.differentiation.graph_gradient import gradient_of, with_operands
 from tracegrad.ir import Graph, has_gradient
 from tracegrad.ir.running import run_graph
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
@@ -37,6 +37,30 @@ def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any])
     found = [*map(_jax.sharding_of, itertools.compress(leaves, are_traced(leaves, structure)))]
     others = len(program.inputs) - len(found)  # Variables
     return [*found, *[None] * others] if others >= 0 else [None] * len(program.inputs)
+
+
+def held_by_program(program: Graph) -> int:
+    """Bytes that XLA needs at once for a program as it is, beside arguments and results.
+
+    Raises NotMeasuredError if it cannot be compiled by itself.
+    """
+    device = _jax.device_of(())
+    with _jax.saying_why_not():
+        traced = traced_constants(program)
+        shapes = [_jax.placed(value.aval) for value in (*program.inputs, *traced)]
+        run = jax.jit(
+            with_operands(program, traced), compiler_options=_options(program, device) or None
+        )
+        account = _jax.account_of(run.lower(shapes).compile(), device)
+        return int(account.temp_size_in_bytes)
+
+
+def _options(program: Graph, device: Any) -> dict[str, Any]:
+    """What XLA is to compile with, where only sizes are wanted."""
+    options: dict[str, Any] = dict(_UNOPTIMISED) if device.platform == "cpu" else {}
+    if program.recomputes:
+        options.update(_jax.keep_recompute_options(device.platform) or {})
+    return options
 
 
 class Gradient:
@@ -77,10 +101,7 @@ class Gradient:
     def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
         """Bytes that XLA holds for the gradient, and what is seen in it, where `run`, which runs a
         graph on its inputs, does so in scopes."""
-        backend = self._device.platform
-        options: dict[str, Any] = dict(_UNOPTIMISED) if backend == "cpu" else {}
-        if program.recomputes:
-            options.update(_jax.keep_recompute_options(backend) or {})
+        options = _options(program, self._device)
         with _jax.saying_why_not():
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]

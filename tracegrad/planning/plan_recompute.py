@@ -31,6 +31,7 @@ from tracegrad.planning.options import (
 )
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
+from tracegrad.planning.whole_step import warn_if_larger
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import require_function
@@ -153,11 +154,12 @@ class FitToBudget:
         # What holds the gradient of a loss is a train step, unless somebody takes its own gradient.
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
+            if not self._is_share:
+                warn_if_larger(graph, budget_bytes(self.memory_budget, 0), self)
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
-        is_share = budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
-        is_of_all = not is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
+        is_of_all = not self._is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
         plan = None
         try:
             plan = self.plan(graph, examples=_jax.examples_at_once())
@@ -172,6 +174,11 @@ class FitToBudget:
                 "loss to plan_recompute(loss, budget) with the arguments as they lie"
             )
         return plan.rewritten() if plan is not None and plan.is_needed else graph
+
+    @property
+    def _is_share(self) -> bool:
+        """Whether the budget is a share of what is held without recompute, and no bytes."""
+        return budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
 
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1

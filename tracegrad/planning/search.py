@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import Node, Occurrence
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute
+from tracegrad.ir.costs import nbytes
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
@@ -23,6 +25,7 @@ class BudgetTooSmall(ValueError):
       lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
       measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
       held_most: lines of the user's, and the bytes that are held of them where its peak is.
+      in_the_way: what computes most of the program and no plan opens, with its line; "" if nothing.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class BudgetTooSmall(ValueError):
         measured_on: str = "",
         held_most: Sequence[tuple[str, int]] = (),
         of: str = "",
+        in_the_way: str = "",
     ):
+        self._arguments = budget, lowest, measured_on, held_most, of, in_the_way
         gradient = f" for the gradient of {of}" if of else ""
         text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak that "
         text += f"was found is {lowest:,} bytes"
@@ -40,14 +45,19 @@ class BudgetTooSmall(ValueError):
         if held_most:
             lines = (f"{line} ({in_units(size)})" for line, size in held_most)
             text += f". Most is held there of {', '.join(lines)}"
-        if measured_on:
+        if in_the_way:
+            text += f". Most of the program is {in_the_way}"
+        elif measured_on:
             text += (
                 ". With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
                 "tracegrad.planning.recompute_to_fit, more plans are tried"
             )
         super().__init__(text)
         self.lowest, self.measured_on = lowest, measured_on
-        self.held_most = tuple(held_most)
+        self.held_most, self.in_the_way = tuple(held_most), in_the_way
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for pickle: the arguments, not the message
+        return type(self), self._arguments, self.__dict__
 
 
 class Search:
@@ -96,6 +106,7 @@ class Search:
             measured_on,
             _held_most(self.whole, lowest.segments),
             self.graph.name,
+            _in_the_way(self.graph),
         )
 
     @functools.cached_property
@@ -104,11 +115,38 @@ class Search:
         return self._planner.lowest_peak()
 
 
+def _is_closed(node: Node) -> bool:
+    """Whether no plan opens it: a branch, a custom gradient, a `jax.checkpoint`."""
+    return bool(node.regions) and node.primitive is not _jax.SCAN
+
+
 def _line(node: Node) -> str:
-    """Whose line it is, and what no plan opens: a branch, a custom gradient, a `jax.shard_map`."""
+    """Whose line it is, and what no plan opens."""
     line = str(Occurrence((), node).origin or node.op)
-    is_closed = node.regions and node.primitive is not _jax.SCAN
-    return f"{line} ({node.op} as a whole)" if is_closed else line
+    return f"{line} ({node.op} as a whole)" if _is_closed(node) else line
+
+
+def _in_the_way(graph: Graph) -> str:
+    """The node that no plan opens, if more than half of the program's bytes are computed in it."""
+    made = {node: _bytes_made(node) for node in graph.nodes}
+    closed = [node for node in made if _is_closed(node)]
+    node = max(closed, key=made.__getitem__, default=None)
+    if node is None or 2 * made[node] <= sum(made.values()):
+        return ""
+    kind, cure = node.op, "give the budget to the function inside of it"
+    if isinstance(node, Recompute):
+        kind, cure = "jax.checkpoint", "leave it out, and the plan says what is computed again"
+    elif isinstance(node, CustomGradient):
+        kind = "custom gradient"
+    origin = Occurrence((), node).origin
+    where = f" at {origin}" if origin else ""
+    return f"inside of the {kind} of {node.name}{where}, which no plan opens: {cure}"
+
+
+def _bytes_made(node: Node) -> int:
+    """Bytes of all that a node computes, with what its regions do, once each."""
+    inside = sum(_bytes_made(n) for region in node.regions.values() for n in region.nodes)
+    return inside + sum(nbytes(value.aval) for value in node.outputs)
 
 
 def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[str, int]]:
