@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import coo_array, csr_array  # type: ignore[import-untyped]
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
     breadth_first_order,
     maximum_flow,
@@ -76,8 +76,7 @@ class Network:
         arcs += [(run[v], sink) for v in self.values]
         arcs += [(run[v], there[u]) for v, u in inner_arcs]
         arcs += [(source, there[v]) for v in needed] + [(source, run[v]) for v in must_run]
-        self._tails = np.array([a for a, _ in arcs], np.int32)
-        self._heads = np.array([b for _, b in arcs], np.int32)
+        self._arcs = _Arcs(2 + 2 * len(number), np.array(arcs, np.int32).reshape(-1, 2))
         self._sizes = np.array([sizes[v] for v in self.values], float)
         self._flops = np.array([flops[v] for v in self.values], float)
         self._endless = np.full(len(arcs) - 2 * len(self.values), _INFINITE, np.int64)
@@ -94,13 +93,7 @@ class Network:
         else:
             saving = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
         running = np.minimum(np.floor(self._flops * scale), _INFINITE)
-        capacities = np.concatenate([saving, running, self._endless]).astype(np.int64)
-        count = 2 + 2 * len(self.values)
-        left = _left(coo_array((capacities, (self._tails, self._heads)), (count, count)).tocsr())
-        # Of several cuts of one price, that with the fewest values on the sink's side, which are
-        # not run: those from which more could flow there.
-        beyond = np.zeros(count, bool)
-        beyond[breadth_first_order((left > 0).T, 1, return_predecessors=False)] = True
+        beyond = self._arcs.beyond(np.concatenate([saving, running, self._endless]))
         is_run = ~beyond[3::2]
         is_saved = beyond[3::2] & ~beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
@@ -129,23 +122,49 @@ class Network:
         return sorted(cuts, key=lambda cut: -cut.bytes)
 
 
-def _left(capacities: csr_array) -> csr_array:
-    """What a maximum flow from the first node to the second leaves of capacities of 64 bits.
+class _Arcs:
+    """The arcs of a network from its node 0 to its node 1, with one back for each: rows of SciPy's
+    compressed form, which stay while capacities change."""
 
-    SciPy has 32 bits, and drops the others in silence. So the flow is made in rounds, of the high
-    bits first (capacity scaling), and is exact. After a round less than a unit of it fits through
-    each arc of some cut, so that the flow of the next round is below `most`, and larger capacities
-    are as good as that.
-    """
-    most = 1 << 30
-    bits = 29 - capacities.nnz.bit_length()
-    assert bits > 0, "half a billion arcs"
-    left = capacities
-    for shift in reversed(range(0, _BITS, bits)):
-        room = left.copy()
-        room.data = np.minimum(room.data >> shift, most).astype(np.int32)
-        left = left - maximum_flow(room, 0, 1).flow.astype(np.int64) * (1 << shift)
-    return left
+    def __init__(self, count: int, arcs: np.ndarray):
+        self._count = count
+        both = np.concatenate([arcs, arcs[:, ::-1]]).astype(np.int64)
+        keys, places = np.unique(both[:, 0] * count + both[:, 1], return_inverse=True)
+        self._there, back = places[: len(arcs)], places[len(arcs) :]
+        self._tails, self._heads = (keys // count).astype(np.int32), (keys % count).astype(np.int32)
+        self._starts = np.searchsorted(self._tails, np.arange(count + 1)).astype(np.int32)
+        self._opposite = np.empty(len(keys), np.int64)
+        self._opposite[self._there], self._opposite[back] = back, self._there
+
+    def beyond(self, capacities: np.ndarray) -> np.ndarray:
+        """The sink's side of the minimum cut: of several, that with the fewest nodes, from which
+        more could flow to the sink."""
+        is_open = self._left(capacities)[self._opposite] > 0
+        starts = np.concatenate([[0], np.cumsum(is_open)])[self._starts].astype(np.int32)
+        heads = self._heads[is_open]
+        back = csr_array((np.ones(len(heads), np.int8), heads, starts), (self._count,) * 2)
+        found = np.zeros(self._count, bool)
+        found[breadth_first_order(back, 1, return_predecessors=False)] = True
+        return found
+
+    def _left(self, capacities: np.ndarray) -> np.ndarray:
+        """What a maximum flow leaves of capacities of 64 bits.
+
+        SciPy has 32 bits, and drops the others in silence. So the flow is made in rounds, of the
+        high bits first (capacity scaling), and is exact. After a round less than a unit of it fits
+        through each arc of some cut, so that the flow of the next round is below `most`, and larger
+        capacities are as good as that.
+        """
+        most = 1 << 30
+        bits = 29 - len(self._heads).bit_length()
+        assert bits > 0, "half a billion arcs"
+        left = np.zeros(len(self._heads), np.int64)
+        np.add.at(left, self._there, capacities.astype(np.int64))
+        for shift in reversed(range(0, _BITS, bits)):
+            room = np.minimum(left >> shift, most).astype(np.int32)
+            network = csr_array((room, self._heads, self._starts), (self._count,) * 2)
+            left -= maximum_flow(network, 0, 1).flow.data.astype(np.int64) << shift
+        return left
 
 
 def _area(a: Cut, b: Cut) -> float:
