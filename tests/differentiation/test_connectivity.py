@@ -115,6 +115,28 @@ def pairwise(x, y):
     return stop_gradient(x) + y, x * 2.0
 
 
+@pytest.mark.parametrize("derivative", [grad, tg.value_and_grad, jacobian])
+def test_what_a_function_assigns_is_no_output(derivative):
+    """A mean that is kept in a Variable is not differentiated."""
+    mean, steps = tg.Variable(jnp.zeros(())), tg.Variable(0, trainable=False)
+
+    def loss(used, unused):
+        mean.assign(0.9 * mean.value + 0.1 * jnp.mean(unused))
+        steps.assign_add(1)
+        return jnp.sum(used**2)
+
+    arguments = jnp.arange(3.0), jnp.ones(3)
+    answer = derivative(loss, wrt=(0, 1), unconnected="none")(*arguments)
+    by_used, by_unused = answer[1] if derivative is tg.value_and_grad else answer
+    np.testing.assert_allclose(by_used, 2 * np.arange(3.0))
+    assert by_unused is None
+    assert int(steps.value) == 1
+    np.testing.assert_allclose(mean.value, 0.1)
+    derivative(loss, wrt=0, unconnected="raise")(*arguments)
+    with pytest.raises(UnconnectedError, match="unused: nothing"):
+        derivative(loss, wrt=1, unconnected="raise")(*arguments)
+
+
 @pytest.mark.parametrize(
     "boundary",
     [

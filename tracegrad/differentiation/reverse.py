@@ -270,7 +270,7 @@ def _marked(
     Raises UnconnectedError instead if the caller wants that.
     """
     program = _traced(chosen, fun)
-    linked = connections(program)
+    linked = connections(program)[: program.result_count]  # behind them is what is assigned
     if unconnected == "raise":
         _require_connected(chosen, program, linked)
     return [
