@@ -103,7 +103,8 @@ _LATER = {
     "tape.gradients": "AggregationMethod gradients hessian_vector_product hessians",
     "tape.leaves": "UnconnectedGradients",
 }
-_MODULES = [*{file.partition(".")[0] for file in _LATER}, "rewriting.rules"]  # under their names
+_ROOMS = {file.partition(".")[0] for file in _LATER}
+_MODULES = [*_ROOMS, "rewriting.rules"]  # under their names
 _PLACES = {name: f"{file}:{name}" for file, names in _LATER.items() for name in names.split()}
 _PLACES |= {module.rpartition(".")[2]: f"{module}:" for module in _MODULES}
 
@@ -116,7 +117,8 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    promised = {*globals(), *_PLACES} - _ROOMS - {"ir", "tracing", "variables"}
+    return sorted(name for name in promised if not name.startswith("_") or name == "__version__")
 
 
 _jax.hide_frames(_os.path.dirname(__file__))
