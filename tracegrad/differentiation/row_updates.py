@@ -61,18 +61,25 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
                 f"{list(jnp.shape(leaf))}"
             )
     unique = slices.deduplicated()
-    indices = unique.indices
+    rows = read_rows(table, unique)
+    return write_rows(table, unique, fn(rows, unique.values))
 
-    def read(leaf: Any) -> Any:
-        return leaf.at[indices].get(mode="clip")
 
-    def written(leaf: Any, old: Any, new: Any) -> Any:
-        if jnp.shape(new) != jnp.shape(old):
+def read_rows(table: Any, unique: IndexedSlices) -> Any:
+    """The rows of the arrays of a tree for which there are slices, one for each row."""
+    return jax.tree.map(lambda leaf: leaf.at[unique.indices].get(mode="clip"), table)
+
+
+def write_rows(table: Any, unique: IndexedSlices, rows: Any) -> Any:
+    """The arrays of a tree with others in the places of those rows."""
+
+    def written(leaf: Any, new: Any) -> Any:
+        old = (*unique.indices.shape, *jnp.shape(leaf)[1:])
+        if jnp.shape(new) != old:
             raise ValueError(
                 f"the function of apply_rows returned {list(jnp.shape(new))} for rows of the shape "
-                f"{list(jnp.shape(old))}"
+                f"{list(old)}"
             )
-        return leaf.at[indices].set(new, mode="drop")
+        return leaf.at[unique.indices].set(new, mode="drop")
 
-    rows = jax.tree.map(read, table)
-    return jax.tree.map(written, table, rows, fn(rows, unique.values))
+    return jax.tree.map(written, table, rows)
