@@ -14,15 +14,14 @@ from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value, is_reference
+from tracegrad.ir.inlined import is_loop, may_not_run, region_calls
+from tracegrad.ir.nodes import Atom, Node, Value, is_reference
 
 T = TypeVar("T")
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
 
-# One program on the operands as they are.
-_CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 # Each result is computed from the operand in the same place.
 _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
@@ -35,23 +34,35 @@ def dependence(graph: Graph) -> Masks:
     branches (and the predicate). Where JAX alone knows what a region means, every result depends
     on every operand.
     """
-    return spread(graph, of_each([True] * len(graph.inputs)), _data_flow())
+    return _data_flow()[0](graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
     """The rule of plain data flow."""
-    return _data_flow()(node, ins)
+    return _data_flow()[1](node, ins)
 
 
-def _data_flow() -> Rule:
-    """That rule; it remembers what it found about the regions that it has entered, so that regions
-    shared by regions that are shared take no more time than others."""
+def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
+    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
+    region that is entered several times the union."""
+    found: dict[Value, int] = {}
+    _data_flow(found)[0](graph, inputs)
+    return found
+
+
+def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
+    """What carries masks through graphs, and through nodes. It remembers what it found about the
+    regions that it has entered, so that regions shared by regions that are shared take no more time
+    than others. `found` gets the masks of all values."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
         key = region, tuple(ins)
         if key not in known:
-            known[key] = spread(region, ins, rule)
+            masks: dict[Value, int] = {}
+            known[key] = spread(region, ins, rule, masks)
+            if found is not None:
+                found.update({v: found.get(v, 0) | mask for v, mask in masks.items()})
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
@@ -59,9 +70,9 @@ def _data_flow() -> Rule:
             return entered[0]
         if node.primitive.name in _ELEMENTWISE_TUPLES:
             return ins
-        return [functools.reduce(operator.or_, ins, 0)] * len(node.outputs)
+        return [joined(ins)] * len(node.outputs)
 
-    return rule
+    return run, rule
 
 
 def node_dependence(node: Node) -> Masks:
@@ -95,29 +106,6 @@ def spread(
     return [mask_of(value, masks) for value in graph.outputs]
 
 
-def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
-    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
-    region that is entered several times the union."""
-    found: dict[Value, int] = {}
-    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
-
-    def run(region: Graph, ins: Masks) -> Masks:
-        key = region, tuple(ins)
-        if key not in known:
-            record: dict[Value, int] = {}
-            known[key] = spread(region, ins, rule, record)
-            for value, mask in record.items():
-                found[value] = found.get(value, 0) | mask
-        return known[key]
-
-    def rule(node: Node, ins: Masks) -> Masks:
-        entered = enter(node, ins, run)
-        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
-
-    run(graph, inputs)
-    return found
-
-
 def joined(masks: Iterable[int]) -> int:
     """The union of masks."""
     return functools.reduce(operator.or_, masks, 0)
@@ -134,54 +122,34 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     Returns the masks of its results, and for each region the masks of its inputs; None for a node
     without regions, or with regions of which only JAX knows how they are called.
     """
-    regions = node.regions
-    if not regions or any(is_reference(v) for v in node.inputs):
+    calls = region_calls(node)
+    if not calls or any(is_reference(v) for v in node.inputs):
         return None
-    if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
-        name, region = next(iter(regions.items()))
-        return run(region, ins), {name: ins}
-    if node.primitive is _jax.COND:
-        branches = [run(region, ins[1:]) for region in regions.values()]
-        outs = [ins[0] | joined(masks) for masks in zip(*branches, strict=True)]
-        return outs, dict.fromkeys(regions, ins[1:])
-    if node.primitive is _jax.SCAN:
-        return _enter_scan(node, ins, run)
-    if node.primitive in _jax.WHILES:
-        return _enter_while(node, ins, run)
-    return None
-
-
-def _enter_scan(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
-    constants, carried = _jax.scan_split(node.params)
-    first, last = constants, constants + carried
+    branch = ins[0] if node.primitive is _jax.COND else 0  # which one is taken
+    regions = {call.name: [ins[i] for i in call.operands] for call in calls}
     while True:
-        outs = run(node.regions["jaxpr"], ins)
-        carry = [a | b for a, b in zip(ins[first:last], outs, strict=False)]
-        if carry == ins[first:last]:
-            length = node.params["length"]
-            if not isinstance(length, int) or length == 0:
-                # With no iteration at all, what went in comes out.
-                outs = [*carry, *outs[carried:]]
-            return outs, {"jaxpr": ins}
-        ins = [*ins[:first], *carry, *ins[last:]]
-
-
-def _enter_while(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
-    split = node.params["cond_nconsts"]
-    start = split + node.params["body_nconsts"]
-    condition, body = node.regions["cond_jaxpr"], node.regions["body_jaxpr"]
-    carry = ins[start:]
-    while True:
-        (again,) = run(condition, [*ins[:split], *carry])
-        outs = run(body, [*ins[split:start], *carry])
-        more = [a | b | again for a, b in zip(carry, outs, strict=True)]
-        if more == carry:
-            regions = {
-                "cond_jaxpr": [*ins[:split], *carry],
-                "body_jaxpr": [*ins[split:start], *carry],
-            }
-            return carry, regions
-        carry = more
+        outs = [run(node.regions[name], masks) for name, masks in regions.items()]
+        again = outs[0][0] if node.primitive in _jax.WHILES else 0  # whether the loop goes on
+        more = {
+            call.name: [
+                mask if i is None else mask | outs[-1][i] | again
+                for mask, i in zip(regions[call.name], call.round, strict=True)
+            ]
+            for call in calls
+        }
+        if more == regions:
+            break
+        regions = more
+    results = [branch] * len(node.outputs)
+    for call, masks in zip(calls, outs, strict=True):
+        for k, mask in zip(call.results, masks, strict=True):
+            if k is not None:
+                results[k] |= mask
+    if may_not_run(node):
+        for mask, i in zip(regions[calls[-1].name], calls[-1].round, strict=True):
+            if i is not None:
+                results[i] |= mask
+    return results, regions
 
 
 # --------------------------------------------------------------------------------------- liveness
@@ -195,7 +163,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
         for value, chosen in zip(graph.outputs, outputs, strict=True)
         if chosen and isinstance(value, Value)
     }
-    rule = rule or _data_flow()
+    rule = rule or _data_flow()[1]
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(is_reference(v) and v in live for v in node.inputs):  # it may be written to
@@ -210,6 +178,16 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
                         if isinstance(v, Value) and mask >> i & 1
                     }
     return live
+
+
+def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
+    """The graph without the nodes whose results nobody uses, but for those with effects."""
+    used, kept = set(graph.results), list[Node]()
+    for node in reversed(graph.nodes):
+        if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
+            used.update(node.operands)
+            kept.append(node)
+    return graph if len(kept) == len(graph.nodes) else graph.replace(nodes=kept[::-1])
 
 
 def region_outputs_leading_to(
@@ -243,14 +221,15 @@ def back_around(
       back: carries that through the body, from its outputs to its inputs.
       join: of what comes from both.
     """
-    first, carried = 0, 0
-    if node.primitive is _jax.SCAN:
-        first, carried = _jax.scan_split(node.params)
-    elif node.primitive in _jax.WHILES:
-        first, carried = node.params["body_nconsts"], len(outputs)
     found = list(outputs)
-    while carried:
-        more = [*map(join, found, back(found)[first : first + carried]), *found[carried:]]
+    if not is_loop(node):
+        return found
+    *_, body = region_calls(node)
+    while True:
+        before, more = back(found), list(found)
+        for i, k in enumerate(body.round):
+            if k is not None:
+                more[k] = join(more[k], before[i])
         if more == found:
             break
         found = more

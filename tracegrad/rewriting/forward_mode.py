@@ -19,15 +19,16 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.authors import code_of_rule
-from tracegrad.ir.dependence import dependence
+from tracegrad.ir.dependence import dependence, without_unused
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
-from tracegrad.rewriting.overriding import with_tangents
+from tracegrad.rewriting.overriding import with_tangent, with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
@@ -38,21 +39,10 @@ def with_forward_mode(graph: Graph) -> Graph:
     A rule whose backward is not linear in its cotangents has no transpose: differentiating it
     forward raises ValueError, which names the rule and its line.
     """
-    return _rewritten(_without_unused_rules(graph), (), {})
-
-
-def _without_unused_rules(graph: Graph) -> Graph:
-    """The graph without what nobody reads, if a custom gradient may be in that: a function that
-    returns the gradient of its value leaves the value, whose tangent nobody wants."""
-    unused = set[Node]()
-    for node in reversed(graph.nodes):
-        users = (user for value in node.outputs for user in graph.users.get(value, ()))
-        is_result = not graph.results.isdisjoint(node.outputs)
-        if not node.effects and not is_result and unused.issuperset(users):
-            unused.add(node)
-    if not any(isinstance(node, RegionNode) for node in unused):
+    if _jax.CUSTOM_VJP.name not in graph.operations:
         return graph
-    return graph.replace(nodes=[node for node in graph.nodes if node not in unused])
+    # A function that returns the gradient of its value leaves that, whose tangent nobody wants.
+    return _rewritten(without_unused(graph), (), {})
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
@@ -65,6 +55,8 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
         assert isinstance(node, CustomGradient)
         found = Occurrence((*path, *op.match.path), node)
         primal = _rewritten(node.primal, found.into("call_jaxpr"), done)
+        if keeps_zeros(node):  # in reverse alone: tangents have no zeros that stand for nothing
+            return run_graph(primal, operands)
         return list(_forward_rule(found, primal)(*operands))
 
     done[graph] = around_each(graph, rules, forward).graph if rules else graph
@@ -157,16 +149,14 @@ def _with_derivative(passes: _Passes) -> Any:
     is made of: their derivative is the rule, at any order.
     """
 
-    @jax.custom_jvp
-    def results(inputs: Any, outs: Any, residuals: Any) -> Any:
-        return outs
-
-    @results.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def tangent(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
         flowing = passes.transposed(residuals, outs, tangents[0])
-        kept = _jax.keeping_rule(results, primals)
-        return kept, _jax.align([jax.typeof(out) for out in outs], flowing)
+        return _jax.align([jax.typeof(out) for out in outs], flowing)
+
+    @with_tangent(tangent)
+    def results(inputs: Any, outs: Any, residuals: Any) -> Any:
+        return outs
 
     return results
 
