@@ -133,6 +133,7 @@ from tracegrad._jax.replacement import Replacement as Replacement
 from tracegrad._jax.returned import returned_gradients as returned_gradients
 from tracegrad._jax.returned import with_witnesses as with_witnesses
 from tracegrad._jax.returned import written_tangents as written_tangents
+from tracegrad._jax.rules import cell_content as cell_content
 from tracegrad._jax.rules import closed_over as closed_over
 from tracegrad._jax.rules import forget_result_trees as forget_result_trees
 from tracegrad._jax.rules import has_run as has_run

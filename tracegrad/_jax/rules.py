@@ -34,7 +34,7 @@ def _wrapped_inside(function: Any, depth: int = 3) -> Any:
     """What a function of JAX closes over that is a wrapped function; None if it is not JAX's, or
     closes over none."""
     if depth and str(getattr(function, "__module__", "")).startswith("jax._src"):
-        for content in map(_content, getattr(function, "__closure__", None) or ()):
+        for content in map(cell_content, getattr(function, "__closure__", None) or ()):
             inner = content if hasattr(content, "transforms") else None
             if isinstance(content, FunctionType):  # of a JVP JAX keeps what it has traced
                 inner = _wrapped_inside(content, depth - 1)
@@ -68,7 +68,7 @@ def closed_over(params: Mapping[str, Any]) -> int:
         if hasattr(value, "transforms"):
             pending.append(value.f)
         elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
-            contents = tuple(map(_content, value.__closure__ or ()))
+            contents = tuple(map(cell_content, value.__closure__ or ()))
             pending.extend(contents)
             if value.__qualname__.startswith("lift_fwd."):
                 count += contents[value.__code__.co_freevars.index("num_consts")]
@@ -99,7 +99,7 @@ def inside_of_rule(wrapped: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
             pending.append(value.f)
             pending.extend(item for _, parameters in value.transforms for item in parameters)
         elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
-            pending.extend(map(_content, value.__closure__ or ()))
+            pending.extend(map(cell_content, value.__closure__ or ()))
         elif isinstance(value, jax.tree_util.PyTreeDef):
             around.add(value)
         elif isinstance(value, list | tuple):
@@ -124,10 +124,11 @@ _MOST_INSIDE = 256
 _TYPES_AND_POSITIONS = (int, type(None), jax.core.AbstractValue)
 
 
-def _content(cell: Any) -> Any:
+def cell_content(cell: Any) -> Any:
+    """The value of a variable that a function closes over; None before the first assignment."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:
         return None
 
 

@@ -108,7 +108,7 @@ def _closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
     if not inspect.isfunction(fun):
         return
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
-    variables = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+    variables = [(name, _jax.cell_content(cell)) for name, cell in cells]
     variables += [(n, fun.__globals__[n]) for n in fun.__code__.co_names if n in fun.__globals__]
     yield from variables
     for name, held in variables:
@@ -116,12 +116,3 @@ def _closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
             yield from _closed_over(held, depth - 1)
         elif hasattr(held, "__dict__") and not inspect.ismodule(held):
             yield from ((f"{name}.{key}", part) for key, part in vars(held).items())
-
-
-def _is_filled(cell: Any) -> bool:
-    """Whether a variable that a function closes over has been assigned yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
