@@ -4,7 +4,6 @@
 ``tests/test_jax.py`` on the oldest and on the newest supported JAX.
 """
 
-from tracegrad._jax import loop_reverse as loop_reverse
 from tracegrad._jax.arrays import ARRAY as ARRAY
 from tracegrad._jax.arrays import align as align
 from tracegrad._jax.arrays import array_type as array_type
@@ -68,15 +67,11 @@ from tracegrad._jax.hlo import lines_kept as lines_kept
 from tracegrad._jax.hlo import module_of as module_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
 from tracegrad._jax.linear import linear_by_element as linear_by_element
-from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
-from tracegrad._jax.loop_schedule import replayed as replayed
-from tracegrad._jax.loops import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE
-from tracegrad._jax.loops import WHILES as WHILES
-from tracegrad._jax.loops import checkpointed_while_loop as checkpointed_while_loop
 from tracegrad._jax.program_facts import ProgramFacts as ProgramFacts
 from tracegrad._jax.program_facts import facts_below as facts_below
 from tracegrad._jax.program_facts import program_facts as program_facts
 from tracegrad._jax.programs import CALLS_WITH_RULES as CALLS_WITH_RULES
+from tracegrad._jax.programs import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE
 from tracegrad._jax.programs import COND as COND
 from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
 from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP
@@ -88,6 +83,7 @@ from tracegrad._jax.programs import REMAT as REMAT
 from tracegrad._jax.programs import SCAN as SCAN
 from tracegrad._jax.programs import STOP_GRADIENT as STOP_GRADIENT
 from tracegrad._jax.programs import WHILE as WHILE
+from tracegrad._jax.programs import WHILES as WHILES
 from tracegrad._jax.programs import abstract_eval as abstract_eval
 from tracegrad._jax.programs import bind as bind
 from tracegrad._jax.programs import calls_host as calls_host

@@ -26,6 +26,10 @@ SCAN = primitives.scan_p
 COND = primitives.cond_p
 WHILE = primitives.while_p
 STOP_GRADIENT = primitives.stop_gradient_p
+CHECKPOINTED_WHILE: Any = jex.Primitive("checkpointed_while")
+"""JAX's `while` with two more parameters: `checkpoints`, how many states are kept, and `place`, how
+messages call it. Its rules are in `rewriting.loop_primitive`."""
+WHILES: tuple[Any, ...] = (WHILE, CHECKPOINTED_WHILE)
 CUSTOM_JVP = primitives.custom_jvp_call_p
 CUSTOM_VJP = primitives.custom_vjp_call_p
 
