@@ -41,14 +41,9 @@ def not_differentiated(
     if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
         return value
 
-    @jax.custom_jvp
-    def closed_over(value: Any) -> Any:
-        return value
-
-    @closed_over.defjvp
-    def _(primals: Any, tangents: Any) -> Any:  # called only where the value is differentiated
+    def tangent(primals: Any, tangents: Any) -> Any:
         if not matters():
-            return primals[0], jnp.zeros_like(tangents[0])
+            return jnp.zeros_like(tangents[0])
         raise ValueError(
             f"the custom gradient {node.name} closes over a value that is being differentiated "
             f"({_jax.type_text(jax.typeof(primals[0]))}), and its rule has no gradient for it. "
@@ -56,7 +51,7 @@ def not_differentiated(
             f"stop_gradient of it: {Occurrence((), node)}"
         )
 
-    return closed_over(value)
+    return _jax.with_tangent(lambda value: value, tangent, "closed_over")(value)
 
 
 def depends_on(primal: Graph, position: int) -> bool:
@@ -73,21 +68,14 @@ def depends_on(primal: Graph, position: int) -> bool:
     flows = any(mask >> position & 1 for mask in dependence(primal))
     if not flows or not _jax.has_gradient(avals[position]):
         return False
-    met: list[None] = []
-
-    @jax.custom_jvp
-    def output(y: Any) -> Any:
-        return y
-
-    @functools.partial(output.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
-        met.append(None)
-        return primals[0], tangents[0]
+    met: list[bool] = []
 
     def derivative(*values: Any) -> Any:
         def along(operands: list[Any]) -> Any:
             return [
-                output(leaf) for leaf in primal(*operands) if _jax.has_gradient(jax.typeof(leaf))
+                _jax.with_witness_of_tangent(leaf, lambda: met.append(True))
+                for leaf in primal(*operands)
+                if _jax.has_gradient(jax.typeof(leaf))
             ]
 
         return _jax.vjp_of_some(along, values, [position])[0]

@@ -157,18 +157,15 @@ def _with_derivative(passes: _Passes) -> Any:
     is made of: their derivative is the rule, at any order.
     """
 
-    @jax.custom_jvp
     def results(inputs: Any, outs: Any, residuals: Any) -> Any:
         return outs
 
-    @results.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def tangent(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
         flowing = passes.transposed(residuals, outs, tangents[0])
-        kept = _jax.keeping_rule(results, primals)
-        return kept, _jax.align([jax.typeof(out) for out in outs], flowing)
+        return _jax.align([jax.typeof(out) for out in outs], flowing)
 
-    return results
+    return _jax.with_tangent(results, tangent)
 
 
 @dataclass(frozen=True)

@@ -45,47 +45,22 @@ def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None =
     return edit
 
 
-def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is changed; in derivatives of derivatives it is the identity,
-    so that forward mode over reverse mode has them too."""
-
-    def identity(value: Any) -> Any:
-        return value
-
-    @CHANGES_GRADIENT
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (change(cotangent),)
-
-    identity.__name__ = identity.__qualname__ = name
-    rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (value, None), backward)
-    return rule
-
-
-@jax.custom_jvp
-def scaled(value: Any, factor: Any) -> Any:
-    """The value, whose tangent and cotangent are multiplied by a factor."""
-    return value
-
-
-@scaled.defjvp
 @CHANGES_GRADIENT
-def _(primals: Any, tangents: Any) -> Any:
+def _scaled_tangent(primals: Any, tangents: Any) -> Any:
     (_, factor), (tangent, _) = primals, tangents
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
         kind = _jax.type_text(jax.typeof(tangent))
         raise TypeError(f"scale_gradient was given a complex factor for the gradient of a {kind}")
     wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
-    tangent_out = wide * jnp.asarray(factor).astype(wide.dtype)
-    return _jax.keeping_rule(scaled, primals), tangent_out.astype(tangent.dtype)
+    return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(tangent.dtype)
 
 
-@jax.custom_jvp
-def perturbed(value: Any, perturbation: Any) -> Any:
-    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
-    return value
+scaled = _jax.with_tangent(lambda value, factor: value, _scaled_tangent, "scaled")
+"""The value, whose tangent and cotangent are multiplied by a factor."""
 
-
-@perturbed.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return _jax.keeping_rule(perturbed, primals), tangents[0] + tangents[1]
+perturbed = _jax.with_tangent(
+    lambda value, perturbation: value,
+    lambda primals, tangents: tangents[0] + tangents[1],
+    "perturbed",
+)
+"""The value, as if the perturbation, which is zero, had been added: to the last bit."""

@@ -265,7 +265,6 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
         kept = jnp.isfinite(cotangent) if every else cotangent == 0
         return kept & ~jnp.isfinite(given)
 
-    @jax.custom_jvp
     def transpose(cotangent: Any, factor: Any) -> Any:
         given = back(cotangent, factor)
         lost = is_lost(cotangent, given)
@@ -276,8 +275,7 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
         # to, and rounds as it did.
         return back(cotangent, jnp.where(lost, operations.FACTORS[node.op], factor))
 
-    @transpose.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def tangent(primals: Any, tangents: Any) -> Any:
         types = [jax.typeof(primals[0])] * 2
         kept = _kept(import_program(jax.make_jaxpr(back)(*types)), (), every)
 
@@ -288,13 +286,14 @@ def _keeping(node: Node, linear: int, every: bool) -> Run:
             lost = is_lost(cotangent, back(cotangent, factor))
             return jnp.where(lost, jnp.zeros_like(given), given)
 
-        _, tangent = _jax.jvp(selected, primals, tangents)
-        return _jax.keeping_rule(transpose, primals), tangent
+        return _jax.jvp(selected, primals, tangents)[1]
+
+    of_cotangent = _jax.with_tangent(transpose, tangent)
 
     def keeping(*values: Any) -> list[Any]:
         operand, factor = values if is_first else reversed(values)
         # JAX's operations take a number, or an axis of length 1, for an array filled with it.
         operand = jnp.broadcast_to(operand, node.outputs[0].aval.shape)
-        return [_jax.linear_by_element(product, transpose, operand, factor)]
+        return [_jax.linear_by_element(product, of_cotangent, operand, factor)]
 
     return keeping

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
+from tracegrad.ir.closures import closes_over_tracers
 from tracegrad.ir.editing import Op
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.traced_gradients import dense, with_traced_gradient
 from tracegrad.tracing.in_force import without_rules
 from tracegrad.tracing.signatures import require_takes
 
@@ -48,33 +49,31 @@ def with_gradient(
 ) -> Callable[..., list[Any]]:
     """A function of arrays with the gradient that ``grad(op, *dys)`` gives it; if it `is_told`
     which inputs are differentiated, ``grad(op, *dys, active=positions)``."""
-    rule = jax.custom_vjp(primal)
 
-    def forward(*inputs: Any) -> Any:
-        # What is static goes to the backward pass in the structure of what is kept for it.
-        varies = [() if is_told and x.perturbed else None for x in inputs]
-        inputs = tuple([x.value for x in inputs]) if is_told else inputs
-        # By the rule again, so that derivatives of the outputs of any order go by it.
-        outputs = rule(*inputs)
-        return outputs, (inputs, outputs, varies)
-
-    @CHANGES_GRADIENT
-    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        inputs, outputs, varies = residuals
+    def gradient(
+        inputs: Any, outputs: Any, dys: Sequence[Any], **told: Sequence[int]
+    ) -> tuple[Any, ...]:
         op = GradientOperation(inputs, outputs, params, name)
-        dys = [
-            dy
-            if _jax.has_gradient(out) and not isinstance(dy, SymbolicZero)
-            else jnp.zeros_like(out)
-            for dy, out in zip(cotangents, outputs, strict=True)
-        ]
-        active = [i for i, each in enumerate(varies) if each is not None]
         with without_rules():  # or a derivative that `grad` takes would go by this very rule
-            answer = grad(op, *dys, active=active) if is_told else grad(op, *dys)
+            answer = grad(op, *dys, **told)
         return checked_cotangents(answer, op, where, grad)
 
-    rule.defvjp(forward, backward, symbolic_zeros=is_told)
-    return rule
+    @CHANGES_GRADIENT
+    def backward(
+        kept: Any, perturbed: Sequence[bool], cotangents: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        inputs, outputs = kept
+        active = [i for i, moves in enumerate(perturbed) if moves]
+        told = {"active": active} if is_told else {}
+        return gradient(inputs, outputs, dense(cotangents, outputs), **told)
+
+    def traced(*operands: Any) -> list[Any]:
+        results = jax.eval_shape(primal, *operands)
+        return with_traced_gradient(primal, gradient, operands, results, backward)
+
+    if not is_told and closes_over_tracers(grad):
+        return traced
+    return _jax.with_backward(primal, backward, symbolic_zeros=is_told)
 
 
 def with_tangents(

@@ -181,16 +181,14 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     return gradient
 
 
-@jax.custom_jvp
-def _finite(cotangent: Any, came_in: Any) -> Any:
-    """A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
+def _zeros_for_bad(cotangent: Any, came_in: Any) -> Any:
     return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
 
 
-@_finite.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    # As if it were linear: forward mode is the transpose of the rule, and stays what it was.
-    return _jax.keeping_rule(_finite, primals), tangents[0]
+# Its tangent is that of the identity: forward mode is the transpose of the rule, and stays what it
+# was.
+_finite = _jax.with_tangent(_zeros_for_bad, lambda primals, tangents: tangents[0], "_finite")
+"""A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
 
 
 # ------------------------------------------------------------ what changes finite gradients too
@@ -288,16 +286,14 @@ def _is_closed_over(node: Node, position: int) -> bool:
 
 
 def _past(op: Op, position: int) -> Callable[..., list[Any]]:
-    @jax.custom_jvp
     def straight_through(*operands: Any) -> list[Any]:
         return op.results(*operands)
 
-    @straight_through.defjvp
     @CHANGES_GRADIENT
-    def _(primals: Any, tangents: Any) -> Any:
-        return _jax.keeping_rule(straight_through, primals), [tangents[position]]
+    def tangent(primals: Any, tangents: Any) -> Any:
+        return [tangents[position]]
 
-    return straight_through
+    return _jax.with_tangent(straight_through, tangent)
 
 
 def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
