@@ -13,8 +13,8 @@ from jax.experimental import checkify, io_callback
 import tracegrad as tg
 from tests.compilation import compiled_to
 from tracegrad import _jax
-from tracegrad._jax.compiled import written_by
-from tracegrad._jax.hlo import module_of
+from tracegrad.planning.compiled import written_by
+from tracegrad.planning.hlo import module_of
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 

@@ -6,16 +6,14 @@ by the name of this package, ``_jax.has_gradient``: each name without an undersc
 """
 
 from tracegrad._jax.arrays import *
-from tracegrad._jax.buffers import *
 from tracegrad._jax.calls import *
 from tracegrad._jax.compat import *
-from tracegrad._jax.compiled import *
 from tracegrad._jax.custom_derivatives import *
 from tracegrad._jax.derivatives import *
 from tracegrad._jax.devices import *
-from tracegrad._jax.flow import *
-from tracegrad._jax.hlo import *
+from tracegrad._jax.exports import *
 from tracegrad._jax.linear import *
+from tracegrad._jax.primitives import *
 from tracegrad._jax.program_facts import *
 from tracegrad._jax.programs import *
 from tracegrad._jax.provenance import *

@@ -1,7 +1,7 @@
 """Linear functions, element by element, with a transpose that is not JAX's.
 
 `jax.custom_derivatives.linear_call` is that for any linear function, and cannot be mapped
-(`jax.vmap`). The tables of rules are those of `jax.interpreters`, as in `programs`.
+(`jax.vmap`). The tables of rules are those of `jax.interpreters`, as in `primitives`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
-from tracegrad._jax.programs import mapped_alike
+from tracegrad._jax.primitives import mapped_alike
 
 _LINEAR: Any = jex.Primitive("linear_by_element")
 

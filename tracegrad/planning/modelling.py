@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tracegrad import _jax
-from tracegrad._jax.spans import alive
 from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.differentiation.residuals import NodeResiduals, Residuals
@@ -22,6 +21,7 @@ from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.simulation import keep_all
+from tracegrad.planning.spans import alive
 
 
 def model(
