@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jaxlib._hlo import hlo_module_from_text
 
-from tracegrad._jax.hlo import Module
+from tracegrad.planning.hlo import Module
 
 
 def compiled_to(text: str) -> Module:

@@ -377,6 +377,71 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew():
     assert len(traces) == 2
 
 
+def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_others():
+    name = f"test_registry: {uuid.uuid4()}"
+    f = within_of(name, jnp.sin)
+    factor_registered(name, 2.0)
+    before = jax.jit(jax.grad(f))
+    assert slope(before) == 2.0
+
+    @jax.jit
+    def registers(x):
+        @tg.register_gradient(name, replace=True)
+        def threefold(op, dy):
+            return 3 * dy
+
+        return jax.grad(f)(x)
+
+    assert slope(registers) == slope(before) == 3.0
+
+    @jax.jit
+    def registers_of_another_factor(x):
+        factor_registered(name, 4.0)
+        return jax.grad(f)(x)
+
+    assert slope(registers_of_another_factor) == slope(before) == 4.0
+
+
+def test_a_function_that_registers_its_gradient_in_each_trace_is_compiled_once_for_each_shape():
+    name, traces = f"test_registry: {uuid.uuid4()}", []
+
+    @jax.jit
+    def registers(x):
+        @tg.register_gradient(name, replace=True)
+        def own(op, dy):
+            return 3 * dy + 0 * jnp.sum(x)
+
+        traces.append(x.shape)
+        return jax.grad(lambda x: jnp.sum(within_of(name, jnp.sin)(x)))(x)
+
+    for _ in range(2):
+        for size in (2, 3):
+            np.testing.assert_array_equal(registers(jnp.ones(size)), jnp.full(size, 3.0))
+    assert traces == [(2,), (3,)]
+
+
+@jax.custom_jvp
+def cube(x):
+    return x**3
+
+
+cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tangents[0]))
+
+
+@pytest.mark.parametrize("around", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_a_gradient_of_a_custom_rule_that_was_replaced_is_gone(around):
+    name = f"test_registry: {uuid.uuid4()}"
+
+    def f(x):
+        with tg.gradient_override_map({"cube": name}):
+            return around(cube)(x)
+
+    ways = [jax.grad(f), jax.jit(jax.grad(f)), tg.grad(f), lambda x: watched(x, f)]
+    for factor in (2.0, 5.0):
+        factor_registered(name, factor)
+        assert [slope(way) for way in ways] == [factor] * len(ways)
+
+
 @pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
 def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed):
     outer, inner = (f"test_registry: {uuid.uuid4()}" for _ in range(2))

@@ -17,10 +17,10 @@ import pytest
 
 import tracegrad as tg
 from tests.compilation import compiled_to, kept_on_disk
-from tracegrad._jax import hlo
-from tracegrad._jax.buffers import bytes_in_use
-from tracegrad._jax.flow import Flow
-from tracegrad._jax.sharing import shared
+from tracegrad.planning import hlo
+from tracegrad.planning.buffers import bytes_in_use
+from tracegrad.planning.flow import Flow
+from tracegrad.planning.sharing import shared
 
 pytestmark = pytest.mark.both_jax
 

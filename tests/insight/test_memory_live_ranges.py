@@ -10,9 +10,9 @@ import sys
 PROGRAM = r"""
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from tracegrad._jax.buffers import Assignment, bytes_in_use
-from tracegrad._jax.flow import Flow
-from tracegrad._jax.hlo import Module, decoded, first
+from tracegrad.planning.buffers import Assignment, bytes_in_use
+from tracegrad.planning.flow import Flow
+from tracegrad.planning.hlo import Module, decoded, first
 
 folder = pathlib.Path(sys.argv[1])
 x, w = jnp.ones((256, 64)), jnp.ones((64, 64))

@@ -14,11 +14,11 @@ from jax.experimental import topologies
 
 import tracegrad
 from tests.compilation import temporary_bytes
-from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.planning import (
     BudgetTooSmall,
     RecomputePlan,
+    measuring,
     plan_recompute,
     recompute_to_fit,
 )
@@ -338,8 +338,8 @@ def test_how_many_plans_to_compile_is_a_number_above_zero():
 
 def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     compiled = []
-    bytes_of = _jax.account_of
-    monkeypatch.setattr(_jax, "account_of", lambda *c: compiled.append(c) or bytes_of(*c))
+    bytes_of = measuring.account_of
+    monkeypatch.setattr(measuring, "account_of", lambda *c: compiled.append(c) or bytes_of(*c))
     tracegrad.clear_caches()
     plan = planned("60%")
     assert 2 <= len(compiled) <= 3

@@ -1,159 +1,22 @@
 """What this package needs of JAX that differs between its versions or has no public documentation.
 
 `compat` is the only module that knows how JAX versions differ. Everything here is probed by
-``tests/test_jax.py`` on the oldest and on the newest supported JAX.
+``tests/test_jax.py`` on the oldest and on the newest supported JAX. The other rooms call all of it
+by the name of this package, ``_jax.has_gradient``: each name without an underscore is offered.
 """
 
-from tracegrad._jax import loop_reverse as loop_reverse
-from tracegrad._jax.arrays import ARRAY as ARRAY
-from tracegrad._jax.arrays import align as align
-from tracegrad._jax.arrays import array_type as array_type
-from tracegrad._jax.arrays import as_computed as as_computed
-from tracegrad._jax.arrays import fresh_alias as fresh_alias
-from tracegrad._jax.arrays import has_gradient as has_gradient
-from tracegrad._jax.arrays import is_inexact as is_inexact
-from tracegrad._jax.arrays import is_on_host as is_on_host
-from tracegrad._jax.arrays import is_reference as is_reference
-from tracegrad._jax.arrays import is_split_by_xla as is_split_by_xla
-from tracegrad._jax.arrays import is_tracer as is_tracer
-from tracegrad._jax.arrays import local_shape as local_shape
-from tracegrad._jax.arrays import no_cotangent as no_cotangent
-from tracegrad._jax.arrays import placed as placed
-from tracegrad._jax.arrays import struct as struct
-from tracegrad._jax.arrays import symbolic_constraints as symbolic_constraints
-from tracegrad._jax.arrays import type_key as type_key
-from tracegrad._jax.arrays import type_of as type_of
-from tracegrad._jax.arrays import type_text as type_text
-from tracegrad._jax.arrays import undifferentiated as undifferentiated
-from tracegrad._jax.arrays import varying_alike as varying_alike
-from tracegrad._jax.arrays import varying_as as varying_as
-from tracegrad._jax.arrays import varying_axes as varying_axes
-from tracegrad._jax.arrays import wait_for as wait_for
-from tracegrad._jax.arrays import without_devices as without_devices
-from tracegrad._jax.buffers import Account as Account
-from tracegrad._jax.buffers import Buffer as Buffer
-from tracegrad._jax.buffers import account_of_buffers as account_of_buffers
-from tracegrad._jax.calls import Handle as Handle
-from tracegrad._jax.calls import handling_misses as handling_misses
-from tracegrad._jax.compat import PROGRAM_TYPES as PROGRAM_TYPES
-from tracegrad._jax.compat import VERSION as VERSION
-from tracegrad._jax.compat import config as config
-from tracegrad._jax.compat import keep_recompute_options as keep_recompute_options
-from tracegrad._jax.compat import policy_name as policy_name
-from tracegrad._jax.compat import scan_split as scan_split
-from tracegrad._jax.compat import shard_map_options as shard_map_options
-from tracegrad._jax.compat import versions as versions
-from tracegrad._jax.compat import wider_scan as wider_scan
-from tracegrad._jax.compat import with_compiler_options as with_compiler_options
-from tracegrad._jax.compiled import NotMeasuredError as NotMeasuredError
-from tracegrad._jax.compiled import account_of as account_of
-from tracegrad._jax.compiled import saying_why_not as saying_why_not
-from tracegrad._jax.derivatives import grad as grad
-from tracegrad._jax.derivatives import jacfwd as jacfwd
-from tracegrad._jax.derivatives import jacobian_rows as jacobian_rows
-from tracegrad._jax.derivatives import jvp as jvp
-from tracegrad._jax.derivatives import linearize as linearize
-from tracegrad._jax.derivatives import of_some as of_some
-from tracegrad._jax.derivatives import pull_back_of_some as pull_back_of_some
-from tracegrad._jax.derivatives import value_and_grad as value_and_grad
-from tracegrad._jax.derivatives import vjp as vjp
-from tracegrad._jax.derivatives import vjp_of_some as vjp_of_some
-from tracegrad._jax.devices import compiled_by as compiled_by
-from tracegrad._jax.devices import device_count as device_count
-from tracegrad._jax.devices import device_of as device_of
-from tracegrad._jax.devices import has_host_memory as has_host_memory
-from tracegrad._jax.devices import sharding_of as sharding_of
-from tracegrad._jax.flow import Operation as Operation
-from tracegrad._jax.hlo import lines_kept as lines_kept
-from tracegrad._jax.hlo import module_of as module_of
-from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
-from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
-from tracegrad._jax.loop_schedule import replayed as replayed
-from tracegrad._jax.loops import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE
-from tracegrad._jax.loops import WHILES as WHILES
-from tracegrad._jax.loops import checkpointed_while_loop as checkpointed_while_loop
-from tracegrad._jax.program_facts import ProgramFacts as ProgramFacts
-from tracegrad._jax.program_facts import facts_below as facts_below
-from tracegrad._jax.program_facts import program_facts as program_facts
-from tracegrad._jax.programs import CALLS_WITH_RULES as CALLS_WITH_RULES
-from tracegrad._jax.programs import COND as COND
-from tracegrad._jax.programs import CUSTOM_JVP as CUSTOM_JVP
-from tracegrad._jax.programs import CUSTOM_VJP as CUSTOM_VJP
-from tracegrad._jax.programs import JIT as JIT
-from tracegrad._jax.programs import OF_AN_OBJECT as OF_AN_OBJECT
-from tracegrad._jax.programs import OPAQUE_PRIMITIVES as OPAQUE_PRIMITIVES
-from tracegrad._jax.programs import OPEN_PROGRAM_PRIMITIVES as OPEN_PROGRAM_PRIMITIVES
-from tracegrad._jax.programs import REMAT as REMAT
-from tracegrad._jax.programs import SCAN as SCAN
-from tracegrad._jax.programs import STOP_GRADIENT as STOP_GRADIENT
-from tracegrad._jax.programs import WHILE as WHILE
-from tracegrad._jax.programs import abstract_eval as abstract_eval
-from tracegrad._jax.programs import bind as bind
-from tracegrad._jax.programs import calls_host as calls_host
-from tracegrad._jax.programs import constants_of as constants_of
-from tracegrad._jax.programs import equation_context as equation_context
-from tracegrad._jax.programs import eval_program as eval_program
-from tracegrad._jax.programs import identity_primitive as identity_primitive
-from tracegrad._jax.programs import is_collective as is_collective
-from tracegrad._jax.programs import is_of_reference as is_of_reference
-from tracegrad._jax.programs import is_plain_jit as is_plain_jit
-from tracegrad._jax.programs import jit_settings as jit_settings
-from tracegrad._jax.programs import may_be_repeated as may_be_repeated
-from tracegrad._jax.programs import of_operand as of_operand
-from tracegrad._jax.programs import opened as opened
-from tracegrad._jax.programs import outside_calls as outside_calls
-from tracegrad._jax.programs import outside_of_scopes as outside_of_scopes
-from tracegrad._jax.programs import parts_of as parts_of
-from tracegrad._jax.programs import program_of as program_of
-from tracegrad._jax.programs import program_of_one as program_of_one
-from tracegrad._jax.programs import programs_in as programs_in
-from tracegrad._jax.programs import runs_compiled as runs_compiled
-from tracegrad._jax.programs import standing_for as standing_for
-from tracegrad._jax.programs import standing_in_primitive as standing_in_primitive
-from tracegrad._jax.programs import sub_programs as sub_programs
-from tracegrad._jax.programs import weak_as as weak_as
-from tracegrad._jax.programs import wider_jit as wider_jit
-from tracegrad._jax.programs import with_inputs as with_inputs
-from tracegrad._jax.programs import with_programs as with_programs
-from tracegrad._jax.programs import without_folders as without_folders
-from tracegrad._jax.provenance import Around as Around
-from tracegrad._jax.provenance import TracedFrom as TracedFrom
-from tracegrad._jax.provenance import around as around
-from tracegrad._jax.provenance import current_source_info as current_source_info
-from tracegrad._jax.provenance import filters_tracebacks as filters_tracebacks
-from tracegrad._jax.provenance import frame_positions as frame_positions
-from tracegrad._jax.provenance import frames as frames
-from tracegrad._jax.provenance import function_of as function_of
-from tracegrad._jax.provenance import hide_frames as hide_frames
-from tracegrad._jax.provenance import inside as inside
-from tracegrad._jax.provenance import name_stack as name_stack
-from tracegrad._jax.provenance import user_context as user_context
-from tracegrad._jax.replacement import Replacement as Replacement
-from tracegrad._jax.returned import returned_gradients as returned_gradients
-from tracegrad._jax.returned import with_witnesses as with_witnesses
-from tracegrad._jax.returned import written_tangents as written_tangents
-from tracegrad._jax.rules import closed_over as closed_over
-from tracegrad._jax.rules import forget_result_trees as forget_result_trees
-from tracegrad._jax.rules import has_run as has_run
-from tracegrad._jax.rules import inside_of_rule as inside_of_rule
-from tracegrad._jax.rules import leave_result_trees as leave_result_trees
-from tracegrad._jax.rules import result_trees as result_trees
-from tracegrad._jax.rules import rule_and_what_is_around as rule_and_what_is_around
-from tracegrad._jax.rules import rule_functions as rule_functions
-from tracegrad._jax.rules import users_function as users_function
-from tracegrad._jax.traces import NEEDS_VALUES as NEEDS_VALUES
-from tracegrad._jax.traces import Placeholder as Placeholder
-from tracegrad._jax.traces import StagingTrace as StagingTrace
-from tracegrad._jax.traces import TopLevelTrace as TopLevelTrace
-from tracegrad._jax.traces import at_top_level as at_top_level
-from tracegrad._jax.traces import current_trace as current_trace
-from tracegrad._jax.traces import current_trace_outside_of as current_trace_outside_of
-from tracegrad._jax.traces import examples_at_once as examples_at_once
-from tracegrad._jax.traces import is_of_a_custom_rule as is_of_a_custom_rule
-from tracegrad._jax.traces import is_part_of_a_program as is_part_of_a_program
-from tracegrad._jax.traces import is_top_level as is_top_level
-from tracegrad._jax.traces import outward as outward
-from tracegrad._jax.traces import set_current_trace as set_current_trace
-from tracegrad._jax.traces import staging_trace as staging_trace
-from tracegrad._jax.traces import trace_of as trace_of
-from tracegrad._jax.traces import under_jit as under_jit
+from tracegrad._jax.arrays import *
+from tracegrad._jax.calls import *
+from tracegrad._jax.compat import *
+from tracegrad._jax.custom_derivatives import *
+from tracegrad._jax.derivatives import *
+from tracegrad._jax.devices import *
+from tracegrad._jax.exports import *
+from tracegrad._jax.primitives import *
+from tracegrad._jax.program_facts import *
+from tracegrad._jax.programs import *
+from tracegrad._jax.provenance import *
+from tracegrad._jax.replacement import *
+from tracegrad._jax.returned import *
+from tracegrad._jax.rules import *
+from tracegrad._jax.traces import *

@@ -185,21 +185,6 @@ def without_devices(aval: Any) -> Any:
     return struct(aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
-def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
-    """The constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
-
-    `jax.export` does not write them, and has no public way to ask for them.
-    """
-    found: dict[str, None] = {}
-    for aval in avals:
-        for dimension in aval.shape:
-            for constraint in getattr(
-                getattr(dimension, "scope", None), "_explicit_constraints", ()
-            ):
-                found[constraint.debug_str] = None
-    return list(found)
-
-
 # Waits for the arrays of a tree; raises what the program raised that was to compute them.
 wait_for: Callable[[Any], Any] = jax.block_until_ready
 

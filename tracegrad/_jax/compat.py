@@ -6,7 +6,7 @@ Each difference has a name that says what is wanted, the reason, and the release
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,50 @@ def versions() -> dict[str, str]:
 
 # One class from 0.12 on, two before.
 PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
+
+
+def constants_of(program: Any) -> Sequence[Any]:
+    """The values of ``program.constvars``; an open program has none."""
+    return getattr(program, "consts", ())
+
+
+def opened(program: Any) -> Any:
+    """The open form of a program: where the two forms differ, the one that holds no values."""
+    return program.jaxpr if hasattr(program, "jaxpr") else program
+
+
+def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Its open form, and the values of its constants: from both it is made."""
+    return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
+
+
+def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
+    """The effects of a program of equations. An effect on a reference says which input that is, or
+    on 0.10 which variable. `places` are the inputs' positions."""
+    found = set[Any]()
+    for equation in equations:
+        for effect in equation.effects:
+            if hasattr(effect, "input"):
+                found |= {effect} if effect.input in places else set()
+            elif hasattr(effect, "input_index"):
+                place = places.get(equation.invars[effect.input_index])
+                found |= set() if place is None else {effect.replace(input_index=place)}
+            else:
+                found.add(effect)
+    return found
+
+
+def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
+    """An effect of an equation whose operands are others now: that on a reference says which."""
+    if not hasattr(effect, "input_index"):
+        return effect
+    reference = before[effect.input_index]
+    return effect.replace(input_index=next(i for i, atom in enumerate(now) if atom is reference))
+
+
+def is_of_reference(effect: Any) -> bool:
+    """Whether an effect is that of reading or writing a `jax.Ref`."""
+    return hasattr(effect, "input") or hasattr(effect, "input_index")
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:

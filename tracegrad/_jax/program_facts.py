@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from tracegrad._jax.caches import of_program
-from tracegrad._jax.programs import CUSTOM_JVP, parts_of, sub_programs
+from tracegrad._jax.compat import parts_of
+from tracegrad._jax.programs import CUSTOM_JVP, sub_programs
 
 
 class ProgramFacts(NamedTuple):

@@ -1,4 +1,4 @@
-"""JAX's programs (jaxprs): their parts, how they run and what they call; two primitives of ours."""
+"""JAX's programs (jaxprs): their parts, how they run and what they call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
-from jax.extend.mlir import deserialize_portable_artifact
-from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
 
 from tracegrad._jax.arrays import struct
-from tracegrad._jax.compat import PROGRAM_TYPES
+from tracegrad._jax.compat import PROGRAM_TYPES, effects_of, opened, parts_of
 from tracegrad._jax.traces import in_a_new_thread
 
 JIT = primitives.jit_p
@@ -26,6 +23,10 @@ SCAN = primitives.scan_p
 COND = primitives.cond_p
 WHILE = primitives.while_p
 STOP_GRADIENT = primitives.stop_gradient_p
+CHECKPOINTED_WHILE: Any = jex.Primitive("checkpointed_while")
+"""JAX's `while` with two more parameters: `checkpoints`, how many states are kept, and `place`, how
+messages call it. Its rules are in `rewriting.loop_primitive`."""
+WHILES: tuple[Any, ...] = (WHILE, CHECKPOINTED_WHILE)
 CUSTOM_JVP = primitives.custom_jvp_call_p
 CUSTOM_VJP = primitives.custom_vjp_call_p
 
@@ -90,21 +91,6 @@ def is_collective(effect: Any) -> bool:
     return isinstance(effect, _OF_AXES)
 
 
-def constants_of(program: Any) -> Sequence[Any]:
-    """The values of ``program.constvars``; an open program has none."""
-    return getattr(program, "consts", ())
-
-
-def opened(program: Any) -> Any:
-    """The open form of a program: where the two forms differ, the one that holds no values."""
-    return program.jaxpr if hasattr(program, "jaxpr") else program
-
-
-def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
-    """Its open form, and the values of its constants: from both it is made."""
-    return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
-
-
 def program_of(
     like: Any,
     *,
@@ -120,7 +106,7 @@ def program_of(
     """
     open_form = opened(like)
     variables = [*constants, *inputs]
-    effects = _effects_of(equations, {v: i for i, v in enumerate(variables)})
+    effects = effects_of(equations, {v: i for i, v in enumerate(variables)})
     info = open_form.debug_info
     if (len(inputs), len(outputs)) != (len(open_form.invars), len(open_form.outvars)):
         info = info._replace(arg_names=None, result_paths=None)
@@ -137,33 +123,6 @@ def program_of(
         return open_form.replace(**parts, consts=arrays)
     new = open_form.replace(**parts)
     return new if like is open_form else like.replace(jaxpr=new, consts=arrays)
-
-
-def _effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
-    found = set[Any]()
-    for equation in equations:
-        for effect in equation.effects:
-            if hasattr(effect, "input"):  # JAX 0.10 names the variable
-                found |= {effect} if effect.input in places else set()
-            elif hasattr(effect, "input_index"):
-                place = places.get(equation.invars[effect.input_index])
-                found |= set() if place is None else {effect.replace(input_index=place)}
-            else:
-                found.add(effect)
-    return found
-
-
-def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
-    """An effect of an equation whose operands are others now: that on a reference says which."""
-    if not hasattr(effect, "input_index"):
-        return effect
-    reference = before[effect.input_index]
-    return effect.replace(input_index=next(i for i, atom in enumerate(now) if atom is reference))
-
-
-def is_of_reference(effect: Any) -> bool:
-    """Whether an effect is that of reading or writing a `jax.Ref`."""
-    return hasattr(effect, "input") or hasattr(effect, "input_index")
 
 
 def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> Any:
@@ -338,125 +297,3 @@ def runs_compiled(primitive: Any) -> bool:
     """Whether JAX runs a primitive outside of all transformations by compiling it alone."""
     usual = getattr(primitives.mul_p.impl, "func", None)
     return usual is not None and getattr(primitive.impl, "func", None) is usual
-
-
-@contextmanager
-def without_folders() -> Iterator[None]:
-    """Leaves the folders of source files out of programs that are lowered inside it: what is
-    written to be given away does not tell where it was made, and is the same wherever that was.
-
-    JAX's setting for that holds for the whole process; a user's own is left as it is.
-    """
-    name = "jax_hlo_source_file_canonicalization_regex"
-    is_free = getattr(jax.config, name) is None
-    if is_free:
-        jax.config.update(name, r".*[/\\]")  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if is_free:
-            jax.config.update(name, None)  # type: ignore[no-untyped-call]
-
-
-# The dialects in which `jax.export` writes programs, with what holds the functions together.
-_DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-
-
-def outside_calls(exported: Any) -> list[str]:
-    """What a written program (`jax.export.Exported`) calls that is not in it, by its names: the
-    targets of XLA's custom calls, and operations of no dialect that JAX writes.
-
-    JAX shows a program as text only; that of a large one is several times its size. Raises
-    whatever XLA raises; of bytes that no JAX wrote it may end the process.
-    """
-    found: set[str] = set()
-    with mlir.make_ir_context():
-        module = deserialize_portable_artifact(exported.mlir_module_serialized)
-        waiting: list[Any] = [module.operation]
-        while waiting:
-            operation = waiting.pop()
-            name: str = operation.name
-            if name == "stablehlo.custom_call":
-                target = operation.attributes["call_target_name"]
-                found.add(target.value_bytes.decode("utf-8", "backslashreplace"))
-            elif name.partition(".")[0] not in _DIALECTS:
-                found.add(name)
-            waiting += [
-                inner.operation
-                for region in operation.regions
-                for block in region
-                for inner in block
-            ]
-    return sorted(found)
-
-
-def identity_primitive(
-    name: str,
-    differentiated: Callable[..., Exception | None] = lambda **params: None,
-    exported: Callable[..., Exception | None] = lambda **params: None,
-    batched: Callable[..., Exception | None] = lambda **params: None,
-) -> Any:
-    """A primitive that hands on its one operand, and in forward mode the tangent past itself.
-
-    What is raised when it is `differentiated`, `exported` or `batched` (under `jax.vmap`) these
-    make of its parameters; None: nothing. The tables of
-    rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
-    other contents JAX takes away release by release; what tells an export from other lowerings has
-    no documentation.
-    """
-    primitive: Any = jex.Primitive(name)
-
-    def batch(args: Any, axes: Any, **params: Any) -> Any:
-        error = batched(**params)
-        if error is not None:
-            raise error
-        return primitive.bind(args[0], **params), axes[0]
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        error = differentiated(**params)  # JAX does not come here where all tangents are zeros
-        if error is not None:
-            raise error
-        return primitive.bind(*primals, **params), *tangents
-
-    def lower(context: Any, operand: Any, **params: Any) -> Any:
-        is_export = context.module_context.lowering_parameters.for_export
-        error = exported(**params) if is_export else None
-        if error is not None:
-            raise error
-        return [operand]
-
-    primitive.def_impl(lambda operand, **params: operand)
-    primitive.def_abstract_eval(lambda aval, **params: aval)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
-    mlir.register_lowering(primitive, lower)
-    return primitive
-
-
-def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """The operands of what `jax.vmap` maps over some axis of some of them: all along the first."""
-    size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
-    return [
-        # (A literal of a program has no shape.)
-        jnp.broadcast_to(a, (size, *jnp.shape(a))) if i is None else jnp.moveaxis(a, i, 0)
-        for a, i in zip(args, axes, strict=True)
-    ]
-
-
-def standing_in_primitive(name: str) -> Any:
-    """A primitive of two operands of one type, which hands on the first; its derivative is that of
-    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)"""
-    primitive: Any = jex.Primitive(name)
-
-    def batch(args: Any, axes: Any) -> Any:
-        return primitive.bind(*mapped_alike(args, axes)), 0
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        return primitive.bind(*primals), tangents[1]
-
-    primitive.def_impl(lambda value, other: value)
-    primitive.def_abstract_eval(lambda value, other: value)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
-    mlir.register_lowering(primitive, lambda context, value, other: [value])
-    return primitive

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import source_info_util
 
-from tracegrad._jax.programs import opened
+from tracegrad._jax.compat import opened
 
 
 def frames(source_info: Any) -> Sequence[Any]:

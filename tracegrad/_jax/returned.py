@@ -8,13 +8,15 @@ differentiates: by a rule of our own around each input, which is told about symb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad._jax.arrays import has_gradient
+from tracegrad._jax.custom_derivatives import with_cotangent, with_tangent
 from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
 
 
@@ -57,18 +59,13 @@ def with_witnesses(values: Sequence[Any], first: int, met: set[int]) -> list[Any
 
 
 def _with_witness(value: Any, position: int, met: set[int]) -> Any:
-    @jax.custom_vjp
-    def witnessed(value: Any) -> Any:
-        return value
-
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
+    def witnessed(cotangent: Any) -> Any:
         if isinstance(cotangent, SymbolicZero):
-            return (None,)
+            return None
         met.add(position)
-        return (cotangent,)
+        return cotangent
 
-    witnessed.defvjp(lambda value: (value.value, None), backward, symbolic_zeros=True)
-    return witnessed(value)
+    return with_cotangent(witnessed, "witnessed", symbolic_zeros=True)(value)
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
@@ -82,7 +79,7 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
         def along(*chosen: Any) -> list[Any]:
             results = of_some(run, args, active)(*chosen)
             return [
-                _with_witness_of_tangent(out, j, met)
+                with_witness_of_tangent(out, functools.partial(met.add, j))
                 for j, out in enumerate(results)
                 if has_gradient(out)
             ]
@@ -94,14 +91,11 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
     return met
 
 
-def _with_witness_of_tangent(value: Any, position: int, met: set[int]) -> Any:
-    @jax.custom_jvp
-    def witnessed(value: Any) -> Any:
-        return value
+def with_witness_of_tangent(value: Any, told: Callable[[], object]) -> Any:
+    """The same value. `told` is called where the value has a tangent that is no symbolic zero."""
 
-    def rule(primals: Any, tangents: Any) -> Any:  # not called for symbolic zeros
-        met.add(position)
-        return primals[0], tangents[0]
+    def tangent(_: Any, tangents: Any) -> Any:
+        told()
+        return tangents[0]
 
-    witnessed.defjvp(rule, symbolic_zeros=True)
-    return witnessed(value)
+    return with_tangent(lambda value: value, tangent, "witnessed")(value)

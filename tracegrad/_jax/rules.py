@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import jax
-
 
 def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     """The user's functions of a rule, and the trees of its arguments (None: not of the plain form,
@@ -34,20 +32,13 @@ def _wrapped_inside(function: Any, depth: int = 3) -> Any:
     """What a function of JAX closes over that is a wrapped function; None if it is not JAX's, or
     closes over none."""
     if depth and str(getattr(function, "__module__", "")).startswith("jax._src"):
-        for content in map(_content, getattr(function, "__closure__", None) or ()):
+        for content in map(cell_content, getattr(function, "__closure__", None) or ()):
             inner = content if hasattr(content, "transforms") else None
             if isinstance(content, FunctionType):  # of a JVP JAX keeps what it has traced
                 inner = _wrapped_inside(content, depth - 1)
             if inner is not None:
                 return inner
     return None
-
-
-def rule_and_what_is_around(wrapped: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The user's backward function of a rule that stands in a program, and what transformations
-    have put around it since: (function, its parameters) of each, without that which flattens the
-    arguments."""
-    return wrapped.f, tuple(wrapped.transforms[:-1])
 
 
 def closed_over(params: Mapping[str, Any]) -> int:
@@ -68,66 +59,21 @@ def closed_over(params: Mapping[str, Any]) -> int:
         if hasattr(value, "transforms"):
             pending.append(value.f)
         elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
-            contents = tuple(map(_content, value.__closure__ or ()))
+            contents = tuple(map(cell_content, value.__closure__ or ()))
             pending.extend(contents)
             if value.__qualname__.startswith("lift_fwd."):
                 count += contents[value.__code__.co_freevars.index("num_consts")]
     return count
 
 
-def inside_of_rule(wrapped: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
-    """What is inside a function of a rule that stands in a program: the user's functions, and all
-    types, trees and positions that JAX's functions around them hold. Nothing if that is not all
-    that they hold (as values of arguments that are not differentiated).
-
-    Each transformation that a rule has come through is one more function of JAX around it, which
-    closes over those further inside; so is each time that it was bound as it stands in a program.
-    """
-    functions: list[Any] = []
-    around: set[Any] = set()
-    pending, seen = [wrapped], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if len(seen) > _MOST_INSIDE:
-            return (), frozenset()
-        if hasattr(value, "transforms"):
-            if not all(f.__name__ in _KNOWN_AROUND_RULES for f, _ in value.transforms):
-                return (), frozenset()
-            pending.append(value.f)
-            pending.extend(item for _, parameters in value.transforms for item in parameters)
-        elif isinstance(value, FunctionType) and value.__module__.startswith("jax._src"):
-            pending.extend(map(_content, value.__closure__ or ()))
-        elif isinstance(value, jax.tree_util.PyTreeDef):
-            around.add(value)
-        elif isinstance(value, list | tuple):
-            if value and all(isinstance(item, _TYPES_AND_POSITIONS) for item in value):
-                around.add(tuple(value))
-        elif callable(value) and not isinstance(value, type):
-            functions.append(value)
-    return tuple(functions), frozenset(around)
+_MOST_INSIDE = 256  # functions of JAX's around one another
 
 
-_KNOWN_AROUND_RULES = frozenset(
-    {
-        "_flatten_fwd",
-        "_flatten_bwd",
-        "_flatten_jvp",
-        "_handle_consts_in_bwd",
-        "batch_subtrace",
-        "batch_custom_jvp_subtrace",
-    }
-)
-_MOST_INSIDE = 256
-_TYPES_AND_POSITIONS = (int, type(None), jax.core.AbstractValue)
-
-
-def _content(cell: Any) -> Any:
+def cell_content(cell: Any) -> Any:
+    """The value of a variable that a function closes over; None before the first assignment."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:
         return None
 
 

@@ -6,16 +6,15 @@ one that is being differentiated is an error, which calls it what the user calls
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir.closed_over import depends_on
+from tracegrad.ir.closures import values_closed_over
 from tracegrad.ir.importer import import_program
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.statics import is_variable
@@ -41,20 +40,17 @@ class Captured:
         )
 
 
-def unwrapped(
-    captured: Sequence[Captured], inputs: Sequence[Any]
-) -> tuple[tuple[Any, ...], str | None]:
-    """The inputs of a rule, and what is wrong with them: a captured one is being differentiated."""
-    if not captured:
-        return tuple(inputs), None
-    values = tuple(each.value for each in inputs)
-    avals = tuple(map(jax.typeof, values))
+def problem_of(
+    captured: Sequence[Captured], inputs: Sequence[Any], perturbed: Sequence[bool]
+) -> str | None:
+    """The message for the first captured input of a rule that is being differentiated; None if
+    there is none. `perturbed` says of each input whether it is being differentiated."""
     for each in captured:
-        if inputs[each.position].perturbed:
-            primal = import_program(jax.make_jaxpr(each.primal)(*avals))
+        if perturbed[each.position]:
+            primal = import_program(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
             if depends_on(primal, each.position):
-                return values, each.message(values)
-    return values, None
+                return each.message(inputs)
+    return None
 
 
 # ------------------------------------------------------------------------------------- naming
@@ -77,7 +73,7 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
     for name, held in kwargs.items():
         if (path := _path_to(value, held)) is not None:
             return f"keyword argument '{name}{path}'"
-    for name, held in _closed_over(fun, depth=2):
+    for name, held in values_closed_over(fun, depth=2):
         if (path := _path_to(value, held)) is not None:
             return f"'{name}{path}'"
     return None
@@ -90,38 +86,3 @@ def _path_to(value: object, held: object) -> str | None:
         if leaf is value:
             return str(jax.tree_util.keystr(path))
     return None
-
-
-def _closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
-    """The variables that a function closes over, reads as globals, or has as defaults."""
-    fun = inspect.unwrap(cast("Any", fun))
-    if depth == 0:
-        return
-    if isinstance(fun, functools.partial):
-        yield from fun.keywords.items()
-        yield from ((f"argument {i} of the partial", held) for i, held in enumerate(fun.args))
-        yield from _closed_over(fun.func, depth)
-        return
-    if (owner := getattr(fun, "__self__", None)) is not None:
-        yield from ((f"self.{name}", held) for name, held in getattr(owner, "__dict__", {}).items())
-        fun = getattr(fun, "__func__", fun)
-    if not inspect.isfunction(fun):
-        return
-    cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
-    variables = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
-    variables += [(n, fun.__globals__[n]) for n in fun.__code__.co_names if n in fun.__globals__]
-    yield from variables
-    for name, held in variables:
-        if callable(held):
-            yield from _closed_over(held, depth - 1)
-        elif hasattr(held, "__dict__") and not inspect.ismodule(held):
-            yield from ((f"{name}.{key}", part) for key, part in vars(held).items())
-
-
-def _is_filled(cell: Any) -> bool:
-    """Whether a variable that a function closes over has been assigned yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

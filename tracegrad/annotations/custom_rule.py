@@ -20,11 +20,10 @@ from tracegrad.annotations.calls import (
 from tracegrad.annotations.captured import (
     Captured,
     captured_name,
-    unwrapped,
+    problem_of,
     value_text,
 )
 from tracegrad.annotations.pullback import (
-    Program,
     Pullback,
     Residuals,
     trace_pullback,
@@ -32,6 +31,7 @@ from tracegrad.annotations.pullback import (
 from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
+from tracegrad.rewriting.traced_gradients import Program
 from tracegrad.tape.made_rules import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.reading import Operands
@@ -201,9 +201,11 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
     def forward(*inputs: Any) -> tuple[Any, Residuals]:
         if isinstance(pullbacks[0], Exception):
             raise pullbacks[0]
-        inputs, problem = unwrapped(captured, inputs)
-        if problem is not None:
-            raise ValueError(problem)
+        if captured:
+            perturbed = [each.perturbed for each in inputs]
+            inputs = tuple(each.value for each in inputs)
+            if problem := problem_of(captured, inputs, perturbed):
+                raise ValueError(problem)
         y, residuals = evaluate(*inputs)
         return output(inputs, y, residuals), residuals
 
@@ -216,7 +218,7 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
     rule = jax.custom_vjp(named_after(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return _bound(rule, primal, (*inputs_given, *values))
+    return _jax.or_plain(rule, primal)(*inputs_given, *values)
 
 
 def _output_rule(
@@ -234,15 +236,12 @@ def _output_rule(
     def primal(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
         return y
 
-    rule = jax.custom_vjp(named_after(fun, primal))
+    def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> Residuals:
+        inputs, _, residuals = operands
+        found: Residuals = replace(residuals, problem=problem_of(captured, inputs, perturbed))
+        return found
 
-    def forward(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
-        inputs, problem = unwrapped(captured, inputs)
-        if captured:
-            y, residuals = jax.tree.map(lambda leaf: leaf.value, (y, residuals))
-        return _bound(rule, primal, (inputs, y, residuals)), replace(residuals, problem=problem)
-
-    def backward(residuals: Residuals, dy: Any) -> Any:
+    def backward(residuals: Residuals, _: Any, dy: Any) -> Any:
         # Only a derivative that really goes through the output is a problem: most often just the
         # gradient is used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
@@ -250,22 +249,8 @@ def _output_rule(
             raise ValueError(residuals.problem)
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
-    rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return lambda *inputs: _bound(rule, primal, inputs)
-
-
-def _bound(rule: Callable[..., Any], primal: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """The rule applied, or just its function where JAX cannot and nothing is differentiated.
-
-    That is in the body of a shard_map outside jit, for rules that are told about symbolic zeros.
-    What differentiates it does so inside the body, and is done when the rule gets there.
-    """
-    try:
-        return rule(*inputs)
-    except NotImplementedError as error:
-        if "symbolic_zeros support with shard_map" not in str(error):
-            raise
-    return primal(*inputs)
+    run = named_after(fun, primal)
+    return _jax.with_backward(run, backward, keep, symbolic_zeros=bool(captured))
 
 
 def _gradients(

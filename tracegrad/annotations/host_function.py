@@ -8,7 +8,6 @@ put on the results by a rule around them, so that the function runs once, differ
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from tracegrad.annotations.calls import (
     noted,
     require_callable,
 )
-from tracegrad.annotations.pullback import Program
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.traced_gradients import with_traced_gradient
 from tracegrad.tape.recorders import unrecorded
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.variable import Variable
@@ -331,11 +330,9 @@ def _call(host: _Host, arrays: Sequence[Any], stateful: bool) -> list[Any]:
 # ----------------------------------------------------------------------------- its gradient
 
 
-class _Active(threading.local):
-    tracing = False  # a gradient function
-
-
-_active = _Active()
+@OF_HOST_CALL
+def _gradient_of_host_call() -> None:
+    """By the mark of this function the rules are known."""
 
 
 def _with_gradient(
@@ -350,74 +347,20 @@ def _with_gradient(
         return list(results)
     where = calling_line()
     reads = ReadsOutside()
-    given: list[bool] = []  # for each input, whether it has a gradient
 
-    def gradients(inputs: Sequence[Any], outputs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+    def gradient(inputs: Sequence[Any], outputs: Sequence[Any], dys: Sequence[Any]) -> Any:
         op = GradientOperation(tuple(inputs), tuple(outputs), params, name)
         note = f"in the gradient function {described(grad)} of {name} at {where}"
         with noted(lambda: note), reads.around():
             answer = grad(op, *dys)
-        checked = checked_cotangents(answer, op, where, grad)
-        given[:] = [gradient is not None for gradient in checked]
-        return [gradient for gradient in checked if gradient is not None]
+        return checked_cotangents(answer, op, where, grad)
 
-    def untraced(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
-        return gradients(inputs, outputs, dys)
+    def run(*operands: Any) -> list[Any]:
+        return list(operands[len(arrays) :])
 
-    # It is traced here, where what it closes over belongs. As operands of the rule such values
-    # are differentiated with it, and do not outlive the trace that they belong to. In a gradient
-    # function that is being traced, which may call the very same one, that would never end.
-    pullback: Callable[..., list[Any]] | Exception = untraced
-    captured: list[Any] = []
-    if not _active.tracing:
-        _active.tracing = True
-        try:
-            types = [jax.typeof(result).update(weak_type=False) for result in results]
-            traced, captured = Program.of(
-                jax.make_jaxpr(gradients)(list(map(jax.typeof, arrays)), types, types)
-            )
-
-            def pullback(captured: Any, inputs: Any, outputs: Any, dys: Any) -> list[Any]:
-                return traced(captured, [*inputs, *outputs, *dys])
-        except _jax.NEEDS_VALUES:
-            pass
-        except Exception as error:  # raised when a gradient is asked for
-            pullback = error
-        finally:
-            _active.tracing = False
-
-    rule = _rule(name, grad, pullback, given)
-    return list(rule(list(arrays), list(results), captured))
-
-
-def _rule(
-    name: str,
-    grad: Callable[..., Any],
-    pullback: Callable[..., list[Any]] | Exception,
-    given: Sequence[bool],
-) -> Callable[..., list[Any]]:
-    """``(inputs, results, captured) -> results``, differentiable by the inputs."""
-
-    def primal(inputs: Any, results: Any, captured: Any) -> Any:
-        return results
-
-    rule = jax.custom_vjp(named_after(grad, primal))
-    primal.__name__ = primal.__qualname__ = name
-
-    def forward(inputs: Any, results: Any, captured: Any) -> Any:
-        if isinstance(pullback, Exception):
-            raise pullback
-        # Whoever differentiates this pass meets the rule again.
-        return rule(inputs, results, captured), (inputs, results, captured)
-
-    @OF_HOST_CALL
-    def backward(residuals: Any, dys: Any) -> Any:
-        inputs, results, captured = residuals
-        assert not isinstance(pullback, Exception)
-        pairs = zip(dys, results)
-        cotangents = [dy if _jax.has_gradient(v) else jnp.zeros_like(v) for dy, v in pairs]
-        found = iter(pullback(captured, inputs, rule(inputs, results, captured), cotangents))
-        return [next(found) if is_given else None for is_given in given], None, None
-
-    rule.defvjp(forward, backward)
-    return rule
+    run = named_after(grad, run)
+    run.__name__ = run.__qualname__ = name
+    operands = [*arrays, *results]
+    return with_traced_gradient(
+        run, gradient, operands, results, _gradient_of_host_call, len(arrays)
+    )

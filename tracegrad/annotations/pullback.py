@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
@@ -28,6 +27,7 @@ from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import checked_cotangent
+from tracegrad.rewriting.traced_gradients import Program
 from tracegrad.variables.statics import is_none
 
 
@@ -45,38 +45,6 @@ class Residuals:
     # trees, and would keep a new one of every call alive.
     pullback: int
     problem: str | None = None  # why the output has no gradient after all
-
-
-@dataclass(frozen=True)
-class Program:
-    """A traced function, in which values of the enclosing traces and arrays that it closes over
-    have become arguments. (A tape takes a program of each array for another function.)"""
-
-    program: Any
-    captured: tuple[int, ...]  # their positions among its constants
-
-    @classmethod
-    def of(cls, program: Any) -> tuple[Program, list[Any]]:
-        """The program without those values, since it outlives their traces; and the values."""
-        constants = list(_jax.constants_of(program))
-        captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
-        values = [constants[i] for i in captured]
-        for i in captured:
-            constants[i] = None
-        return cls(program.replace(consts=constants), captured), values
-
-    def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        open_form, constants = _jax.parts_of(self.program)
-        given = list(constants)
-        for i, value in zip(self.captured, values):
-            given[i] = value
-        return list(jax.core.eval_jaxpr(open_form, given, *arguments))
-
-
-def _can_be_argument(constant: object) -> bool:
-    """Whether a value that a program closes over is an array; Refs stay."""
-    is_array = isinstance(constant, jax.Array | np.ndarray)
-    return is_array and isinstance(jax.typeof(constant), jax.core.ShapedArray)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Gradients by name: `register_gradient` keeps them, `gradient_override_map` puts them in place.
 
-Inside a block of overrides a trace of our own stands on top of whatever is going on. An operation
-that is named goes on as a function with that gradient, a `jax.custom_vjp`; so it is seen by
-whatever differentiates the block's results later: JAX, tracegrad or a tape around it. What is
-differentiated inside the block is edited by rules instead; see `tracing.in_force`.
+An override is a rule. What is differentiated inside of a block is edited by the block's rules (see
+`tracing.in_force`). For what is differentiated after the block, by JAX, tracegrad or a tape around
+it, a trace of our own stands on top of whatever is going on in the block: it applies the same rules
+to each operation, which goes on as a function with the registered gradient, a `jax.custom_vjp`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,19 +20,15 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import GraphError, Occurrence, match, scopes
+from tracegrad.ir import Graph, GraphError, Occurrence, match, scopes
 from tracegrad.ir.editing import Op
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import calling_line, warn_where_called
-from tracegrad.ir.program_keys import PROGRAMS, params_key
+from tracegrad.ir.program_keys import PROGRAMS, params_key, program_key
 from tracegrad.ir.running import run_graph
-from tracegrad.ir.wording import described
+from tracegrad.ir.wording import code_of, described
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
-from tracegrad.rewriting.overriding import (
-    overriding,
-    require_gradient_function,
-    with_gradient,
-)
+from tracegrad.rewriting.overriding import overriding, require_gradient_function
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 
@@ -88,12 +85,20 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
                 )
             _registered[name] = grad
             is_stale = name in _used and old is not None and old is not grad
-        # What is registered by a function that is being compiled is for that function.
-        if is_stale and not _jax.under_jit():
+        if is_stale and not (_jax.under_jit() and _is_made_again(grad, old)):
             _forget_compiled()  # a jitted function with a block in it does not look here again
         return grad
 
     return register
+
+
+def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
+    """Whether a gradient function is an old one that the next trace of one function has made again:
+    of the same code, and over the same values but for traced ones."""
+    cells, cells_of_old = (getattr(each, "__closure__", None) or () for each in (grad, old))
+    contents = (map(_jax.cell_content, pair) for pair in zip(cells, cells_of_old))
+    is_same = all(new is before or _jax.is_tracer(new) for new, before in contents)
+    return is_same and code_of(grad) is code_of(old) is not None
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
@@ -160,7 +165,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
     rules = [_override(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
-    trace = _Overrides(_jax.current_trace(None), named, force)
+    trace = _Overrides(_jax.current_trace(None), named.keys(), force)
     trace.begin()
     try:
         yield
@@ -185,7 +190,7 @@ _MARK = "overridden_"  # in front of the name of what has an override: it gets n
 class _Registered:
     """What a name means: the same as another of that name only if that means the same function.
 
-    `function` is None if nothing is registered yet; then it is whatever is when it is called.
+    `function` is None if nothing is registered yet: then a call looks the name up.
     """
 
     name: str
@@ -245,11 +250,12 @@ def _is_named(name: str, found: Occurrence) -> bool:
 
 
 class _Overrides(OverridingTrace):
-    """Gives the operations of some names their gradients, and lets all go to its parent."""
+    """Applies the rules of a block to every operation in it, as to a program of one operation, and
+    lets what they write go to its parent."""
 
-    def __init__(self, parent: Any, overrides: dict[str, _Registered], force: Force):
+    def __init__(self, parent: Any, names: AbstractSet[str], force: Force):
         super().__init__(parent)
-        self._overrides = overrides
+        self._names = names
         self.force = force
         self._differentiated = _times_differentiated()
         self._block = ExitStack()
@@ -265,7 +271,7 @@ class _Overrides(OverridingTrace):
         self.leave()
         if self.is_installed:
             raise RuntimeError(
-                f"the block of gradient_override_map({', '.join(map(repr, self._overrides))}) is "
+                f"the block of gradient_override_map({', '.join(map(repr, self._names))}) is "
                 "left before another one, or a tape, that was entered inside of it: it goes on "
                 "until that has ended. A block is that of a thread, so that a coroutine or a "
                 "generator has to leave it before another one takes its turn"
@@ -279,103 +285,74 @@ class _Overrides(OverridingTrace):
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
         """What is to run in the place of an operation; None: the operation itself."""
-        name = str(params.get("name", primitive.name)) if primitive is _jax.JIT else primitive.name
-        gradient = self._gradient_of(name, primitive.name)
-        if gradient is not None:
-            self._refuse_differentiated(name)
-            return with_gradient(
-                _named(lambda *operands: _jax.bind(primitive, operands, params), f"{_MARK}{name}"),
-                gradient,
-                params,
-                name,
-                calling_line(),
-            )
-        programs = [program for _, program in _jax.sub_programs(params)]
-        if not programs or primitive.name in _jax.OPAQUE_PRIMITIVES:
+        is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
+        programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
+        if not programs and primitive.name not in self._names:
             return None
+        name = str(params.get("name", primitive.name))
         # Two loops of one body may run round in different directions.
         key = (
-            "gradient_override_map",
             primitive,
             tuple(map(id, programs)),
             params_key(params),
             tuple(map(_jax.type_key, args)),
-            frozenset(self._overrides.items()),
         )
-        # With what it was made of, which keeps its identity.
-        known: tuple[Any, Callable[..., list[Any]] | None] | None = PROGRAMS.get(key)
-        if known is None:
-            made = self._edited_program(primitive, params, args)
-            known = PROGRAMS.put(key, (programs, made))
-        run = known[1]
-        if run is not None:
-            self._refuse_differentiated(name)
-        return run
-
-    def _edited_program(
-        self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
-    ) -> Callable[..., list[Any]] | None:
-        """A call, loop or branch with the overrides in it; None if there is nothing to override."""
-        program = graph_of(_jax.program_of_one(primitive, params, args))
-        original = program
-        for rule in self.force.rules:
-            program = rule(program)
-        if program is original:
-            return None
-        edited = program
-
-        def run(*operands: Any) -> list[Any]:
-            return run_graph(edited, operands)
-
-        # Compiled once, where the operation would have been.
-        return jax.jit(_named(run, str(params.get("name", primitive.name))))
+        return self._edited(
+            name, key, programs, lambda: _jax.program_of_one(primitive, params, args)
+        )
 
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
         """The same for a function with a rule of its own."""
-        function = _jax.rule_functions(subfuns)[0][0]
-        name = getattr(function, "__name__", "")
-        gradient = self._gradient_of(name, primitive.name)
-        if gradient is None:
+        name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
+        if not self._names & {name, primitive.name}:
             return None
-        self._refuse_differentiated(name)
-
         # Traced here: JAX lets the function that it hands over run once, and asks it for the tree
         # of its results then.
         program = jax.make_jaxpr(
             lambda *operands: primitive.bind(*operands, subfuns=tuple(subfuns), **params)
         )(*args)
+        return self._edited(name, program_key(program), program, lambda: program)
 
-        def primal(*operands: Any) -> list[Any]:
-            return _jax.eval_program(program, operands)
+    def _edited(
+        self, name: str, key: Any, keyed: Any, trace: Callable[[], Any]
+    ) -> Callable[..., list[Any]] | None:
+        """What an operation is with the overrides in it; None if they change nothing.
 
-        return with_gradient(
-            _named(primal, f"{_MARK}{name}"), gradient, params, name, calling_line()
-        )
+        Args:
+          name: of the operation.
+          key: equal for operations that compute the same.
+          keyed: the programs whose identities are in the key.
+          trace: gives the program of the operation.
 
-    def _gradient_of(self, *names: str) -> _Registered | None:
-        """The gradient that one of the names of an operation has in this block."""
-        for name in filter(self._overrides.__contains__, names):
-            _met.add(name)
-            return self._overrides[name]
-        return None
-
-    def _refuse_differentiated(self, name: str) -> None:
-        if _times_differentiated() > self._differentiated:
+        Raises GraphError if JAX is differentiating the operation, without the rules.
+        """
+        key = "gradient_override_map", key, self.force.key, str(calling_line())  # for errors
+        known: tuple[Any, Callable[..., list[Any]] | None] | None = PROGRAMS.get(key)
+        if known is None:
+            original = edited = graph_of(trace())
+            for rule in self.force.rules:
+                edited = rule(edited)
+            run: Any = None if edited is original else functools.partial(_run, edited)
+            if run is not None and name not in self._names:
+                run.__name__ = name
+                run = jax.jit(run)  # compiled once, where the call or the loop would have been
+            known = PROGRAMS.put(key, (keyed, run))
+        if known[1] is not None and _times_differentiated() > self._differentiated:
             raise GraphError(
                 f"{name} is being differentiated by JAX inside of a gradient_override_map that "
                 "overrides its gradient, and JAX does not see the override: use tracegrad.grad "
                 "there, or enter the block inside of the function that is differentiated"
             )
+        return known[1]
+
+
+def _run(program: Graph, *operands: Any) -> list[Any]:
+    return run_graph(program, operands)
 
 
 def _times_differentiated() -> int:
     """How many times JAX is differentiating what is computed now, without rules in force."""
     stack = _jax.around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")
-
-
-def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    fun.__name__ = fun.__qualname__ = name
-    return fun

@@ -15,7 +15,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient
-from tracegrad.ir.closed_over import may_hold_tracers, refuse_derivatives
+from tracegrad.ir.closed_over import refuse_derivatives
+from tracegrad.ir.closures import may_hold_tracers
 from tracegrad.ir.importer import graph_of, node_of
 from tracegrad.ir.running import run_graph
 from tracegrad.variables.overriding import ForwardingTrace

@@ -1,8 +1,8 @@
 """The peak of a compiled program, in XLA's own buffers, told by the graph that it was compiled of.
 
-What XLA keeps of an operation is the Python frames that traced it and the names around it as one
-text (`_jax.buffers`). The graph knows which of the names are scopes; of its operations on that line
-and in these scopes, the one that is most like what XLA runs is taken to be the one.
+XLA keeps of an operation the Python frames that traced it, and the names around it as one text (see
+`planning.buffers`). The graph knows which of the names are scopes. Of the graph's operations on
+that line and in these scopes, the one that is most like what XLA runs is taken to be the one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tracegrad import _jax
 from tracegrad.insight.peak import Held, Peak, scope_of, told
 from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, origin_in
 from tracegrad.ir.scopes import is_backward
+from tracegrad.planning.buffers import Account, Buffer
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.flatten import flatten
+from tracegrad.planning.flow import Operation
 
 _Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass
 
 
-def peak_of_buffers(graph: Graph, account: _jax.Account) -> Peak:
+def peak_of_buffers(graph: Graph, account: Account) -> Peak:
     """The peak of what was compiled of a graph, as XLA tells it."""
     program = flatten(graph)
     known = _Known(program)
@@ -74,7 +75,7 @@ class _Known:
                 self._by_place.setdefault(place, []).append(_Found(made, scopes, words))
                 self._lines.add(place[:2])
 
-    def held(self, buffer: _jax.Buffer) -> Held:
+    def held(self, buffer: Buffer) -> Held:
         """A buffer, told by what it holds in the graph."""
         made, kind = buffer.made, buffer.kind
         kept_for = "what is returned" if kind == "result" else self.told(buffer.reader)
@@ -107,20 +108,20 @@ class _Known:
             times,
         )
 
-    def origin(self, made: _jax.Operation) -> Origin | None:
+    def origin(self, made: Operation) -> Origin | None:
         """Where it comes from. Of a function that JAX has traced for another program it has the
         frames of that, inside of those of this one."""
         here = (frame for frame in made.frames if (frame.file_name, frame.line_num) in self._lines)
         return origin_in(here)[0] or origin_in(made.frames)[0]
 
-    def told(self, made: _jax.Operation | None) -> str:
+    def told(self, made: Operation | None) -> str:
         """An operation, for people."""
         if made is None:
             return ""
         return told(made.name, self.origin(made), is_backward=made.is_backward)
 
     def _source(
-        self, made: _jax.Operation, origin: Origin | None, size: int
+        self, made: Operation, origin: Origin | None, size: int
     ) -> tuple[Occurrence | None, Value | None]:
         """What is most like it in the graph: where it is, what it does, how large it is; rather
         what no other buffer is of."""

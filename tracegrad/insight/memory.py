@@ -20,6 +20,9 @@ from tracegrad.insight.live_ranges import find_peak
 from tracegrad.insight.memory_advice import MOST_MEASURED, Advice, advice_for
 from tracegrad.insight.peak import LASTING, Held, Peak
 from tracegrad.ir.wording import in_units, name_of, some, table
+from tracegrad.planning.buffers import Account, account_of_buffers
+from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
+from tracegrad.planning.hlo import lines_kept, module_of
 from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import require_function
@@ -212,18 +215,18 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
         device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
         account, stats, why_not = None, None, ""
         try:
-            with _jax.saying_why_not(), _jax.lines_kept():
+            with saying_why_not(), lines_kept():
                 lowering = fun if hasattr(fun, "lower") else trace(fun)
                 compiled = lowering.lower(*args, **kwargs).compile()
                 compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
-                module = _jax.module_of(compiled)
-                stats = _jax.account_of(compiled, device)
+                module = module_of(compiled)
+                stats = account_of(compiled, device)
                 given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
                 devices = max(devices, _jax.device_count(given))
-        except _jax.NotMeasuredError as error:  # the model's, and it says so
+        except NotMeasuredError as error:  # the model's, and it says so
             why_not = str(error)
         else:
-            account = _jax.account_of_buffers(module, stats)
+            account = account_of_buffers(module, stats)
         if account is not None:
             peak = peak_of_buffers(program, account)
         else:
@@ -274,15 +277,15 @@ def _total_with(
 ) -> int | None:
     """The same of a program with some options of `trace`; None if it cannot be compiled so."""
     try:
-        with _jax.saying_why_not(), warnings.catch_warnings():
+        with saying_why_not(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what could not be donated
             compiled = trace(fun, **options).lower(*args, **kwargs).compile()
-            return _total(_jax.account_of(compiled, device))
-    except _jax.NotMeasuredError:
+            return _total(account_of(compiled, device))
+    except NotMeasuredError:
         return None
 
 
-def _listed_by(account: _jax.Account | None) -> str:
+def _listed_by(account: Account | None) -> str:
     if account is None:
         return "the model"
     return "XLA" if account.is_told else "the compiled program"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Sequence
@@ -67,7 +68,10 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
     """The code of a VJP's backward function, or of a JVP's rule; None for what is no Python
     function."""
     rule = node.params["bwd" if node.kind == "vjp" else "jvp_jaxpr_fun"]
-    code = getattr(_jax.users_function(rule), "__code__", None)
+    function = _jax.users_function(rule)
+    code = getattr(function, "__code__", None)
+    if code is not None and is_own_file(code.co_filename):  # a builder of rules around it
+        code = getattr(inspect.unwrap(function), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 

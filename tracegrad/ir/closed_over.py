@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.dependence import dependence
@@ -43,14 +41,9 @@ def not_differentiated(
     if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
         return value
 
-    @jax.custom_jvp
-    def closed_over(value: Any) -> Any:
-        return value
-
-    @closed_over.defjvp
-    def _(primals: Any, tangents: Any) -> Any:  # called only where the value is differentiated
+    def tangent(primals: Any, tangents: Any) -> Any:
         if not matters():
-            return primals[0], jnp.zeros_like(tangents[0])
+            return jnp.zeros_like(tangents[0])
         raise ValueError(
             f"the custom gradient {node.name} closes over a value that is being differentiated "
             f"({_jax.type_text(jax.typeof(primals[0]))}), and its rule has no gradient for it. "
@@ -58,49 +51,7 @@ def not_differentiated(
             f"stop_gradient of it: {Occurrence((), node)}"
         )
 
-    return closed_over(value)
-
-
-def may_hold_tracers(function: Any) -> bool:
-    """Whether a function closes over values of a trace, or over what cannot be looked through."""
-    pending, seen = [function], set[int]()
-    while pending:
-        held = pending.pop()
-        if isinstance(held, jax.core.Tracer) or len(seen) > _MOST:
-            return True
-        if id(held) in seen or isinstance(held, _WITHOUT):
-            continue
-        seen.add(id(held))
-        if isinstance(held, functools.partial):
-            pending += [held.func, *held.args, *held.keywords.values()]
-        elif isinstance(held, FunctionType):
-            pending += [_content(cell) for cell in held.__closure__ or ()]
-            pending += [*(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values()]
-        elif isinstance(held, MethodType):
-            pending += [held.__func__, held.__self__]
-        elif isinstance(held, tuple | list | set | frozenset):
-            pending += held
-        elif isinstance(held, dict):
-            pending += held.values()
-        elif hasattr(held, "__dict__"):
-            pending += [*vars(held).values(), getattr(held, "__wrapped__", None)]
-        else:
-            return True
-    return False
-
-
-_MOST = 10_000
-_WITHOUT = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, ModuleType),
-    *(BuiltinFunctionType, np.ndarray, np.generic, np.dtype, jax.Array),
-)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+    return _jax.with_tangent(lambda value: value, tangent, "closed_over")(value)
 
 
 def depends_on(primal: Graph, position: int) -> bool:
@@ -117,21 +68,14 @@ def depends_on(primal: Graph, position: int) -> bool:
     flows = any(mask >> position & 1 for mask in dependence(primal))
     if not flows or not _jax.has_gradient(avals[position]):
         return False
-    met: list[None] = []
-
-    @jax.custom_jvp
-    def output(y: Any) -> Any:
-        return y
-
-    @functools.partial(output.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:  # called for tangents that are not symbolic zeros
-        met.append(None)
-        return primals[0], tangents[0]
+    met: list[bool] = []
 
     def derivative(*values: Any) -> Any:
         def along(operands: list[Any]) -> Any:
             return [
-                output(leaf) for leaf in primal(*operands) if _jax.has_gradient(jax.typeof(leaf))
+                _jax.with_witness_of_tangent(leaf, lambda: met.append(True))
+                for leaf in primal(*operands)
+                if _jax.has_gradient(jax.typeof(leaf))
             ]
 
         return _jax.vjp_of_some(along, values, [position])[0]

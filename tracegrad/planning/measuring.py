@@ -18,8 +18,10 @@ from tracegrad._jax.caches import Cache
 from tracegrad.ir import Graph, has_gradient
 from tracegrad.ir.running import run_graph
 from tracegrad.planning.activity import active_values, traced_constants
+from tracegrad.planning.compiled import account_of, saying_why_not
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 from tracegrad.planning.graph_gradient import gradient_of, with_operands
+from tracegrad.planning.hlo import module_of
 from tracegrad.variables.statics import are_traced
 
 # Bytes that XLA holds, by the program's text and what it is compiled for. Saves seconds: a function
@@ -45,13 +47,13 @@ def held_by_program(program: Graph) -> int:
     Raises NotMeasuredError if it cannot be compiled by itself.
     """
     device = _jax.device_of(())
-    with _jax.saying_why_not():
+    with saying_why_not():
         traced = traced_constants(program)
         shapes = [_jax.placed(value.aval) for value in (*program.inputs, *traced)]
         run = jax.jit(
             with_operands(program, traced), compiler_options=_options(program, device) or None
         )
-        account = _jax.account_of(run.lower(shapes).compile(), device)
+        account = account_of(run.lower(shapes).compile(), device)
         return int(account.temp_size_in_bytes)
 
 
@@ -102,7 +104,7 @@ class Gradient:
         """Bytes that XLA holds for the gradient, and what is seen in it, where `run`, which runs a
         graph on its inputs, does so in scopes."""
         options = _options(program, self._device)
-        with _jax.saying_why_not():
+        with saying_why_not():
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
@@ -119,9 +121,9 @@ class Gradient:
             known: tuple[int, Fusion | None] | None = _FOUND.get(key)
             if known is None:
                 compiled = lowered.compile()
-                held, fusion = int(_jax.account_of(compiled, self._device).temp_size_in_bytes), None
+                held, fusion = int(account_of(compiled, self._device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
-                    module = _jax.module_of(compiled)
+                    module = module_of(compiled)
                     fusion = seen(program, module, self._examples, self._devices)
                 known = _FOUND.put(key, (held, fusion))
         return known

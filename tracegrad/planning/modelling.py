@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tracegrad import _jax
-from tracegrad._jax.spans import alive
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, has_gradient, operations
 from tracegrad.planning.activity import active_in_body, active_values
@@ -22,6 +21,7 @@ from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.residuals import NodeResiduals, Residuals
 from tracegrad.planning.simulation import keep_all
+from tracegrad.planning.spans import alive
 
 
 def model(

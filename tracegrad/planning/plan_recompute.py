@@ -19,6 +19,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units, name_of
+from tracegrad.planning.compiled import NotMeasuredError
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import Gradient, shardings_of
@@ -192,7 +193,7 @@ class FitToBudget:
                     begin("compiling with nothing recomputed")
                     gradient = Gradient(program, shardings, examples)
                     return self._measured(program, gradient, examples, begin)
-                except _jax.NotMeasuredError as error:
+                except NotMeasuredError as error:
                     why_not = str(error)
             search = Search(model(program), examples)
             budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracegrad._jax.spans import alive
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Local, Piece, Segment, keep_all
+from tracegrad.planning.spans import alive
 from tracegrad.planning.tuning import TUNING
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tracegrad import _jax
 from tracegrad.ir import Graph, scopes
 from tracegrad.ir.occurrence import is_under_rules, warn_where_called
 from tracegrad.ir.wording import in_units
+from tracegrad.planning.compiled import NotMeasuredError
 from tracegrad.planning.measuring import held_by_program
 
 
@@ -30,7 +30,7 @@ def warn_if_larger(step: Graph, budget: int, asked: object) -> None:
     text = f"{asked!r} is held against each gradient, and {step.name} {why}"
     try:
         held = held_by_program(step)
-    except _jax.NotMeasuredError as error:
+    except NotMeasuredError as error:
         warn_where_called(f"{text}: what it holds as a whole is not known ({error})", BudgetWarning)
         return
     if held > budget:

@@ -16,7 +16,6 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.text import value_text
 from tracegrad.rewriting.match_rule import Edit, behind
 from tracegrad.rewriting.norms import at_least_32_bits
-from tracegrad.rewriting.overriding import with_tangent
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
@@ -46,24 +45,8 @@ def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None =
     return edit
 
 
-def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is changed; in derivatives of derivatives it is the identity,
-    so that forward mode over reverse mode has them too."""
-
-    def identity(value: Any) -> Any:
-        return value
-
-    @CHANGES_GRADIENT
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (change(cotangent),)
-
-    identity.__name__ = identity.__qualname__ = name
-    rule = jax.custom_vjp(identity)
-    rule.defvjp(lambda value: (value, None), backward)
-    return rule
-
-
-def _scaled(primals: Any, tangents: Any) -> Any:
+@CHANGES_GRADIENT
+def _scaled_tangent(primals: Any, tangents: Any) -> Any:
     (_, factor), (tangent, _) = primals, tangents
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
         kind = _jax.type_text(jax.typeof(tangent))
@@ -72,13 +55,12 @@ def _scaled(primals: Any, tangents: Any) -> Any:
     return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(tangent.dtype)
 
 
-@with_tangent(_scaled)
-def scaled(value: Any, factor: Any) -> Any:
-    """The value, whose tangent and cotangent are multiplied by a factor."""
-    return value
+scaled = _jax.with_tangent(lambda value, factor: value, _scaled_tangent, "scaled")
+"""The value, whose tangent and cotangent are multiplied by a factor."""
 
-
-@with_tangent(lambda primals, tangents: tangents[0] + tangents[1])
-def perturbed(value: Any, perturbation: Any) -> Any:
-    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
-    return value
+perturbed = _jax.with_tangent(
+    lambda value, perturbation: value,
+    lambda primals, tangents: tangents[0] + tangents[1],
+    "perturbed",
+)
+"""The value, as if the perturbation, which is zero, had been added: to the last bit."""

@@ -10,6 +10,7 @@ from tracegrad.ir import Graph, GraphError, Node, Occurrence, match
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.selector import Selector, within
+from tracegrad.rewriting.loop_reverse import bind_checkpointed_while
 from tracegrad.rewriting.match_rule import MatchRule
 
 
@@ -65,7 +66,7 @@ def checkpointed_loop(
     def checkpointed(op: Op, *operands: Any) -> list[Any]:
         place = f"the while loop{at(op.match.origin)}"
         params = {**op.params, "checkpoints": checkpoints, "place": place}
-        return _jax.bind(_jax.CHECKPOINTED_WHILE, operands, params)
+        return bind_checkpointed_while(operands, params)
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         # The inner before the outer, whose regions they are in.

@@ -9,12 +9,11 @@ When the step has been traced, what is marked is found and led out as other valu
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
@@ -148,12 +147,8 @@ def _with_cotangent(place: int, index: int) -> Callable[[Any], Any]:
     def mark(value: Any, what: str) -> Any:
         return _MARK.bind(value, what=what, place=place, index=index)
 
-    @jax.custom_vjp
-    def identity(value: Any) -> Any:
-        return mark(value, _CONSTANT)
-
-    identity.defvjp(
-        lambda value: (mark(value, _DIFFERENTIATED), None),
-        lambda _, cotangent: (mark(cotangent, _COTANGENT),),
+    return _jax.with_cotangent(
+        functools.partial(mark, what=_COTANGENT),
+        forward=functools.partial(mark, what=_DIFFERENTIATED),
+        run=functools.partial(mark, what=_CONSTANT),
     )
-    return identity

@@ -28,6 +28,7 @@ from tracegrad.ir import (
 from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.editing import Op, around_each
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Found, Selector, within
@@ -35,7 +36,7 @@ from tracegrad.ir.stretches import entering, leaving
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, around
-from tracegrad.rewriting.overriding import with_gradient, with_tangent
+from tracegrad.rewriting.overriding import with_gradient
 
 
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
@@ -189,11 +190,14 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     return gradient
 
 
-# As if it were linear: forward mode is the transpose of the rule, and stays what it was.
-@with_tangent(lambda primals, tangents: tangents[0])
-def _finite(cotangent: Any, came_in: Any) -> Any:
-    """A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
+def _zeros_for_bad(cotangent: Any, came_in: Any) -> Any:
     return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+
+
+# Its tangent is that of the identity: forward mode is the transpose of the rule, and stays what it
+# was.
+_finite = _jax.with_tangent(_zeros_for_bad, lambda primals, tangents: tangents[0], "_finite")
+"""A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
 
 
 # ------------------------------------------------------------ what changes finite gradients too
@@ -250,8 +254,11 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
             def straight_through(*operands: Any) -> list[Any]:
                 return op.results(*operands)
 
-            ruled = with_tangent(lambda primals, tangents: [tangents[position]])(straight_through)
-            return ruled(*operands)
+            @CHANGES_GRADIENT
+            def tangent(primals: Any, tangents: Any) -> Any:
+                return [tangents[position]]
+
+            return _jax.with_tangent(straight_through, tangent)(*operands)
 
         return around_each(graph, matches, past, depends_on=positions.__getitem__).graph
 

@@ -24,12 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.ir import Graph, Occurrence, has_gradient
 from tracegrad.ir.editing import Op, behind_each
+from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.edits import place_name
-from tracegrad.rewriting.identities import scaled, through, with_cotangent
+from tracegrad.rewriting.identities import scaled, through
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays
@@ -225,6 +227,7 @@ def clip_gradient(
         if limit is not None and not (is_array(limit) and limit > 0):
             raise ValueError(f"clip_gradient wants a positive {name}, not {limit!r}")
 
+    @CHANGES_GRADIENT
     def clip(cotangent: Any) -> Any:
         if max_value is not None:
             cotangent = within_value(cotangent, max_value)
@@ -232,7 +235,7 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    edit = of_arrays(through(with_cotangent(clip, "clip_gradient")))
+    edit = of_arrays(through(_jax.with_cotangent(clip, "clip_gradient")))
     return MatchRule("clip_gradient", where, edit, missing_ok)
 
 
@@ -297,11 +300,12 @@ def tap_gradient(
     def showing(match: Occurrence) -> Callable[[Any], Any]:
         place = place_name(match)
 
+        @CHANGES_GRADIENT
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
             return cotangent
 
-        return with_cotangent(show, "tap_gradient")
+        return _jax.with_cotangent(show, "tap_gradient")
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         edits = {match: showing(match) for match in matches}

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tracegrad._jax.flow import Buffers, Flow, Operation, Part, Value
-from tracegrad._jax.hlo import Message, Module, decoded, first, numbers
-from tracegrad._jax.sharing import shared
-from tracegrad._jax.spans import alive
+from tracegrad.planning.flow import Buffers, Flow, Operation, Part, Value
+from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
+from tracegrad.planning.sharing import shared
+from tracegrad.planning.spans import alive
 
 _HOST = 5  # the number of the host's memory
 

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from tracegrad._jax.devices import compiled_by
-from tracegrad._jax.hlo import Computation, Instruction, Module
+from tracegrad import _jax
+from tracegrad.planning.hlo import Computation, Instruction, Module
 
 # Nothing is written for them.
 _VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
@@ -30,7 +30,7 @@ def account_of(compiled: Any, device: Any) -> Any:
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise NotMeasuredError(f"{compiled_by(device)} does not say what a program holds")
+        raise NotMeasuredError(f"{_jax.compiled_by(device)} does not say what a program holds")
     return analysis
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tracegrad._jax.flow import Buffers, Flow, Index, Part, Value
-from tracegrad._jax.hlo import Instruction, Type
+from tracegrad.planning.flow import Buffers, Flow, Index, Part, Value
+from tracegrad.planning.hlo import Instruction, Type
 
 # Nothing is written for them, or what they run says what is.
 _NO_VALUES = frozenset(

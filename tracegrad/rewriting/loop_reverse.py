@@ -23,9 +23,9 @@ from jax.interpreters import ad as _ad  # noqa: TID251
 from jax.interpreters import batching, mlir  # noqa: TID251
 from jax.interpreters import partial_eval as _pe  # noqa: TID251
 
-from tracegrad._jax import loop_schedule as schedule
-from tracegrad._jax.arrays import is_inexact
-from tracegrad._jax.loops import (
+from tracegrad import _jax
+from tracegrad.rewriting import loop_schedule as schedule
+from tracegrad.rewriting.loop_primitive import (
     CHECKPOINTED_WHILE,
     WHILE,
     apart,
@@ -33,7 +33,6 @@ from tracegrad._jax.loops import (
     checkpointed_while_loop,
     differentiated_forward,
 )
-from tracegrad._jax.programs import eval_program, may_be_repeated, opened
 
 ad: Any = _ad  # of which some functions have types and others not
 pe: Any = _pe
@@ -43,12 +42,17 @@ _LINEAR: Any = jex.Primitive("linear_while")
 loop, `unknown` of them tangents, after `kept` values that its forward run has left behind."""
 
 
+def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The results of a while loop that has reverse mode; `params` has `checkpoints` and `place`."""
+    return _jax.bind(CHECKPOINTED_WHILE, operands, params)
+
+
 def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
     """The parameters of the loop of all that does not depend on the unknown operands, and which
     operands that leaves out: those, and what the loop carries on in their company (tangents that
     are zero at first). None if when it ends depends on them."""
     program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **own))(*avals)
-    (equation,) = opened(program).eqns
+    (equation,) = _jax.opened(program).eqns
     known, _, unknown_outs, *_ = pe.partial_eval_jaxpr_custom_rules[WHILE](
         None, list(unknown), [True] * len(unknown), equation
     )
@@ -61,7 +65,7 @@ def _linearised(trace: Any, *tracers: Any, **params: Any) -> Any:
     own, ours = apart(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
-    linear = all(is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
+    linear = all(_jax.is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
     parts = _known_part(own, avals, unknown) if linear and not all(unknown) else None
     if parts is None:
         return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
@@ -90,7 +94,7 @@ def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, An
 def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
     """Runs a loop, keeping states: its results, and what `_replayed` wants of them."""
     effects = params["cond_jaxpr"].effects | params["body_jaxpr"].effects
-    if not all(map(may_be_repeated, effects)):
+    if not all(map(_jax.may_be_repeated, effects)):
         raise ValueError(
             f"{ours['place']} has an effect in each step, and its steps are run again in the "
             "backward pass, where it would happen once more. Take it out of the loop; "
@@ -156,7 +160,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
     def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
         def tangents(given: Any, carried: Any) -> Any:
             operands = [*_merged(moving, constants, given), *_merged(flowing, state, carried)]
-            results = eval_program(own["body_jaxpr"], operands)
+            results = _jax.eval_program(own["body_jaxpr"], operands)
             return [t for t, u in zip(results, flowing, strict=True) if u]
 
         live = going(state)
@@ -210,10 +214,10 @@ def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
     of_condition, of_body, _ = _split(params, args)
 
     def going(state: Any) -> Any:
-        return eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
+        return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
 
     def step(state: Any) -> Any:
-        return eval_program(params["body_jaxpr"], [*of_body, *state])
+        return _jax.eval_program(params["body_jaxpr"], [*of_body, *state])
 
     return going, step
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tracegrad._jax.compat import config
+from tracegrad import _jax
 
 # The element types of `PrimitiveType` in ``xla/xla_data.proto``, by number.
 _KINDS = """
@@ -138,16 +138,16 @@ def lines_kept() -> Iterator[None]:
     """A block that compiles, in which what is traced keeps the Python frames that traced it, and no
     other program of the same instructions is taken from JAX's cache on the disk."""
     with _lock:
-        _before.append({name: getattr(config, name) for name in _LINES})
+        _before.append({name: getattr(_jax.config, name) for name in _LINES})
         for name, value in _LINES.items():
-            config.update(name, value)
+            _jax.config.update(name, value)
     try:
         yield
     finally:
         with _lock:
             settings = _before.pop()
             for name, value in settings.items() if not _before else ():
-                config.update(name, value)
+                _jax.config.update(name, value)
 
 
 def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:

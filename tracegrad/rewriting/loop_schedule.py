@@ -8,7 +8,7 @@ the first is that of the kept state. These are ``2 * slots`` states at a time, a
 differentiated.
 
 So this replays no more steps than the binomial optimum of `slots` states (Griewank and Walther,
-*Revolve*, 2000: that is `fewest_replayed`), though that knows the number of steps from the start:
+*Revolve*, 2000), though that knows the number of steps from the start:
 half of the memory makes up for not knowing it. Without it nobody could (Stumm and Walther, *New
 algorithms for optimal online checkpointing*, 2010): with two states in all, however they are moved
 forward, there is a number of steps of which 1.177 times as many are replayed as by the best places
@@ -93,40 +93,3 @@ def steps_to_next(length: Any, free: Any, reaches: Any, np: Any) -> Any:
     repetitions = np.sum(own < length) - 1  # of the states before the next, at most
     best = np.minimum(own[repetitions], length - fewer[repetitions])
     return np.where(length > own[-1], length - fewer[-1], best)
-
-
-# ---------------------------------------------------------------------------------------- counting
-
-
-def replayed(steps: int, slots: int) -> int:
-    """How many steps of a loop are run again, without those that are differentiated where they run,
-    each once."""
-    places = slots + 1
-    position, level, positions = 0, 0, numpy.zeros(places, numpy.int64)
-    while position < steps:
-        positions[place_of(position, places, numpy)] = position
-        position, level = map(int, next_to_keep(position, level, places, numpy))
-    count, end, reached = 0, steps, reaches(slots)
-    while end > 0:
-        start = int(last_before(end, level, positions, numpy))
-        stack = [start]
-        while end > start:
-            while stack[-1] < end - 1:
-                free = slots - len(stack)
-                forward = int(steps_to_next(end - stack[-1], free, reached, numpy))
-                count += forward
-                stack.append(stack[-1] + forward)
-            end = stack.pop() if len(stack) > 1 else start
-    return count
-
-
-def fewest_replayed(steps: int, slots: int) -> int:
-    """The binomial optimum for a number of steps that is known from the start."""
-    if steps <= 1:
-        return 0
-    if slots == 1:
-        return steps * (steps - 1) // 2 - (steps - 1)
-    repetitions = 0
-    while comb(slots + repetitions, slots) < steps:
-        repetitions += 1
-    return repetitions * steps - comb(slots + repetitions, slots + 1) - (steps - 1)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from tracegrad._jax.compiled import COPIES
-from tracegrad._jax.hlo import Computation, Frame, Instruction, Module
+from tracegrad.planning.compiled import COPIES
+from tracegrad.planning.hlo import Computation, Frame, Instruction, Module
 
 Index = tuple[int, ...]  # of a part of a tuple
 Part = tuple[int, Index]  # the key of an instruction, and of what it is the part

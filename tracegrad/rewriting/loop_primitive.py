@@ -1,11 +1,11 @@
-"""A `while` loop with reverse mode: a primitive that is JAX's to everything else.
+"""The rules of the primitive `checkpointed_while`, a `while` loop with reverse mode.
 
-It is lowered, batched and differentiated forward by JAX's own rules for `while`, with itself in the
-place of the loops that these make. So a program that nobody differentiates in reverse is the one
-that it was. `loop_reverse` has the rules for reverse mode.
+JAX's own rules for `while` lower, batch and differentiate the loop forward; a loop that such a rule
+makes becomes a `checkpointed_while` again. So the loop compiles to what JAX's loop compiles to, as
+long as nobody differentiates it in reverse. `loop_reverse` has the rules for reverse mode.
 
 The tables of rules are those that JAX's documentation of new primitives uses; see
-`programs.identity_primitive`.
+`_jax.identity_primitive`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import ad as _ad  # noqa: TID251
 from jax.interpreters import batching, mlir  # noqa: TID251
 from jax.interpreters import partial_eval as _pe  # noqa: TID251
 
-from tracegrad._jax.programs import WHILE as _WHILE
-from tracegrad._jax.programs import constants_of, opened
+from tracegrad import _jax
 
-WHILE: Any = _WHILE
+WHILE: Any = _jax.WHILE
+CHECKPOINTED_WHILE = _jax.CHECKPOINTED_WHILE
 ad: Any = _ad  # of which some functions have types and others not
 pe: Any = _pe
-
-CHECKPOINTED_WHILE: Any = jex.Primitive("checkpointed_while")
-"""JAX's `while` with two more parameters: `checkpoints`, how many states are kept, and `place`, how
-messages call it."""
-
-WHILES: tuple[Any, ...] = (WHILE, CHECKPOINTED_WHILE)
 
 _OURS = ("checkpoints", "place")
 
@@ -50,9 +43,9 @@ def _with_ours(equation: Any, ours: Mapping[str, Any]) -> Any:
 
 def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -> list[Any]:
     """Runs a program in which the loops, but not those inside of loops, are ours."""
-    body = opened(program)
+    body = _jax.opened(program)
     edited = body.replace(eqns=[_with_ours(equation, ours) for equation in body.eqns])
-    return list(jax.core.eval_jaxpr(edited, constants_of(program), *args))
+    return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
 
 
 def _traced(run: Callable[..., Any], args: Any) -> Any:
