@@ -354,5 +354,5 @@ def _run(program: Graph, *operands: Any) -> list[Any]:
 
 def _times_differentiated() -> int:
     """How many times JAX is differentiating what is computed now, without rules in force."""
-    stack = _jax.around(_jax.current_source_info())
+    stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")
