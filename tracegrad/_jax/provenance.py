@@ -52,8 +52,8 @@ Around = tuple[str, bool]
 
 
 def scopes_around(source_info: Any) -> tuple[Around, ...]:
-    """The names in an equation's name stack, from the outside in: named scopes, and between them the
-    transformations that the equation came through."""
+    """The names in an equation's name stack, from the outside in: named scopes, and between them
+    the transformations that the equation came through."""
     return tuple((x.name, isinstance(x, _Transformation)) for x in source_info.name_stack.stack)
 
 

@@ -1,4 +1,4 @@
-"""Replaces functions of modules and classes, and puts the originals back when nobody needs others."""
+"""Replaces functions of modules and classes for as long as somebody needs that."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class AnnotatedCall:
         return y, RunResiduals(values, len(self.pullbacks) - 1)
 
     def forward_or_later(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """As `forward`, but an error of the gradient function is kept, and raised when the gradient is
-        asked for."""
+        """As `forward`, but an error of the gradient function is kept, and raised when the
+        gradient is asked for."""
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:

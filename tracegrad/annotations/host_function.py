@@ -311,8 +311,8 @@ def _text(array: Any) -> str:
 
 
 def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
-    """Calls the host function with operands that are constants to differentiation. Without a gradient
-    function, differentiating the operands is an error."""
+    """Calls the host function with operands that are constants to differentiation. Without a
+    gradient function, differentiating the operands is an error."""
     with unrecorded():  # the results are not connected to what a tape sees
         if _jax.is_top_level():
             return _call(host, arrays, stateful)
