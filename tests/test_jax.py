@@ -150,10 +150,10 @@ def test_scopes_are_told_from_transformations_of_the_same_name():
             return jnp.sin(x)
 
     scopes = (("jvp(x)", False), ("my_jvp(x)", False))
-    assert _jax.around(equation(f, 1.0).source_info) == scopes
+    assert _jax.scopes_around(equation(f, 1.0).source_info) == scopes
     backward = jax.make_jaxpr(jax.vmap(jax.grad(f)))(jnp.ones(2)).eqns[-1].source_info
     through = (("vmap", True), ("transpose", True), ("jvp", True))
-    assert _jax.around(backward) == (*through, *scopes)
+    assert _jax.scopes_around(backward) == (*through, *scopes)
     assert _jax.name_stack(backward) == "vmap(transpose(jvp(jvp(x))))/my_jvp(x)"
 
 
@@ -172,7 +172,7 @@ def test_an_equation_binds_under_its_own_scope_and_line():
 
     new = equation(again, 1.0)
     assert _jax.name_stack(new.source_info) == "outer/inner"
-    assert _jax.around(new.source_info) == (("outer", False), ("inner", False))
+    assert _jax.scopes_around(new.source_info) == (("outer", False), ("inner", False))
     lines = [(f.file_name, f.function_name) for f in _jax.frames(new.source_info)]
     assert any(file == __file__ and name.endswith("<locals>.f") for file, name in lines)
 
@@ -182,7 +182,7 @@ def test_functions_and_arguments_of_a_program_have_names():
         return params["w"] * x
 
     program = jax.make_jaxpr(loss)({"w": 1.0}, 2.0)
-    function = _jax.function_of(program)
+    function = _jax.traced_from(program)
     assert function.name == "loss"
     assert function.source.endswith(f"{__file__}:{loss.__code__.co_firstlineno}")
     assert function.arguments == ("params['w']", "x")

@@ -442,6 +442,24 @@ def test_a_gradient_of_a_custom_rule_that_was_replaced_is_gone(around):
         assert [slope(way) for way in ways] == [factor] * len(ways)
 
 
+def test_of_a_custom_rule_that_closes_over_an_array_the_inputs_are_its_arguments():
+    factor = jnp.float32(4.0)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * factor
+
+    scaled.defvjp(lambda x: (x * factor, None), lambda _, dy: (dy * factor,))
+
+    def f(x):
+        with tg.gradient_override_map({"scaled": "test_registry: hundredfold"}):
+            return scaled(x)
+
+    assert [f(1.0), slope(jax.grad(f)), slope(jax.jit(jax.grad(f)))] == [4.0, 100.0, 100.0]
+    factor = jnp.float32(5.0)
+    assert f(1.0) == 5.0
+
+
 @pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
 def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed):
     outer, inner = (f"test_registry: {uuid.uuid4()}" for _ in range(2))

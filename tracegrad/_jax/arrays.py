@@ -28,7 +28,7 @@ def has_gradient(aval: Any) -> bool:
 # Asked of every value of every graph: `tracegrad.graph` takes a tenth longer without it.
 @cached(256)
 def is_inexact(dtype: Any) -> bool:
-    """The same of a dtype; None, that of what has none, is not."""
+    """Whether a dtype is float or complex; None, for a value without a dtype, is not."""
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
@@ -97,12 +97,13 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def varying_as(array: Any, aval: Any) -> Any:
-    """An array, as one that may differ between devices wherever what has a type may."""
+    """The array, marked as varying over the axes over which values of a type vary."""
     return _varying(array, varying_axes(aval))
 
 
 def varying_alike(arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
-    """Arrays, as such that may each differ between devices wherever one of them or others may."""
+    """The arrays, each marked as varying over all axes over which one of them, or of `others`,
+    varies."""
     axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*arrays, *others)))
     return [_varying(x, axes) for x in arrays] if axes else list(arrays)
 
@@ -113,9 +114,12 @@ def _varying(array: Any, axes: frozenset[str]) -> Any:
 
 
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """What stands for a value of a type where a program is lowered: on its devices, if they are
-    known. An explicit mesh without devices is taken to be the one that is set; on one of automatic
-    axes the type does not say how the value lies, and it is on one device."""
+    """A `jax.ShapeDtypeStruct` of a type, to lower a program for: on the devices of the value, if
+    they are known.
+
+    An explicit mesh without devices stands for the mesh that is set. With automatic axes the type
+    does not say how the value lies: it is placed on one device.
+    """
     if sharding is None:
         typed = getattr(without_devices(aval), "sharding", None)
         if typed is not None and not typed.mesh.empty:
@@ -205,7 +209,7 @@ def undifferentiated(value: Any) -> Any:
 
 
 def fresh_alias(array: Any) -> Any:
-    """Another array object for the same value: what is told apart by identity is another.
+    """Another array object with the same value, for tables that know arrays by identity.
 
     The first one shares the buffers, so that donating it deletes both, and takes a microsecond.
     An array on one device keeps that one and would give it again, so each further one is a copy:

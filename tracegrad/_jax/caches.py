@@ -1,4 +1,4 @@
-"""What is remembered so that it need not be found again: bounded, and forgotten by `clear_caches`.
+"""Caches: bounded tables that `clear_caches` empties.
 
 Every table of the package in which something is looked up again is one of these. What must not be
 forgotten (what is registered by a name, what is in use) is no cache, and is kept elsewhere.
@@ -55,16 +55,16 @@ def clear_caches() -> None:
 
 
 def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
-    """Has `clear_caches` call a function, once for all: for what holds what was in a cache."""
+    """Has `clear_caches` call a function: for an object that holds entries of a cache."""
     _clearing.append(clear)
     return clear
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
-    """A function of plain values, which remembers its latest results (`functools.lru_cache`): for 1
-    and 1.0 apart.
+    """A function of plain values that remembers its latest results (`functools.lru_cache`). 1 and
+    1.0 are two keys.
 
-    Not for one of functions, programs or arrays, which it would keep alive: see `WeakCache`.
+    A function of functions, programs or arrays would keep these alive: use `WeakCache` for it.
     """
 
     def decorate(fun: Callable[P, V]) -> Callable[P, V]:
@@ -141,7 +141,7 @@ class WeakCache(Generic[V]):
         return value
 
     def forget(self, unwanted: Callable[[V], bool]) -> None:
-        """Forgets all of which the value is not wanted any more."""
+        """Removes the entries whose values are unwanted."""
         for identity, (_, value) in list(self._entries.items()):
             if unwanted(value):
                 self._entries.pop(identity, None)

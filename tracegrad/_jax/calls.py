@@ -1,4 +1,4 @@
-"""A jitted function that asks where a call goes for which it has nothing compiled."""
+"""A jitted function whose calls go to a handler where nothing is compiled for them yet."""
 
 from __future__ import annotations
 

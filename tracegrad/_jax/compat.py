@@ -39,7 +39,7 @@ def opened(program: Any) -> Any:
 
 
 def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
-    """Its open form, and the values of its constants: from both it is made."""
+    """The open form of a program, and the values of its constants."""
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
@@ -60,7 +60,8 @@ def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
 
 
 def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
-    """An effect of an equation whose operands are others now: that on a reference says which."""
+    """An effect of an equation whose operands were replaced: an effect on a reference gets the
+    position that the reference has now."""
     if not hasattr(effect, "input_index"):
         return effect
     reference = before[effect.input_index]

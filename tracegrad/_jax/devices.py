@@ -25,8 +25,8 @@ def sharding_of(value: Any) -> Any:
 
 
 def device_of(shardings: Iterable[Any]) -> Any:
-    """The device, or one of those, that a program is compiled for whose arguments lie so; those of
-    None lie on the default one."""
+    """A device that a program is compiled for, from the shardings of its arguments. An argument
+    with the sharding None lies on the default device."""
     for sharding in shardings:
         if sharding is not None:
             return next(iter(sharding.addressable_devices or sharding.device_set))
@@ -34,7 +34,7 @@ def device_of(shardings: Iterable[Any]) -> Any:
 
 
 def device_count(shardings: Iterable[Any]) -> int:
-    """Over how many devices the arguments of such a program lie."""
+    """Over how many devices arguments with these shardings lie."""
     device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
     return max(map(len, device_sets), default=1)
 

@@ -214,20 +214,20 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
 
 @contextmanager
 def standing_for(source_info: Any) -> Iterator[None]:
-    """What is bound inside has the scope and the source line of an equation."""
+    """A block: operations bound in it have the scope and the source line of an equation."""
     with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
         yield
 
 
 @contextmanager
 def outside_of_scopes() -> Iterator[None]:
-    """What is bound inside has its own scopes alone, and its own source line."""
+    """A block: operations bound in it have their own scopes alone, and their own source lines."""
     with source_info_util.user_context(None, name_stack=source_info_util.new_name_stack()):
         yield
 
 
 def weak_as(array: Any, aval: Any) -> Any:
-    """An array, of a weak type where a type of its shape and dtype is weak, and only there."""
+    """The array with a weak type if `aval` is weak, and with a strong one if not."""
     if jax.typeof(array).weak_type == aval.weak_type:
         return array
     convert: Any = primitives.convert_element_type_p
@@ -235,8 +235,8 @@ def weak_as(array: Any, aval: Any) -> Any:
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
-    """The parameters of a jitted call with so many more operands and results, of which nothing is
-    said: no sharding, no layout, not donated."""
+    """The parameters of a jitted call with more operands and results. The new ones have no sharding
+    and no layout, and are not donated."""
     unsaid = _CALL.params["in_shardings"][0]
     more = {
         "donated_invars": (False,) * operands,

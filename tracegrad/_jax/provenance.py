@@ -21,9 +21,9 @@ def frames(source_info: Any) -> Sequence[Any]:
     return () if traceback is None else tuple(traceback.frames)
 
 
-def inside(call: Any, source_info: Any, *, has_line: bool) -> Any:
-    """Where an equation of a function came from, as one of what calls that: inside the scopes of
-    the call; `has_line`: at its own line, else at that of the call."""
+def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
+    """The source of a called function's equation, as an equation of the caller: inside the scopes
+    of the call. `has_line`: the equation keeps its own line; else it has the line of the call."""
     return source_info.replace(
         traceback=(source_info if has_line else call).traceback,
         name_stack=call.name_stack + source_info.name_stack,
@@ -47,13 +47,13 @@ def name_stack(source_info: Any) -> str:
     return str(source_info.name_stack)
 
 
-# A name, and whether it is that of a transformation; else it is that of a scope.
+# A name, and whether a transformation has it; else a named scope has it.
 Around = tuple[str, bool]
 
 
-def around(source_info: Any) -> tuple[Around, ...]:
-    """The same apart: the scopes around an equation, from the outside in, and between them the
-    transformations that it came through."""
+def scopes_around(source_info: Any) -> tuple[Around, ...]:
+    """The names in an equation's name stack, from the outside in: named scopes, and between them
+    the transformations that the equation came through."""
     return tuple((x.name, isinstance(x, _Transformation)) for x in source_info.name_stack.stack)
 
 
@@ -77,7 +77,7 @@ class TracedFrom(NamedTuple):
     arguments: tuple[str, ...]
 
 
-def function_of(program: Any) -> TracedFrom:
+def traced_from(program: Any) -> TracedFrom:
     """The function that a program was traced from."""
     told = opened(program).debug_info
     arguments = tuple(str(name) for name in told.arg_names or ())

@@ -1,4 +1,4 @@
-"""Functions in whose places others stand for as long as somebody needs them there."""
+"""Replaces functions of modules and classes for as long as somebody needs that."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Replacement:
             self.put_back()
 
     def put(self, places: Iterable[Place]) -> None:
-        """For somebody more who needs them, until `put_back`."""
+        """Puts them in place for one more user, until that calls `put_back`."""
         with self._lock:
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
@@ -51,7 +51,7 @@ class Replacement:
             self._needed_by += 1
 
     def put_back(self) -> None:
-        """Somebody does not need them any more."""
+        """One user needs them no more; after the last one the originals are back."""
         with self._lock:
             self._needed_by -= 1
             if not self._needed_by:

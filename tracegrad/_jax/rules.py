@@ -41,7 +41,7 @@ def _wrapped_inside(function: Any, depth: int = 3) -> Any:
     return None
 
 
-def closed_over(params: Mapping[str, Any]) -> int:
+def count_closed_over(params: Mapping[str, Any]) -> int:
     """How many operands of a function with a rule, the first ones, are what it closes over.
 
     JAX's own number is of those since it was last bound. What a `jax.custom_vjp` closed over when

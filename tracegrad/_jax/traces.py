@@ -90,13 +90,13 @@ def outward(trace: Any, until: Any = None) -> list[Any]:
 
 
 def is_of_a_custom_rule(trace: Any) -> bool:
-    """Whether it traces the function that somebody's `jax.custom_jvp` or `jax.custom_vjp` is of."""
+    """Whether a trace is that of a function with a `jax.custom_jvp` or a `jax.custom_vjp`."""
     about = getattr(getattr(trace, "frame", None), "debug_info", None)
     return str(getattr(about, "traced_for", "")).startswith(("custom_jvp", "custom_vjp"))
 
 
 def current_trace_outside_of(kind: type) -> Any:
-    """The innermost transformation that is none of a kind."""
+    """The innermost transformation whose class is not `kind`."""
     return next((t for t in outward(current_trace(None)) if not isinstance(t, kind)), None)
 
 

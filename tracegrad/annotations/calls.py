@@ -1,4 +1,4 @@
-"""How an annotated function is called: what is traced, what stays a Python value, who is who."""
+"""How an annotated function is called: which arguments are traced, and how inputs are named."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ..
     )
 
 
-def named_after(
+def with_users_name(
     fun: Callable[..., Any], program: Callable[..., R], names: Sequence[str] = ()
 ) -> Callable[..., R]:
     """Gives the function that JAX traces the user's name and source line.

@@ -1,7 +1,8 @@
-"""What a function with a custom gradient uses without having it as a positional argument.
+"""The values of an enclosing trace that a function with a custom gradient closes over, or is given
+by keyword.
 
-Values of an enclosing trace that it closes over, or is given by keyword. They have no gradient, so
-one that is being differentiated is an error, which calls it what the user calls it.
+Such a value has no gradient: it is an error to differentiate it. The error has the user's name for
+the value.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Captured:
     primal: Callable[..., Any]  # from the inputs to the output
 
     def message(self, inputs: Sequence[Any]) -> str:
-        what = value_text(self.name, inputs[self.position])
+        what = captured_text(self.name, inputs[self.position])
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
@@ -56,7 +57,7 @@ def problem_of(
 # ------------------------------------------------------------------------------------- naming
 
 
-def value_text(name: str | None, value: Any) -> str:
+def captured_text(name: str | None, value: Any) -> str:
     """What a message calls a value of this name, or of none: its name and its type."""
     kind = _jax.type_text(jax.typeof(value))
     return f"a value ({kind})" if name is None else f"{name} ({kind})"

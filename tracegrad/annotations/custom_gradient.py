@@ -28,9 +28,9 @@ from tracegrad.annotations.calls import (
     Arguments,
     require_callable,
 )
-from tracegrad.annotations.custom_rule import Call, bind_traced, bind_with_values
+from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
 from tracegrad.annotations.pullback import (
-    Residuals,
+    RunResiduals,
     gradients_of_inputs,
     zero_cotangent,
 )
@@ -38,7 +38,7 @@ from tracegrad.annotations.variables import (
     flat_with_variables,
     given_variables,
     require_variables_parameter,
-    with_variables,
+    with_variables_as_inputs,
 )
 from tracegrad.ir.wording import name_of
 from tracegrad.tape.recorder import Recorder
@@ -174,7 +174,7 @@ def _call_on_values(
     recorder: Recorder | None,
 ) -> Any:
     """The call where there are values; `recorder` tells the tapes that follow them, if any."""
-    call = Call(fun, args, kwargs, Arguments.of(args))
+    call = AnnotatedCall(fun, args, kwargs, Arguments.of(args))
     arrays = [  # its owner may change a NumPy array before the gradient is asked for
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
         for each in call.arguments.arrays
@@ -194,7 +194,7 @@ def _call_on_values(
         flat = flat_with_variables(fun, grad_fn, variables, len(args))
         gradient = given_variables(fun, flat, variables, values)
         arrays, args = [*arrays, *values], (*args, values)
-        function = with_variables(fun, variables)
+        function = with_variables_as_inputs(fun, variables)
     results, tree = jax.tree.flatten(y)
     inputs = Arguments.of(args)
 
@@ -208,7 +208,7 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
-    rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.depends_on)
+    rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
     return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results, begun))
 
 
@@ -225,10 +225,10 @@ def _call_traced(
       reads: hears which Variables the function reads; None where that is known.
       variables: then those of which the values are the last arguments.
     """
-    call = Call(fun, args, kwargs, Arguments.of(args), reads)
+    call = AnnotatedCall(fun, args, kwargs, Arguments.of(args), reads)
     listener = reads or ReadsOutside()
 
-    def heard(*arrays: Any) -> tuple[Any, Residuals]:
+    def heard(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
             return call.forward_or_later(*arrays)
 
@@ -240,7 +240,7 @@ def _call_traced(
     if reads is not None and not reads.are_all_in(program):
         # Once more, with the values of all Variables among the inputs.
         values = [variable.value for variable in reads.trainable]
-        as_inputs = with_variables(fun, reads.trainable)
+        as_inputs = with_variables_as_inputs(fun, reads.trainable)
         return _call_traced(None, as_inputs, (*args, values), kwargs, reads.trainable)
     if program is None:
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it

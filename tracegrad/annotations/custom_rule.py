@@ -14,18 +14,18 @@ from tracegrad import _jax
 from tracegrad.annotations.calls import (
     Arguments,
     is_array_like,
-    named_after,
     noted,
+    with_users_name,
 )
 from tracegrad.annotations.captured import (
     Captured,
     captured_name,
+    captured_text,
     problem_of,
-    value_text,
 )
 from tracegrad.annotations.pullback import (
     Pullback,
-    Residuals,
+    RunResiduals,
     trace_pullback,
 )
 from tracegrad.annotations.variables import listed_with
@@ -38,8 +38,8 @@ from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
-# Gradient functions are traced with those that they call in their turn, which may be themselves:
-# as deep as this, each level for one more derivative.
+# A gradient function is traced with the gradient functions that it calls, itself among them. This
+# is how deep: each level serves one more order of derivatives.
 _DEEPEST = 5
 
 
@@ -51,7 +51,7 @@ _within = _Within()
 
 
 @dataclass(frozen=True)
-class Call:
+class AnnotatedCall:
     """A function with a custom gradient and what it is called with."""
 
     fun: Callable[..., Any]
@@ -62,10 +62,10 @@ class Call:
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
-    def depends_on(self, value: Any) -> tuple[str, str]:
+    def name_captured(self, value: Any) -> tuple[str, str]:
         """What the function is, and what it calls a value that it closes over."""
         name = captured_name(value, self.fun, self.kwargs)
-        return described(self.fun), value_text(name, value)
+        return described(self.fun), captured_text(name, value)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function."""
@@ -87,15 +87,16 @@ class Call:
                 )
         return y, grad_fn
 
-    def forward(self, *arrays: Any) -> tuple[Any, Residuals]:
+    def forward(self, *arrays: Any) -> tuple[Any, RunResiduals]:
         """The output, and what its pullback needs."""
         y, grad_fn = self.run(*arrays)
         pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         self.pullbacks.append(pullback)
-        return y, Residuals(values, len(self.pullbacks) - 1)
+        return y, RunResiduals(values, len(self.pullbacks) - 1)
 
-    def forward_or_later(self, *arrays: Any) -> tuple[Any, Residuals]:
-        """The same; an error in the gradient function waits until the gradient is asked for."""
+    def forward_or_later(self, *arrays: Any) -> tuple[Any, RunResiduals]:
+        """As `forward`, but an error of the gradient function is kept, and raised when the
+        gradient is asked for."""
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:
@@ -110,7 +111,7 @@ class Call:
                 f"that call one another, {_DEEPEST} deep: derivatives are defined up to that order"
             )
             self.pullbacks[:] = [pullback]
-            return y, Residuals(values, 0)
+            return y, RunResiduals(values, 0)
         _within.pullbacks += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
@@ -121,24 +122,24 @@ class Call:
         finally:
             _within.pullbacks -= 1
         self.pullbacks[:] = [pullback]
-        return y, Residuals(values, 0)
+        return y, RunResiduals(values, 0)
 
 
 # ------------------------------------------------------------------------------------- the rule
 
 
-def bind_with_values(call: Call) -> Any:
+def bind_with_values(call: AnnotatedCall) -> Any:
     """JAX's rule around the function itself, which sees values where there are any."""
     output = _output_rule(call.fun, call.pullbacks)
 
-    def forward(*arrays: Any) -> tuple[Any, Residuals]:
+    def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
         y, residuals = call.forward(*arrays)
         return output(arrays, y, residuals), residuals
 
-    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
+    def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
         return _gradients(call.pullbacks, residuals, dy)
 
-    rule = jax.custom_vjp(named_after(call.fun, lambda *arrays: call.run(*arrays)[0]))
+    rule = jax.custom_vjp(with_users_name(call.fun, lambda *arrays: call.run(*arrays)[0]))
     rule.defvjp(forward, backward)
     try:
         return rule(*call.arguments.arrays)
@@ -152,7 +153,9 @@ def bind_with_values(call: Call) -> Any:
         raise
 
 
-def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Variable] = ()) -> Any:
+def bind_traced(
+    call: AnnotatedCall, program: Any, out_tree: Any, variables: Sequence[Variable] = ()
+) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
     traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
@@ -191,14 +194,14 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
         if _jax.is_tracer(value)  # nothing else is ever differentiated, but on a tape
     ]
     on_tapes = tuple(
-        (given + i, call.depends_on(value))
+        (given + i, call.name_captured(value))
         for i, value in enumerate(values)
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
     closed_over = len(values)
     output = _output_rule(call.fun, pullbacks, captured, closed_over)
 
-    def forward(*inputs: Any) -> tuple[Any, Residuals]:
+    def forward(*inputs: Any) -> tuple[Any, RunResiduals]:
         if isinstance(pullbacks[0], Exception):
             raise pullbacks[0]
         if captured:
@@ -209,13 +212,13 @@ def bind_traced(call: Call, program: Any, out_tree: Any, variables: Sequence[Var
         y, residuals = evaluate(*inputs)
         return output(inputs, y, residuals), residuals
 
-    def backward(residuals: Residuals, dy: Any) -> tuple[Any, ...]:
+    def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over)
 
     pullback = pullbacks[0]
     programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
     tell_made_of(backward, MadeOf((traced.program, *programs), on_tapes))
-    rule = jax.custom_vjp(named_after(call.fun, primal))
+    rule = jax.custom_vjp(with_users_name(call.fun, primal))
     # Only a rule that is told about symbolic zeros learns what is being differentiated.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return _jax.or_plain(rule, primal)(*inputs_given, *values)
@@ -226,22 +229,22 @@ def _output_rule(
     pullbacks: Sequence[Pullback | Exception],
     captured: Sequence[Captured] = (),
     closed_over: int = 0,
-) -> Callable[[Sequence[Any], Any, Residuals], Any]:
+) -> Callable[[Sequence[Any], Any, RunResiduals], Any]:
     """Gives an output computed in the forward pass the custom gradient, without computing it again.
 
     Whoever differentiates the forward pass, for a derivative of higher order, then meets the same
     rule. What the gradient function closes over has its ordinary derivatives there.
     """
 
-    def primal(inputs: Sequence[Any], y: Any, residuals: Residuals) -> Any:
+    def primal(inputs: Sequence[Any], y: Any, residuals: RunResiduals) -> Any:
         return y
 
-    def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> Residuals:
+    def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> RunResiduals:
         inputs, _, residuals = operands
-        found: Residuals = replace(residuals, problem=problem_of(captured, inputs, perturbed))
+        found: RunResiduals = replace(residuals, problem=problem_of(captured, inputs, perturbed))
         return found
 
-    def backward(residuals: Residuals, _: Any, dy: Any) -> Any:
+    def backward(residuals: RunResiduals, _: Any, dy: Any) -> Any:
         # Only a derivative that really goes through the output is a problem: most often just the
         # gradient is used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
@@ -249,12 +252,12 @@ def _output_rule(
             raise ValueError(residuals.problem)
         return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
-    run = named_after(fun, primal)
+    run = with_users_name(fun, primal)
     return _jax.with_backward(run, backward, keep, symbolic_zeros=bool(captured))
 
 
 def _gradients(
-    pullbacks: Sequence[Pullback | Exception], residuals: Residuals, dy: Any
+    pullbacks: Sequence[Pullback | Exception], residuals: RunResiduals, dy: Any
 ) -> tuple[Any, ...]:
     """One gradient per input, or None, for the cotangents of the outputs."""
     pullback = pullbacks[residuals.pullback]

@@ -22,9 +22,9 @@ from jax.experimental import io_callback
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
     is_array_like,
-    named_after,
     noted,
     require_callable,
+    with_users_name,
 )
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import calling_line
@@ -311,7 +311,8 @@ def _text(array: Any) -> str:
 
 
 def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
-    """Calls the host with what is, to differentiation, constants; or an error if there is none."""
+    """Calls the host function with operands that are constants to differentiation. Without a
+    gradient function, differentiating the operands is an error."""
     with unrecorded():  # the results are not connected to what a tape sees
         if _jax.is_top_level():
             return _call(host, arrays, stateful)
@@ -358,7 +359,7 @@ def _with_gradient(
     def run(*operands: Any) -> list[Any]:
         return list(operands[len(arrays) :])
 
-    run = named_after(grad, run)
+    run = with_users_name(grad, run)
     run.__name__ = run.__qualname__ = name
     operands = [*arrays, *results]
     return with_traced_gradient(

@@ -76,7 +76,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         assignments = Assignments()
         with listening(assignments):
             y = without_variables(fun(*args, **kwargs))
-        # What was assigned leaves as further outputs: the rule has a trace of its own.
+        # Assigned values leave the rule's own trace as further outputs.
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         arguments = Arguments.of(args)

@@ -37,7 +37,7 @@ from tracegrad.variables.statics import is_none
     meta_fields=["pullback", "problem"],
 )
 @dataclass(frozen=True)
-class Residuals:
+class RunResiduals:
     """What one run of the forward pass keeps for the backward pass."""
 
     values: Sequence[Any]
@@ -80,7 +80,7 @@ def trace_pullback(
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
     is_flowing = any(differentiable)
-    # Of what is no float it shows whether a gradient is made of the cotangent, which is zero.
+    # If no output is a float, tracing shows whether the gradient uses a cotangent, which is zero.
     taken = differentiable if is_flowing else [_is_number(aval) for aval in outputs]
     given: list[bool] = []
 
@@ -113,7 +113,7 @@ def trace_pullback(
 def _no_cotangent(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], outputs: Sequence[Any]
 ) -> str:
-    """Of a gradient function that uses a cotangent which is none."""
+    """The error of a gradient function that uses the cotangent of an output without gradient."""
     types = listed([_jax.type_text(aval) for aval in outputs], 3)
     return (
         f"The result of {described(fun)} is {types}, and what is no float has no gradient: the "

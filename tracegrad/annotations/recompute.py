@@ -12,8 +12,8 @@ from tracegrad.annotations.calls import (
     AnnotatedFunction,
     Arguments,
     input_names,
-    named_after,
     require_callable,
+    with_users_name,
 )
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
@@ -102,7 +102,7 @@ def _call(
             return without_variables(fun(*positional, **keywords))
 
     try:
-        program = named_after(fun, run, _names(fun, args, kwargs, arguments))
+        program = with_users_name(fun, run, _names(fun, args, kwargs, arguments))
         return jax.checkpoint(program, policy=policy)(*arguments.arrays)
     except Exception as error:
         explain_rule(error, lambda: graph(lambda *arrays: run(*arrays))(*arguments.arrays))

@@ -12,7 +12,6 @@ import difflib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,11 +23,11 @@ from tracegrad.ir import Graph, GraphError, Occurrence, match, scopes
 from tracegrad.ir.editing import Op
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import calling_line, warn_where_called
-from tracegrad.ir.program_keys import PROGRAMS, params_key, program_key
+from tracegrad.ir.program_keys import PROGRAMS, params_key
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.wording import code_of, described
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
-from tracegrad.rewriting.overriding import overriding, require_gradient_function
+from tracegrad.rewriting.overriding import overriding, require_gradient_function, with_gradient
 from tracegrad.tracing.in_force import Force, in_force
 from tracegrad.variables.overriding import OverridingTrace
 
@@ -165,7 +164,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
     rules = [_override(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
-    trace = _Overrides(_jax.current_trace(None), named.keys(), force)
+    trace = _Overrides(_jax.current_trace(None), named, force)
     trace.begin()
     try:
         yield
@@ -253,9 +252,9 @@ class _Overrides(OverridingTrace):
     """Applies the rules of a block to every operation in it, as to a program of one operation, and
     lets what they write go to its parent."""
 
-    def __init__(self, parent: Any, names: AbstractSet[str], force: Force):
+    def __init__(self, parent: Any, overrides: Mapping[str, _Registered], force: Force):
         super().__init__(parent)
-        self._names = names
+        self._overrides = overrides
         self.force = force
         self._differentiated = _times_differentiated()
         self._block = ExitStack()
@@ -271,7 +270,7 @@ class _Overrides(OverridingTrace):
         self.leave()
         if self.is_installed:
             raise RuntimeError(
-                f"the block of gradient_override_map({', '.join(map(repr, self._names))}) is "
+                f"the block of gradient_override_map({', '.join(map(repr, self._overrides))}) is "
                 "left before another one, or a tape, that was entered inside of it: it goes on "
                 "until that has ended. A block is that of a thread, so that a coroutine or a "
                 "generator has to leave it before another one takes its turn"
@@ -287,7 +286,7 @@ class _Overrides(OverridingTrace):
         """What is to run in the place of an operation; None: the operation itself."""
         is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
         programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
-        if not programs and primitive.name not in self._names:
+        if not programs and primitive.name not in self._overrides:
             return None
         name = str(params.get("name", primitive.name))
         # Two loops of one body may run round in different directions.
@@ -306,14 +305,23 @@ class _Overrides(OverridingTrace):
     ) -> Callable[..., list[Any]] | None:
         """The same for a function with a rule of its own."""
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
-        if not self._names & {name, primitive.name}:
+        found = [each for each in (name, primitive.name) if each in self._overrides]
+        if not found:
             return None
+        _met.add(found[0])
+        self._refuse_differentiated(name)
         # Traced here: JAX lets the function that it hands over run once, and asks it for the tree
-        # of its results then.
+        # of its results then. In the program what the function closes over would be operands, of
+        # which a registered gradient knows nothing: so this is no case of the rules.
         program = jax.make_jaxpr(
             lambda *operands: primitive.bind(*operands, subfuns=tuple(subfuns), **params)
         )(*args)
-        return self._edited(name, program_key(program), program, lambda: program)
+
+        def primal(*operands: Any) -> list[Any]:
+            return _jax.eval_program(program, operands)
+
+        primal.__name__ = primal.__qualname__ = f"{_MARK}{name}"
+        return with_gradient(primal, self._overrides[found[0]], params, name, calling_line())
 
     def _edited(
         self, name: str, key: Any, keyed: Any, trace: Callable[[], Any]
@@ -328,24 +336,29 @@ class _Overrides(OverridingTrace):
 
         Raises GraphError if JAX is differentiating the operation, without the rules.
         """
-        key = "gradient_override_map", key, self.force.key, str(calling_line())  # for errors
+        line = str(calling_line()) if name in self._overrides else ""  # for errors
+        key = "gradient_override_map", key, self.force.key, line
         known: tuple[Any, Callable[..., list[Any]] | None] | None = PROGRAMS.get(key)
         if known is None:
             original = edited = graph_of(trace())
             for rule in self.force.rules:
                 edited = rule(edited)
             run: Any = None if edited is original else functools.partial(_run, edited)
-            if run is not None and name not in self._names:
+            if run is not None and name not in self._overrides:
                 run.__name__ = name
                 run = jax.jit(run)  # compiled once, where the call or the loop would have been
             known = PROGRAMS.put(key, (keyed, run))
-        if known[1] is not None and _times_differentiated() > self._differentiated:
+        if known[1] is not None:
+            self._refuse_differentiated(name)
+        return known[1]
+
+    def _refuse_differentiated(self, name: str) -> None:
+        if _times_differentiated() > self._differentiated:
             raise GraphError(
                 f"{name} is being differentiated by JAX inside of a gradient_override_map that "
                 "overrides its gradient, and JAX does not see the override: use tracegrad.grad "
                 "there, or enter the block inside of the function that is differentiated"
             )
-        return known[1]
 
 
 def _run(program: Graph, *operands: Any) -> list[Any]:
@@ -354,5 +367,5 @@ def _run(program: Graph, *operands: Any) -> list[Any]:
 
 def _times_differentiated() -> int:
     """How many times JAX is differentiating what is computed now, without rules in force."""
-    stack = _jax.around(_jax.current_source_info())
+    stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")

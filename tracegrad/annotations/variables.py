@@ -57,7 +57,9 @@ def listed_with(
     return _heard(lambda: InGradient(reads), grad_fn), operands
 
 
-def with_variables(fun: Callable[..., Any], variables: Sequence[Variable]) -> Callable[..., Any]:
+def with_variables_as_inputs(
+    fun: Callable[..., Any], variables: Sequence[Variable]
+) -> Callable[..., Any]:
     """A function with a custom gradient whose last argument is the values of Variables that it
     reads, and whose gradient function returns their gradients too."""
 
@@ -102,7 +104,7 @@ def given_variables(
 
 
 def _heard(listener: Callable[[], InOwnTrace], part: Callable[..., Any]) -> Callable[..., Any]:
-    """A function to whose Variables somebody listens: in each call another."""
+    """The function with a new listener for its Variables in each call."""
 
     @functools.wraps(part, updated=())
     def heard(*args: Any, **kwargs: Any) -> Any:

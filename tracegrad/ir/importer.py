@@ -53,7 +53,7 @@ def import_program(
     graph = graph_of(program)
     if function is None and name is None:
         return graph
-    function = function or _jax.function_of(program)
+    function = function or _jax.traced_from(program)
     nodes = graph.nodes
     if function.source != graph.function_source:
         nodes = tuple(dataclasses.replace(node, function=function.source) for node in nodes)
@@ -77,7 +77,7 @@ def graph_of(
     """
     graph = _known.get(id(program))
     if graph is None:
-        function = _jax.function_of(program)
+        function = _jax.traced_from(program)
         open_form = _jax.opened(program)
         names = function.arguments
         if len(names) != len(open_form.invars):
@@ -204,5 +204,5 @@ def trace_jvp(
 
 
 def _face(program: Any, name: str, hints: Sequence[str]) -> Graph:
-    source = _jax.function_of(program).source
+    source = _jax.traced_from(program).source
     return import_program(program, _jax.TracedFrom(name, source, tuple(hints)))

@@ -232,7 +232,7 @@ class CustomGradient(RegionNode):
     def closed_over(self) -> int:
         """How many of its operands, the first ones, are what the function closes over. JAX has no
         derivative with respect to them."""
-        return _jax.closed_over(self.params)
+        return _jax.count_closed_over(self.params)
 
     @property
     def closes_over(self) -> bool:

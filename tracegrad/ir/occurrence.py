@@ -244,7 +244,7 @@ def users_line(node: Node) -> Origin | None:
 def written_out(call: Node, node: Node) -> Source:
     """The source of a node of a call's region, where that stands in the place of the call."""
     has_line = users_line(node) is not None
-    info = _jax.inside(call.source.info, node.source.info, has_line=has_line)
+    info = _jax.inside_call(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)
 
 

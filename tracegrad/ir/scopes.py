@@ -17,7 +17,7 @@ UNDER_RULES = "tracegrad.rules"
 
 def around(node: Node) -> tuple[_jax.Around, ...]:
     """The scopes and transformations around a node in its region, from the outside in."""
-    return _jax.around(node.source.info)
+    return _jax.scopes_around(node.source.info)
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _with_programs(
             return bind_with(primitive, params, args, instead)
         return _jax.bind(primitive, args, params)
 
-    if facts.closes_over or (primitive is _jax.CUSTOM_JVP and _jax.closed_over(params)):
+    if facts.closes_over or (primitive is _jax.CUSTOM_JVP and _jax.count_closed_over(params)):
         fun = refusing_derivatives(fun)
     is_plain = primitive is _JIT and _jax.is_plain_jit(params)
     is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)

@@ -41,7 +41,7 @@ def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int,
     parts = parts_of_rule(params["bwd"]) if primitive is _jax.CUSTOM_VJP else None
     if parts is None or not parts.closed_over:
         return []
-    first = _jax.closed_over(params)
+    first = _jax.count_closed_over(params)
     return [(first + position, what) for position, what in parts.closed_over]
 
 

@@ -67,7 +67,7 @@ def bind_with(
     edits = any(id(a) in instead for a in (*facts.arrays, *facts.numpy_arrays))
     if primitive in RULES or not _jax.sub_programs(params):
         if edits:
-            raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
+            raise closes_over_watched(_jax.traced_from(params["call_jaxpr"]).name)
         if step is not None and _has_effect(primitive, params, args):
             # JAX takes out of a scan that it differentiates what is the same at each turn, and
             # takes along what prints or calls the host there. It stays where it takes a branch.
@@ -221,8 +221,8 @@ def _look(
     if primitive in RULES:
         facts = _jax.facts_below(params)
         found = ids.intersection(map(id, (*facts.arrays, *facts.numpy_arrays)))
-        found.update(*operands[: _jax.closed_over(params)])
-        name = _jax.function_of(params["call_jaxpr"]).name
+        found.update(*operands[: _jax.count_closed_over(params)])
+        name = _jax.traced_from(params["call_jaxpr"]).name
         refused.update(dict.fromkeys(found, name))
         return flowing
     for _, program in _jax.sub_programs(params):

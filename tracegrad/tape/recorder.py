@@ -165,7 +165,7 @@ class Recorder(OperationRecorder):
         with set_current_trace(self.parent_trace):
             program = jax.make_jaxpr(called)(*operands)
         rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
-        return str(_jax.function_of(rules[0].params["call_jaxpr"]).name) if rules else "a function"
+        return str(_jax.traced_from(rules[0].params["call_jaxpr"]).name) if rules else "a function"
 
     def _run_traced_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
@@ -187,10 +187,10 @@ class Recorder(OperationRecorder):
     def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
         """Runs an equation that has a rule."""
         primitive, params = equation.primitive, equation.params
-        constants = _jax.closed_over(params)
+        constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)
         if self.watching([*args[:constants], *facts.arrays]):
-            raise closes_over_watched(_jax.function_of(params["call_jaxpr"]).name)
+            raise closes_over_watched(_jax.traced_from(params["call_jaxpr"]).name)
         watching = self.watching(args)
         if not watching:
             with set_current_trace(self.parent_trace):

@@ -65,7 +65,7 @@ def _traced(
         return None
     (equation,) = open_form.eqns
     same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
-    if not same or equation.primitive not in RULES or _jax.closed_over(equation.params):
+    if not same or equation.primitive not in RULES or _jax.count_closed_over(equation.params):
         return None
     computation = computation_of_rule(equation.primitive, equation.params)
     computation.compile()

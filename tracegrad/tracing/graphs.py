@@ -122,7 +122,7 @@ def trace_to_graph(
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
         within = attempt.found
     explicit, variables = inside.variables.explicit(program)
-    traced = _jax.function_of(program)
+    traced = _jax.traced_from(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
