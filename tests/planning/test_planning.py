@@ -15,15 +15,15 @@ import pytest
 from equinox.internal import while_loop
 
 import tracegrad
-from tracegrad.differentiation.residuals import NodeResiduals
-from tracegrad.ir.costs import node_flops
 from tracegrad.planning import BudgetTooSmall, plan_recompute
+from tracegrad.planning.costs import node_flops
 from tracegrad.planning.cuts import Network
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import budget_bytes
 from tracegrad.planning.planner import Planner
+from tracegrad.planning.residuals import NodeResiduals
 from tracegrad.planning.simulation import (
     Segment,
     keep_all,

@@ -67,7 +67,6 @@ from tracegrad._jax.flow import Operation as Operation
 from tracegrad._jax.hlo import lines_kept as lines_kept
 from tracegrad._jax.hlo import module_of as module_of
 from tracegrad._jax.kept_rules import keeping_rule as keeping_rule
-from tracegrad._jax.linear import linear_by_element as linear_by_element
 from tracegrad._jax.loop_schedule import fewest_replayed as fewest_replayed
 from tracegrad._jax.loop_schedule import replayed as replayed
 from tracegrad._jax.loops import CHECKPOINTED_WHILE as CHECKPOINTED_WHILE

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from tracegrad import _jax
 from tracegrad.insight.peak import Held, Peak, scope_of, told
 from tracegrad.ir import Graph, Occurrence, Value
-from tracegrad.ir.costs import nbytes
 from tracegrad.ir.occurrence import Origin, origin_in
 from tracegrad.ir.scopes import is_backward
+from tracegrad.planning.costs import nbytes
 from tracegrad.planning.flatten import flatten
 
 _Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass

@@ -15,9 +15,9 @@ from tracegrad import _jax
 from tracegrad._jax.spans import alive
 from tracegrad.insight.peak import Held, Peak, scope_of, told
 from tracegrad.ir import Graph, Node, Occurrence, Value, operations
-from tracegrad.ir.costs import is_by_element, nbytes, nbytes_anywhere
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.scopes import is_backward
+from tracegrad.planning.costs import is_by_element, nbytes, nbytes_anywhere
 from tracegrad.planning.flatten import flatten
 
 

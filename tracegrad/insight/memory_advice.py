@@ -13,10 +13,10 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.insight.peak import LASTING, Held, Peak
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value, match
-from tracegrad.ir.costs import is_by_element, nbytes, node_flops
 from tracegrad.ir.scopes import is_backward
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units
+from tracegrad.planning.costs import is_by_element, nbytes, node_flops
 from tracegrad.rewriting.rules import recompute
 
 _MOST = 3

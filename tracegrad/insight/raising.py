@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from tracegrad import _jax
+from tracegrad.insight.bound_functions import bind_functions
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, RegionNode, Value
 from tracegrad.ir.authors import is_jaxs_rule
-from tracegrad.ir.bound_functions import bind_functions
 from tracegrad.ir.nodes import has_gradient
 from tracegrad.ir.running import read, run_graph, run_node, run_nodes
 

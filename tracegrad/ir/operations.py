@@ -53,8 +53,8 @@ BY_ELEMENT = _names(
     "bessel_i0e bessel_i1e regularized_incomplete_beta",
     *(CHEAP - {"iota"}, COSTLY),
 )
-# Whose result is linear in an operand; and what the other one is where the result is zero.
-FACTORS: Mapping[str, float] = {"mul": 0.0, "div": float("inf")}
+# Whose result is linear in the first operand, and multiplies that by a function of the other one.
+FACTORS = _names("mul div")
 # The derivative is finite even where the operands are not.
 BOUNDED = _names("max min clamp select_n sign")
 

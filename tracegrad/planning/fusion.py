@@ -18,8 +18,8 @@ from tracegrad._jax.compiled import written_by
 from tracegrad._jax.hlo import Module
 from tracegrad._jax.spans import alive
 from tracegrad.ir import CustomGradient, Graph, Node, operations
-from tracegrad.ir.costs import nbytes
 from tracegrad.ir.running import read, run_node, run_nodes
+from tracegrad.planning.costs import nbytes
 
 _SCOPE = "tracegrad.node."
 _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")

@@ -15,11 +15,11 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
-from tracegrad.differentiation.activity import active_values, traced_constants
-from tracegrad.differentiation.graph_gradient import gradient_of, with_operands
 from tracegrad.ir import Graph, has_gradient
 from tracegrad.ir.running import run_graph
+from tracegrad.planning.activity import active_values, traced_constants
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
+from tracegrad.planning.graph_gradient import gradient_of, with_operands
 from tracegrad.variables.statics import are_traced
 
 # Bytes that XLA holds, by the program's text and what it is compiled for. Saves seconds: a function

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from tracegrad.differentiation.residuals import NodeResiduals, Residuals
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.planning.fusion import Fusion
+from tracegrad.planning.residuals import NodeResiduals, Residuals
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 
 from tracegrad import _jax
 from tracegrad._jax.spans import alive
-from tracegrad.differentiation.activity import active_in_body, active_values
 from tracegrad.differentiation.pull_back import active_inputs
-from tracegrad.differentiation.residuals import NodeResiduals, Residuals
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, has_gradient, operations
-from tracegrad.ir.costs import is_by_element, nbytes, node_flops
+from tracegrad.planning.activity import active_in_body, active_values
+from tracegrad.planning.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion, without_compiling
 from tracegrad.planning.model import MemoryModel, ScanWay
+from tracegrad.planning.residuals import NodeResiduals, Residuals
 from tracegrad.planning.simulation import keep_all
 
 

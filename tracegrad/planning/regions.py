@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
-from tracegrad.ir.costs import nbytes
+from tracegrad.planning.costs import nbytes
 from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.recomputed import Stretch, in_stretches

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.activity import active_in_body
 from tracegrad.differentiation.pull_back import active_inputs
-from tracegrad.differentiation.residuals import residuals_of
 from tracegrad.ir import Graph, Node
-from tracegrad.ir.costs import nbytes
 from tracegrad.ir.running import run_graph
+from tracegrad.planning.activity import active_in_body
+from tracegrad.planning.costs import nbytes
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
 from tracegrad.planning.planner import frontier, recomputing
 from tracegrad.planning.regions import with_regions
+from tracegrad.planning.residuals import residuals_of
 from tracegrad.planning.scan_groups import group_size, in_groups, in_turn, part_of
 from tracegrad.planning.simulation import Local, Piece, Segment
 from tracegrad.planning.tuning import TUNING

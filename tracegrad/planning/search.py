@@ -9,8 +9,8 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute
-from tracegrad.ir.costs import nbytes
 from tracegrad.ir.wording import in_units
+from tracegrad.planning.costs import nbytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.planner import Planner

@@ -26,6 +26,7 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
 from tracegrad.rewriting.overriding import with_tangents
 
@@ -65,6 +66,8 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
         assert isinstance(node, CustomGradient)
         found = Occurrence((*path, *op.match.path), node)
         primal = _rewritten(node.primal, found.into("call_jaxpr"), done)
+        if keeps_zeros(node):  # in reverse alone: tangents have no zeros that stand for nothing
+            return run_graph(primal, operands)
         return list(_forward_rule(found, primal)(*operands))
 
     done[graph] = around_each(graph, rules, forward).graph if rules else graph

@@ -1,11 +1,9 @@
 """Keeps NaN and Inf out of gradients where a derivative is not finite and nothing depends on it.
 
-The transpose of what JAX's own derivative does to a tangent (``0.5 / sqrt(x) * t``) multiplies a
-cotangent by the same factor, and zero times infinity is NaN. So an operation gets a
-`jax.custom_jvp` whose rule is JAX's derivative, in which each operation on tangents with a factor
-that is no constant has a transpose of its own: JAX's, but for what it makes of zeros. All
-operations in the rule and in that transpose are treated likewise when they are differentiated in
-their turn, to any order.
+A backward pass multiplies cotangents by factors (by ``0.5 / sqrt(x)``), and zero times infinity is
+NaN. So an operation gets a rule whose backward is JAX's own, as a graph in which a selection stands
+behind each product of a cotangent and a factor: where the cotangent is zero, the product is zero.
+The rule's backward is treated in the same way when it is differentiated in its turn.
 """
 
 from __future__ import annotations
@@ -34,11 +32,9 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Occurrence, Path
 from tracegrad.ir.running import run_graph, run_node
-from tracegrad.rewriting.overriding import with_tangents
+from tracegrad.rewriting.overriding import with_gradient
 
-# Of values and tangents the results and their tangents, or the other way round.
 Run = Callable[..., list[Any]]
-
 
 # ------------------------------------------------------------------------------ which are concerned
 
@@ -54,16 +50,12 @@ def may_make_nan(found: Occurrence) -> bool:
 
 def _is_concerned(node: Node) -> bool:
     if isinstance(node, CustomGradient):
-        return node.kind == "jvp" and _rule_has_factors(node)
-    return _is_by_element(node) and node.op not in operations.BOUNDED and _is_nonlinear(node)
-
-
-def _is_by_element(node: Node) -> bool:
-    if not isinstance(node, Apply) or node.op not in operations.BY_ELEMENT:
+        first = node.closed_over  # what the function closes over has no gradient
+        own = [v for i, v in enumerate(node.inputs) if isinstance(v, Value) and i >= first]
+        return node.kind == "jvp" and _has_factors(node, [v.aval for v in node.operands], len(own))
+    if not isinstance(node, Apply) or node.op not in operations.BY_ELEMENT - operations.BOUNDED:
         return False
-    (result,) = node.outputs
-    values = node.operands
-    return has_gradient(result) and any(has_gradient(value) for value in values)
+    return has_gradient(node.outputs[0]) and _is_nonlinear(node)
 
 
 # Whether the derivative of an operation has factors that are no constants. To ask it of the
@@ -76,58 +68,26 @@ def _is_nonlinear(node: Node) -> bool:
     literals = tuple(None if isinstance(v, Value) else str(v.val) for v in node.inputs)
     key = node.primitive, str(dict(node.params)), dtypes, literals
     known = _nonlinear.get(key)
-    if known is None:
-        given = node.operands
-        active = [i for i, value in enumerate(given) if has_gradient(value)]
-        try:  # of one element it says the same as of many
-            scalars = [_jax.struct((), dtype_of(value)) for value in given]
-            graph = _with_tangents(_of_values(node), scalars, active)
-        except Exception:  # it has no derivative, and JAX will say so
-            known = False
-        else:
-            known = _has_factors(graph, range(len(given), len(graph.inputs)))
+    if known is None:  # of one element it says the same as of many
+        scalars = [_jax.struct((), dtype_of(value)) for value in node.operands]
+        known = _has_factors(node, scalars, len(scalars))
         _nonlinear.put(key, known)
     return known
 
 
-def _has_factors(graph: Graph, tangents: Sequence[int]) -> bool:
-    for node, along in _along(graph, tangents):
-        if node.primitive is _jax.JIT:
-            if _has_factors(node.region("jaxpr"), along):
-                return True
-        elif _has_factor(node, along):
-            return True
-    return False
-
-
-def _has_factor(node: Node, along: Sequence[int]) -> bool:
-    """Whether an operation that is linear in some operands multiplies them by others."""
-    if node.op not in operations.FACTORS or not along or not _is_by_element(node):
+def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
+    """Whether the backward of a node multiplies cotangents by what is no constant; `count`: how
+    many of its operands, the last ones, are differentiated."""
+    first = len(avals) - count
+    active = [i for i in range(first, len(avals)) if _jax.has_gradient(avals[i])]
+    if not active:
         return False
-    return any(isinstance(v, Value) and i not in along for i, v in enumerate(node.inputs))
-
-
-def _along(graph: Graph, tangents: Sequence[int]) -> Iterator[tuple[Node, list[int]]]:
-    """Every node with the positions of those operands that depend on some inputs."""
-    depends = {graph.inputs[i] for i in tangents}
-    for node in graph.nodes:
-        along = [i for i, v in enumerate(node.inputs) if isinstance(v, Value) and v in depends]
-        if along:
-            depends.update(node.outputs)
-        yield node, along
-
-
-def _rule_has_factors(node: CustomGradient) -> bool:
-    """Whether the derivative by a rule of kind jvp has factors that are no constants: by the
-    operands that it is given, which come after those that the function closes over."""
-    given = [(i, value) for i, value in enumerate(node.inputs) if isinstance(value, Value)]
-    first = node.closed_over
-    active = [k for k, (i, value) in enumerate(given) if i >= first and has_gradient(value)]
     try:
-        graph = _with_tangents(_of_values(node), [value.aval for _, value in given], active)
-    except Exception:  # it has no derivative, and that is said where somebody wants it
+        graph = _backward(_of_values(node), avals, active)
+    except Exception:  # it has no derivative, and JAX will say so
         return False
-    return _has_factors(graph, range(len(given), len(graph.inputs)))
+    along = range(len(avals), len(graph.inputs))
+    return any(_factors(graph, along, (), lambda node: False))
 
 
 # ------------------------------------------------------------------------------------- in a graph
@@ -135,39 +95,13 @@ def _rule_has_factors(node: CustomGradient) -> bool:
 
 def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
     """What stands for a match that is concerned, as ``function(op, *operands)``: of the same values
-    and tangents. `every`: whether any finite cotangent stays finite, and not only zeros zeros."""
+    and forward mode. `every`: whether any finite cotangent stays finite, not only zero zero."""
 
     def kept(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        return _keep_zeros(node, operands, every)
+        return _with_rule(_of_values(node), node.name, every)(*_values(node, operands))
 
     return kept
-
-
-def _keep_zeros(
-    node: Node,
-    operands: Sequence[Any],
-    every: bool,
-    primal: Run | None = None,
-    in_rule: bool = False,
-) -> list[Any]:
-    """The results of a node that is concerned.
-
-    Args:
-      primal: what gives the values, if it is not the node itself.
-      in_rule: whether the graph is the derivative of such a node.
-    """
-    run = _of_values(node)
-
-    def derivative(primals: Sequence[Any], *along: Any) -> tuple[list[Any], list[Any]]:
-        outs, tangents = _derivative(run, every, primals, *along)
-        return _jax.keeping_rule(function, primals, outs), tangents
-
-    function = with_tangents(primal or run, node.name, derivative)
-    pairs = zip(node.inputs, operands, strict=True)
-    values = [operand for atom, operand in pairs if isinstance(atom, Value)]
-    results = _jax.keeping_rule(function, values) if in_rule else function(*values)
-    return list(results)
 
 
 def keeps_zeros(node: CustomGradient) -> bool:
@@ -175,126 +109,112 @@ def keeps_zeros(node: CustomGradient) -> bool:
     return file_of_primal(node) == __file__
 
 
-def _kept(graph: Graph, tangents: Sequence[int], every: bool) -> Graph:
-    """A graph that is linear in its tangents, in which their cotangents keep zeros."""
-    linear = dict(_to_keep(graph, tangents, ()))
+def _with_rule(run: Run, name: str, every: bool) -> Run:
+    """A function whose backward is JAX's own, but keeps zeros."""
+
+    def primal(*operands: Any) -> list[Any]:
+        return run(*operands)
+
+    def gradient(op: Any, *dys: Any, active: Sequence[int]) -> list[Any]:
+        active = [i for i in active if _jax.has_gradient(op.inputs[i])]
+        given = [dy for dy, out in zip(dys, op.outputs, strict=True) if _jax.has_gradient(out)]
+        backward = _kept(_backward(run, list(map(jax.typeof, op.inputs)), active), given, every)
+        found: list[Any] = [None] * len(op.inputs)
+        for i, ct in zip(active, run_graph(backward, [*op.inputs, *given]), strict=True):
+            found[i] = ct
+        return found
+
+    primal.__name__ = primal.__qualname__ = name
+    return with_gradient(primal, gradient, {}, name, None, is_told=True)
+
+
+def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
+    """The backward of a function as a graph: of the operands and the cotangents of its float
+    results, to the cotangents of the operands at the positions `active`."""
+    outs = jax.eval_shape(run, *avals)
+    flowing = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
+
+    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+        _, back = _jax.vjp_of_some(lambda xs: run(*xs), operands, active, flowing)
+        return back(cotangents)
+
+    graph = import_program(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
+    # The results are computed already, and what that printed is printed.
+    used = set(graph.results)
+    nodes = [n for n in reversed(graph.nodes) if _uses(n, used)]
+    return graph.replace(nodes=nodes[::-1])
+
+
+def _uses(node: Node, used: set[Value]) -> bool:
+    """Whether results of a node are used; what that uses is, too."""
+    is_used = not used.isdisjoint(node.outputs)
+    if is_used:
+        used.update(node.operands)
+    return is_used
+
+
+def _kept(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
+    """A graph whose last inputs are cotangents, in which the products of these keep zeros."""
+    count = len(graph.inputs)
+    found = dict(_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
 
     def kept(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        along = linear[op.match]
-        if along is None:
-            return _keep_zeros(node, operands, every, in_rule=True)
-        return _keep_zeros(node, operands, every, _keeping(node, along, every))
+        run, position = _of_values(node), found[op.match]
+        if position is not None:
+            run = _product(run, position, every)
+        return _with_rule(run, node.name, every)(*_values(node, operands))
 
-    return around_each(graph, list(linear), kept, depends_on=linear.__getitem__).graph
+    return around_each(graph, list(found), kept, depends_on=found.__getitem__).graph
 
 
-def _to_keep(
-    graph: Graph, tangents: Sequence[int], path: Path
+def _product(run: Run, position: int, every: bool) -> Run:
+    """A product of a cotangent, at this position, and a factor; zero where the cotangent is."""
+
+    def product(*values: Any) -> list[Any]:
+        ct, fixed = values[position], map(jax.lax.stop_gradient, values)
+        # Of a cotangent that is zero the product is zero however the factor changes.
+        factors = [jnp.where(ct != 0, *each) for each in zip(values, fixed, strict=True)]
+        factors[position] = ct
+        (result,) = run(*factors)
+        kept = jnp.isfinite(ct) if every else ct == 0
+        return [jnp.where(kept & ~jnp.isfinite(result), jnp.zeros_like(result), result)]
+
+    return product
+
+
+def _factors(
+    graph: Graph, cotangents: Sequence[int], path: Path, others: Callable[[Node], bool]
 ) -> Iterator[tuple[Occurrence, int | None]]:
-    """What is to keep zeros in a graph that is linear in its tangents: operations that multiply one
-    of them by a factor, with its position; and what makes factors, with None."""
-    for node, along in _along(graph, tangents):
+    """What is to keep zeros in a graph that is linear in its cotangents (by position): operations
+    that multiply one of them by a factor, with its position; and of the `others` that are wanted,
+    which make factors, with None."""
+    depends = {graph.inputs[i] for i in cotangents}
+    for node in graph.nodes:
         found = Occurrence(path, node)
+        along = [i for i, v in enumerate(node.inputs) if isinstance(v, Value) and v in depends]
+        if along:
+            depends.update(node.outputs)
         if node.primitive is _jax.JIT:
-            yield from _to_keep(node.region("jaxpr"), along, found.into("jaxpr"))
-        elif _has_factor(node, along):
-            (linear,) = along
-            yield found, linear
-        elif not along and _is_concerned(node):
+            yield from _factors(node.region("jaxpr"), along, found.into("jaxpr"), others)
+        elif along:
+            if node.op in operations.FACTORS and len(along) < len(node.operands):
+                yield found, along[0]
+        elif others(node):
             yield found, None
-
-
-# -------------------------------------------------------------------------------------- one by one
 
 
 def _of_values(node: Node) -> Run:
     """A node as a function of those of its operands that are no literals."""
-    places = [i for i, value in enumerate(node.inputs) if isinstance(value, Value)]
-    literals = [value.val if isinstance(value, Literal) else None for value in node.inputs]
 
     def run(*values: Any) -> list[Any]:
-        operands = list(literals)
-        for i, value in zip(places, values, strict=True):
-            operands[i] = value
-        return run_node(node, operands)
+        rest = iter(values)
+        return run_node(
+            node, [v.val if isinstance(v, Literal) else next(rest) for v in node.inputs]
+        )
 
     return run
 
 
-def _with_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
-    """The program of the results of a function and of their tangents; its inputs are the operands,
-    and the tangents of some of them."""
-
-    def both(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        places = [operands[i] for i in active]
-        return _jax.jvp(_jax.of_some(lambda xs: run(*xs), operands, active), places, list(tangents))
-
-    return import_program(jax.make_jaxpr(both)(list(avals), [avals[i] for i in active]))
-
-
-def _derivative(
-    run: Run, every: bool, primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """JAX's own derivative, in which the transpose of each operation with a factor keeps zeros."""
-    graph = _with_tangents(run, list(map(jax.typeof, primals)), active)
-    kept = _kept(graph, range(len(primals), len(graph.inputs)), every)
-    outs = run_graph(kept, [*primals, *tangents])
-    return outs[: len(outs) // 2], outs[len(outs) // 2 :]
-
-
-def _keeping(node: Node, linear: int, every: bool) -> Run:
-    """An operation that multiplies an operand by a factor, as a function of both: its transpose
-    keeps zeros.
-
-    `linear`: the position of the operand.
-    """
-    run = _of_values(node)
-    is_first = all(isinstance(value, Literal) for value in node.inputs[:linear])
-
-    def product(x: Any, factor: Any) -> Any:
-        (result,) = run(x, factor) if is_first else run(factor, x)
-        return result
-
-    def back(cotangent: Any, factor: Any) -> Any:
-        """What JAX's transpose gives for the operand."""
-        (given,) = jax.linear_transpose(lambda x: product(x, factor), cotangent)(cotangent)
-        return given
-
-    def is_lost(cotangent: Any, given: Any) -> Any:
-        kept = jnp.isfinite(cotangent) if every else cotangent == 0
-        return kept & ~jnp.isfinite(given)
-
-    @jax.custom_jvp
-    def transpose(cotangent: Any, factor: Any) -> Any:
-        given = back(cotangent, factor)
-        lost = is_lost(cotangent, given)
-        if jnp.shape(factor) != jnp.shape(cotangent):
-            # XLA divides by one element for many in its own way.
-            return jnp.where(lost, 0, given)
-        # Another factor, and not another product: XLA goes on to fuse that with what it is added
-        # to, and rounds as it did.
-        return back(cotangent, jnp.where(lost, operations.FACTORS[node.op], factor))
-
-    @transpose.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        types = [jax.typeof(primals[0])] * 2
-        kept = _kept(import_program(jax.make_jaxpr(back)(*types)), (), every)
-
-        def selected(cotangent: Any, factor: Any) -> Any:
-            # Of a cotangent that is zero the product is zero however the factor changes.
-            factor = jnp.where(cotangent != 0, factor, jax.lax.stop_gradient(factor))
-            (given,) = run_graph(kept, [cotangent, factor])
-            lost = is_lost(cotangent, back(cotangent, factor))
-            return jnp.where(lost, jnp.zeros_like(given), given)
-
-        _, tangent = _jax.jvp(selected, primals, tangents)
-        return _jax.keeping_rule(transpose, primals), tangent
-
-    def keeping(*values: Any) -> list[Any]:
-        operand, factor = values if is_first else reversed(values)
-        # JAX's operations take a number, or an axis of length 1, for an array filled with it.
-        operand = jnp.broadcast_to(operand, node.outputs[0].aval.shape)
-        return [_jax.linear_by_element(product, transpose, operand, factor)]
-
-    return keeping
+def _values(node: Node, operands: Sequence[Any]) -> list[Any]:
+    return [x for v, x in zip(node.inputs, operands, strict=True) if isinstance(v, Value)]

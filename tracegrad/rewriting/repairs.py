@@ -52,12 +52,20 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
       missing_ok: whether nothing of that kind may be there; always with None.
 
     Returns:
-      A rule. Nothing is changed but NaN and Inf that come of a cotangent of zero: values, forward
-      mode and what every operation gives of a cotangent that is finite stay as they are, bit by
-      bit. (The last bits of a compiled program may differ, where XLA fuses it another way.) Rules
-      of kind JVP (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`) are looked into, those of
-      kind VJP are left alone. It holds at any order. Of several rules let it be the last: what it
-      has replaced is a custom gradient to those behind it.
+      A rule. Values stay as they are. Each product of a cotangent and a factor in the backward pass
+      is followed by a selection: where the cotangent is zero, the product is zero, and where it is
+      not, the product is what it was. (The last bits of a compiled program may differ, where XLA
+      fuses it another way.) Rules of kind JVP (`jax.custom_jvp`: `jax.nn.softmax`,
+      `jnp.logaddexp`) are looked into, those of kind VJP are left alone. It holds for second
+      derivatives too. Of several rules let it be the last: what it has replaced is a custom
+      gradient to those behind it.
+
+    What it replaces has a backward of its own. So forward mode is `tracegrad.jvp`, `tracegrad.hvp`
+    and `tracegrad.hessian`; `jax.jvp` and `jax.hessian` refuse, as for any `jax.custom_vjp`.
+
+    A product of matrices adds up many products, and a NaN in one operand is in the sum whatever the
+    cotangent of its row is: no zero is kept there. Choose before the product, by `jnp.where` of
+    the operand.
 
     The gradient at a place where the function itself is on the side that counts, and has no finite
     derivative, is not finite as before; see `finite_derivative`.
@@ -95,8 +103,9 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
     Returns:
       A rule. Nothing is changed but NaN and Inf that come of finite cotangents; values and forward
-      mode stay as they are, with an infinite tangent there. What is infinite by rights is hidden
-      as well: so there is no default for `where`, as `strong_zero` has it.
+      mode (`tracegrad.jvp`; `jax.jvp` refuses, as with `strong_zero`) stay as they are, with an
+      infinite tangent there. What is infinite by rights is hidden as well: so there is no default
+      for `where`, as `strong_zero` has it.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def distance(x):

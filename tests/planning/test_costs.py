@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import tracegrad as tg
-from tracegrad.ir.costs import node_flops
+from tracegrad.planning.costs import node_flops
 
 pytestmark = pytest.mark.both_jax
 

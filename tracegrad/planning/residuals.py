@@ -17,8 +17,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Node, Occurrence, has_gradient, operations
-from tracegrad.ir.costs import nbytes
 from tracegrad.ir.running import run_node
+from tracegrad.planning.costs import nbytes
 
 
 @dataclass(frozen=True, slots=True)
