@@ -20,10 +20,10 @@ X = jnp.array([0.3, -1.2, 2.0])
 
 
 def lightest(fun, *args):
-    """For each input the ways with the fewest cuts: the operations there."""
+    """For each input the way with the fewest cuts: the operations there; None if there is none."""
     return [
-        [[cut.occurrence.node.op for cut in cuts] for cuts in ways]
-        for ways in smallest_cuts(tg.graph(fun)(*args), [0])
+        None if cuts is None else [cut.occurrence.node.op for cut in cuts]
+        for cuts in smallest_cuts(tg.graph(fun)(*args), [0])
     ]
 
 
@@ -31,16 +31,16 @@ def test_a_stop_that_leaves_another_way_open_is_no_cause():
     def f(x):
         return jnp.sum(jnp.round(jax.nn.softmax(x)))
 
-    assert lightest(f, X) == [[["round"]]]
-    assert lightest(lambda x: jnp.sum(jax.nn.softmax(x) ** 2), X) == [[[]]]
-    assert lightest(lambda x, y: jnp.sum(y), X, X) == [[], [[]]]
+    assert lightest(f, X) == [["round"]]
+    assert lightest(lambda x: jnp.sum(jax.nn.softmax(x) ** 2), X) == [[]]
+    assert lightest(lambda x, y: jnp.sum(y), X, X) == [None, []]
 
 
 def test_cuts_in_a_row_are_told_together_in_the_order_of_the_data():
     def f(x):
         return jnp.sum(lax.stop_gradient(2 * jnp.floor(x)))
 
-    assert lightest(f, X) == [[["floor", "stop_gradient"]]]
+    assert lightest(f, X) == [["floor", "stop_gradient"]]
 
 
 def test_the_way_with_fewer_cuts_counts():
@@ -48,30 +48,30 @@ def test_the_way_with_fewer_cuts_counts():
         long = lax.stop_gradient(jnp.floor(x) * 2)
         return jnp.sum(long * jnp.sign(x))
 
-    assert lightest(f, X) == [[["sign"]]]
+    assert lightest(f, X) == [["sign"]]
 
 
 def test_integers_are_cut_once():
     def f(x):
         return jnp.sum(X[(x.astype(int) + 1) * 2 % 3] + lax.stop_gradient(jnp.floor(x)))
 
-    assert lightest(f, X) == [[["convert_element_type"]]]
+    assert lightest(f, X) == [["convert_element_type"]]
 
 
 def test_the_users_own_come_before_a_librarys_and_masks_last():
-    def f(x):
-        softmax = jax.nn.softmax(lax.stop_gradient(x) * 0 + jnp.round(x))
-        return jnp.sum(jnp.where(x > 0, softmax, 1.0))
+    def with_mask(x):
+        return jnp.sum(jnp.where(x > 0, jnp.round(x), 1.0))
 
-    found = smallest_cuts(tg.graph(f)(X), [0])[0]
-    assert sorted(cut.occurrence.node.op for (cut,) in found) == ["gt", "round", "stop_gradient"]
-    assert found[-1][0].occurrence.node.op == "gt"
+    def mask_first(x):
+        return jnp.sum(jnp.round(x) * jnp.where(x > 0, 2.0, 1.0))
+
+    assert lightest(with_mask, X) == lightest(mask_first, X) == [["round"]]
 
     def library_first(x):
         peak = x - jnp.max(jax.nn.softmax(x), initial=-jnp.inf)
         return jnp.sum(lax.stop_gradient(peak))
 
-    ((cut,),) = smallest_cuts(tg.graph(library_first)(X), [0])[0]
+    (cut,) = smallest_cuts(tg.graph(library_first)(X), [0])[0]
     assert cut.occurrence.node.op == "stop_gradient"
     assert cut.occurrence.origin.line == library_first.__code__.co_firstlineno + 2
 
@@ -95,8 +95,7 @@ def test_a_cut_inside_of_a_region_is_told_with_the_calls_that_lead_there(through
     def f(x):
         return jnp.sum(jnp.exp(through(jnp.cos(x))) * jax.nn.softmax(X))
 
-    (way, *_) = smallest_cuts(tg.graph(f)(X), [0])[0]
-    (cut,) = way
+    (cut,) = smallest_cuts(tg.graph(f)(X), [0])[0]
     assert cut.occurrence.node.op == "stop_gradient"
     path = [node.op for node, _ in cut.occurrence.path]
     assert path[:1] == ([region] if region else []) or region == "remat2"
@@ -107,7 +106,7 @@ def test_a_number_of_steps_is_a_way_too():
     def f(x):
         return lax.while_loop(lambda c: c[0] < x[0], lambda c: (c[0] + 1, c[1] * 2), (0.0, 1.0))[1]
 
-    assert lightest(f, X) == [[["lt"]]]
+    assert lightest(f, X) == [["lt"]]
 
 
 def test_a_loop_is_gone_round_as_often_as_it_takes():
@@ -120,7 +119,7 @@ def test_a_loop_is_gone_round_as_often_as_it_takes():
 
         return jnp.sum(lax.scan(step, (x[0], 0.0, 0.0), None, 4)[1])
 
-    assert lightest(f, X) == [[["round"]]]
+    assert lightest(f, X) == [["round"]]
 
 
 def test_of_custom_rules_the_inputs_without_a_gradient_are_cut():
@@ -131,8 +130,8 @@ def test_of_custom_rules_the_inputs_without_a_gradient_are_cut():
     def f(x, y):
         return jnp.sum(first_only(x, y))
 
-    assert lightest(f, X, X) == [[[]], [["custom_vjp_call"]]]
-    ((cut,),) = smallest_cuts(tg.graph(f)(X, X), [0])[1]
+    assert lightest(f, X, X) == [[], ["custom_vjp_call"]]
+    (cut,) = smallest_cuts(tg.graph(f)(X, X), [0])[1]
     assert "the custom gradient first_only" in str(cut)
 
 
@@ -142,18 +141,18 @@ def test_of_several_targets_the_nearest_counts():
 
     program = tg.graph(f)(X)
     for targets, ops in ([0], ["floor", "round"]), ([1], ["floor"]), ([0, 1], ["floor"]):
-        (cuts,) = smallest_cuts(program, targets)[0]
+        cuts = smallest_cuts(program, targets)[0]
         assert [cut.occurrence.node.op for cut in cuts] == ops
 
 
 def test_a_function_called_from_everywhere_is_searched_once():
     """2**40 calls; where they are cut is one line."""
     program = tg.graph(doubled(40))(1.0, 2.0)
-    ((free,), ways) = smallest_cuts(program, [0])
+    free, cuts = smallest_cuts(program, [0])
     assert free == ()
-    ((cut,),) = ways
+    (cut,) = cuts
     assert "round at test_connectivity.py" in str(cut)
-    assert explain_unconnected(program, 1, ways).startswith("cut by round at test_connectivity.py")
+    assert explain_unconnected(program, 1, cuts).startswith("cut by round at test_connectivity.py")
 
 
 # ------------------------------------------------------------------------------ by exhaustive trial
@@ -197,7 +196,7 @@ def test_no_smaller_set_of_stops_would_do(lines):
         program = tg.graph(lambda x: run(lines, opened, x))(0.5)
         return connections(program) == [frozenset({0})]
 
-    ways = smallest_cuts(tg.graph(lambda x: run(lines, set(), x))(0.5), [0])[0]
+    (cuts,) = smallest_cuts(tg.graph(lambda x: run(lines, set(), x))(0.5), [0])
     fewest = next(
         (
             n
@@ -206,4 +205,4 @@ def test_no_smaller_set_of_stops_would_do(lines):
         ),
         None,
     )
-    assert (len(ways[0]) if ways else None) == fewest
+    assert (None if cuts is None else len(cuts)) == fewest

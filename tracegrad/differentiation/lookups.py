@@ -8,8 +8,9 @@ only served to scatter them is not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jax.lax import GatherScatterMode
 
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
-from tracegrad.ir import Atom, Graph, Literal, Node, Value, has_gradient
+from tracegrad.ir import Atom, Literal, Node, Occurrence, has_gradient
 from tracegrad.ir.importer import import_program
+from tracegrad.ir.inlined import Inlined, Ref
+from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import run_node
 from tracegrad.variables.reading import ReadsOutside
 
@@ -40,26 +43,26 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
       table on a mesh with explicit axes, is an array. Results that nobody needs any more are not
       computed; effects are kept.
     """
-    main = _Entered(import_program(program))
-    outputs = main.graph.outputs
-    found = [
-        _scatters(main, value) if flag and has_gradient(value) else None
-        for value, flag in zip(outputs, sparse, strict=True)
+    graph = import_program(program)
+    written_out = Inlined(graph)
+    scatters = [
+        _scatters(written_out, value) if flag and has_gradient(value) else None
+        for value, flag in zip(graph.outputs, sparse, strict=True)
     ]
-    for value, scatters in zip(outputs, found, strict=True):
-        for scatter in scatters or ():
-            for operand in (scatter.updates, *scatter.indices):
-                scatter.place.need(operand)
-        if not scatters:
-            main.need(value)
-    _find_needed(main)
+    found = [scatter for each in scatters for scatter in each or ()]
+    # Calls are opened on the way to what is read inside of them, and no others.
+    opened = {each.path[:depth] for each in found for depth in range(1, len(each.path) + 1)}
+    main = Inlined(graph, lambda path, node: (*path, (node, "jaxpr")) in opened)
+    results = list(zip(graph.outputs, scatters, strict=True))
+    dense = [main.origin((), value) for value, rows in results if not rows]
+    read = [main.origin(each.path, v) for each in found for v in (each.updates, *each.indices)]
+    steps = _needed(main, [*dense, *read])
 
     def run(*args: Any) -> list[Any]:
-        values: _Values = {}
-        _run(main, args, values)
+        values = _run(main, steps, args)
         return [
-            _slices(scatters, value.aval, values) if scatters else _read(main, value, values)
-            for value, scatters in zip(outputs, found, strict=True)
+            _slices(rows, value.aval, main, values) if rows else _read(values, main, (), value)
+            for value, rows in results
         ]
 
     return run
@@ -97,111 +100,55 @@ def call_with_slices(
 _COMPUTED = object()  # what the program gives, in a tree of what the function returned
 
 
-# ---------------------------------------------------------------------------- programs as entered
+# ------------------------------------------------------------------------------ what is computed
 
-_Values = dict["_Entered", dict[Value, Any]]
-
-
-@dataclass(eq=False)
-class _Entered:
-    """A graph and the call by which it was entered: regions are shared, and each call of one is
-    another place. A jitted function whose call is not `opened` is called as it is."""
-
-    graph: Graph
-    node: Node | None = None
-    outside: _Entered | None = None
-    inner: dict[Node, _Entered] = field(default_factory=dict)
-    opened: bool = False
-    needed: set[Value] = field(default_factory=set)
-    nodes: list[Node] = field(default_factory=list)  # what is run: see `_find_needed`
-
-    def region(self, node: Node) -> _Entered:
-        if node not in self.inner:
-            self.inner[node] = _Entered(node.regions["jaxpr"], node, self)
-        return self.inner[node]
-
-    def need(self, value: Atom) -> None:
-        """Has a value kept for who runs this, at whatever depth it is."""
-        if isinstance(value, Value):
-            self.needed.add(value)
-        place: _Entered | None = self
-        while place is not None:
-            place.opened, place = True, place.outside
+_Values = dict[Ref, Any]
 
 
-def _find_needed(place: _Entered) -> None:
-    """Chooses the nodes that what is needed depends on, and those with effects."""
-    needed, chosen = place.needed, []
-    for node in reversed(place.graph.nodes):
-        inner = place.inner.get(node)
-        inputs: Sequence[Atom]
-        if inner is not None and inner.opened:
-            pairs = zip(node.outputs, inner.graph.outputs, strict=True)
-            inner.needed.update(v for out, v in pairs if out in needed and isinstance(v, Value))
-            _find_needed(inner)
-            operands = zip(node.inputs, inner.graph.inputs, strict=True)
-            inputs = [operand for operand, v in operands if v in inner.needed]
-        elif node.effects or any(v in needed for v in node.outputs):
-            inputs = node.inputs
-        else:
-            continue
-        needed.update(v for v in inputs if isinstance(v, Value))
-        chosen.append(node)
-    place.nodes = chosen[::-1]
+def _needed(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
+    """The operations that what is wanted depends on, and those with effects."""
+    needed, chosen = set(wanted), []
+    for step in reversed(main.steps):
+        if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
+            needed.update(main.origin(step.path, v) for v in step.node.operands)
+            chosen.append(step)
+    return chosen[::-1]
 
 
-def _run(place: _Entered, args: Sequence[Any], values: _Values) -> None:
-    """Runs the chosen nodes; `values` gets what every place has computed."""
-    here = values[place] = dict(place.graph.constants)
-    here.update(zip(place.graph.inputs, args, strict=True))
-    for node in place.nodes:
-        operands = [_read(place, v, values) for v in node.inputs]
-        inner = place.inner.get(node)
-        if inner is None or not inner.opened:
+def _run(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Values:
+    """Runs these operations; returns what their results are, and the inputs."""
+    values: _Values = {((), v): arg for v, arg in zip(main.graph.inputs, args, strict=True)}
+    for path, node in ((step.path, step.node) for step in steps):
+        operands = [_read(values, main, path, v) for v in node.inputs]
+        with ExitStack() as around:
+            for call, _ in path:
+                for context in _jax.equation_context(*call.source):
+                    around.enter_context(context)
             results = run_node(node, operands)
-        else:
-            scope, settings = _jax.equation_context(*node.source)
-            with scope, settings:
-                _run(inner, operands, values)
-            results = [_read(inner, v, values) for v in inner.graph.outputs]
-        here.update(zip(node.outputs, results, strict=True))
+        values.update(zip([(path, v) for v in node.outputs], results, strict=True))
+    return values
 
 
-def _read(place: _Entered, value: Atom, values: _Values) -> Any:
-    """A value of a place; None if it was not needed."""
-    return value.val if isinstance(value, Literal) else values[place].get(value)
+def _read(values: _Values, main: Inlined, path: Path, atom: Atom) -> Any:
+    path, atom = main.origin(path, atom)
+    if isinstance(atom, Literal):
+        return atom.val
+    constants = main.region(path).constants
+    return constants[atom] if atom in constants else values[path, atom]
 
 
 # ---------------------------------------------------------------------------------- what is zeros
 
-
-def _origin(place: _Entered, value: Atom) -> tuple[_Entered, Atom]:
-    """Where a value comes from, in or out of jitted functions."""
-    while isinstance(value, Value):
-        node = place.graph.producers.get(value)
-        if node is not None and node.primitive is _jax.JIT:
-            index = node.outputs.index(value)
-            place = place.region(node)
-            value = place.graph.outputs[index]
-        elif node is None and place.node is not None and value in place.graph.inputs:
-            assert place.outside is not None
-            value = place.node.inputs[place.graph.inputs.index(value)]
-            place = place.outside
-        else:
-            break
-    return place, value
-
-
 _KEEPS_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
 
 
-def _is_zeros(place: _Entered, value: Atom) -> bool:
+def _is_zeros(program: Inlined, path: Path, value: Atom) -> bool:
     """Whether a value is zeros by the program itself."""
     while True:
-        place, value = _origin(place, value)
+        path, value = program.origin(path, value)
         if isinstance(value, Literal):
             return bool(np.all(np.asarray(value.val) == 0))
-        node = place.graph.producers.get(value)
+        node = program.made_by(path, value)
         if node is None or node.op not in _KEEPS_ZEROS:
             return False
         value = node.inputs[0]
@@ -217,44 +164,40 @@ _Rows = Callable[..., tuple[Any, Any]]
 class _Scatter:
     """Rows written into zeros: what is written, to where, and how to read that."""
 
-    place: _Entered
+    path: Path
     updates: Atom
     indices: tuple[Atom, ...]
     rows: _Rows
 
 
-def _scatters(place: _Entered, value: Atom) -> list[_Scatter] | None:
+def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
     """The scatters of which a value is the sum, in the order of the lookups; None if it is not."""
     found: list[_Scatter] = []
-    pending = [(place, value)]
+    pending: list[Ref] = [((), value)]
     while pending:
-        place, value = _origin(*pending.pop())
-        if _is_zeros(place, value):
+        path, value = program.origin(*pending.pop())
+        if _is_zeros(program, path, value):
             continue
-        node = place.graph.producers.get(value) if isinstance(value, Value) else None
+        node = program.made_by(path, value)
         if node is None:
             return None
         if node.op in ("add", "add_any"):
-            pending += [(place, v) for v in node.inputs[::-1]]
+            pending += [(path, v) for v in node.inputs[::-1]]
             continue
         is_cast = node.op == "convert_element_type" and has_gradient(node.inputs[0])
         if is_cast or node.op == "copy":
-            pending.append((place, node.inputs[0]))
+            pending.append((path, node.inputs[0]))
             continue
-        scatter = _SCATTERS.get(node.op, _no_scatter)(place, node)
+        scatter = _SCATTERS[node.op](program, path, node) if node.op in _SCATTERS else None
         if scatter is None:
             return None
         found.append(scatter)
         if node.op == "scatter-add":
-            pending.append((place, node.inputs[0]))
+            pending.append((path, node.inputs[0]))
     return found[::-1]  # the reverse pass comes to the last lookup first
 
 
-def _no_scatter(place: _Entered, node: Node) -> _Scatter | None:
-    return None
-
-
-def _scatter_add(place: _Entered, node: Node) -> _Scatter | None:
+def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
     """The transpose of a gather."""
     numbers, mode = node.params["dimension_numbers"], node.params["mode"]
     table = tuple(node.outputs[0].aval.shape)
@@ -284,33 +227,33 @@ def _scatter_add(place: _Entered, node: Node) -> _Scatter | None:
             slices, starts[:, columns.index(0)], inside, table[0], mode is GatherScatterMode.CLIP
         )
 
-    return _Scatter(place, updates, (indices,), rows)
+    return _Scatter(path, updates, (indices,), rows)
 
 
-def _update_slice(place: _Entered, node: Node) -> _Scatter | None:
+def _update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
     """The transpose of ``table[i]``, whose index is one number."""
     table, updates, *starts = node.inputs
-    if updates.aval.shape[1:] != table.aval.shape[1:] or not _is_zeros(place, table):
+    if updates.aval.shape[1:] != table.aval.shape[1:] or not _is_zeros(program, path, table):
         return None
     count = table.aval.shape[0]
 
     def rows(updates: Any, start: Any) -> tuple[Any, Any]:
         return _within(updates[None], jnp.asarray(start)[None], True, count, clips=True)
 
-    return _Scatter(place, updates, (starts[0],), rows)
+    return _Scatter(path, updates, (starts[0],), rows)
 
 
-def _pad(place: _Entered, node: Node) -> _Scatter | None:
+def _pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
     """The transpose of ``table[3]``, whose index is written in the program."""
     updates, padding = node.inputs
     (row, *first), *others = [tuple(map(int, config)) for config in node.params["padding_config"]]
     is_row = updates.aval.shape[0] == 1 and row >= 0 and first[0] >= 0 and not any(map(any, others))
-    if not is_row or not _is_zeros(place, padding):
+    if not is_row or not _is_zeros(program, path, padding):
         return None
-    return _Scatter(place, updates, (), lambda updates: (updates, jnp.array([row])))
+    return _Scatter(path, updates, (), lambda updates: (updates, jnp.array([row])))
 
 
-_SCATTERS: dict[str, Callable[[_Entered, Node], _Scatter | None]] = {
+_SCATTERS: dict[str, Callable[[Inlined, Path, Node], _Scatter | None]] = {
     "scatter-add": _scatter_add,
     "dynamic_update_slice": _update_slice,
     "pad": _pad,
@@ -341,10 +284,12 @@ def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> 
     return windows.reshape(-1, *windows.shape[2:]), rows.reshape(-1)
 
 
-def _slices(scatters: Sequence[_Scatter], aval: Any, values: _Values) -> IndexedSlices:
+def _slices(
+    scatters: Sequence[_Scatter], aval: Any, main: Inlined, values: _Values
+) -> IndexedSlices:
     found = []
-    for scatter in scatters:
-        operands = [_read(scatter.place, v, values) for v in (scatter.updates, *scatter.indices)]
-        found.append(scatter.rows(*operands))
+    for each in scatters:
+        operands = [_read(values, main, each.path, v) for v in (each.updates, *each.indices)]
+        found.append(each.rows(*operands))
     slices, rows = (jnp.concatenate(parts) if len(found) > 1 else parts[0] for parts in zip(*found))
     return IndexedSlices(slices.astype(aval.dtype), rows, aval.shape)

@@ -294,9 +294,9 @@ def _require_connected(chosen: Selection, program: Graph, linked: Sequence[froze
         if inputs.issuperset(range(len(paths))):
             continue
         whence = "" if len(linked) == 1 else f" from output {output}"
-        ways = smallest_cuts(program, [output])
+        cuts = smallest_cuts(program, [output])
         lines += [
-            f"  {path}{whence}: {explain_unconnected(program, i, ways[i])}"
+            f"  {path}{whence}: {explain_unconnected(program, i, cuts[i])}"
             for i, path in enumerate(paths)
             if i not in inputs
         ]

@@ -3,17 +3,18 @@
 Every program that computes something has nodes that pass no gradient on: the maximum that softmax
 subtracts is stopped, masks come of comparisons. Such a node is the cause only where nothing but it
 stands in the way. So each way of the data from the input to an output is weighed by the nodes on it
-that pass nothing on, and the lightest ones are told. Of equally light ones those come first whose
-cuts the user has written.
+that pass nothing on, and the lightest way is told; of equally light ones the one whose cuts the
+user has written.
 
-The search runs backward from the outputs, through calls, branches and loops, and knows of every
-value the lightest ways from there on; a region is searched once for each of its outputs.
+The search runs backward from the outputs, and knows of every value the lightest way from there on.
+A region is searched once for each of its outputs: written out, a program of functions that call
+others twice would have no end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tracegrad import _jax
 from tracegrad._jax.caches import once_for_each
@@ -23,7 +24,6 @@ from tracegrad.ir import (
     Graph,
     Node,
     Occurrence,
-    Origin,
     StopGradient,
     Value,
     dtype_of,
@@ -31,11 +31,9 @@ from tracegrad.ir import (
 )
 from tracegrad.ir.authors import whose
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
-from tracegrad.ir.occurrence import Path, at, users_line
+from tracegrad.ir.inlined import RegionCall, is_loop, may_not_run, region_calls
+from tracegrad.ir.occurrence import at
 from tracegrad.rewriting.forward_mode import place_of
-
-# So many equally light ways are told apart, by the lines of their cuts.
-MOST_WAYS = 8
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,18 @@ class Cut:
 
     occurrence: Occurrence
     result: Value  # whose cotangent goes no further
+
+    @property
+    def rank(self) -> int:
+        """How unlikely it is to be a mistake: a library's is not; a mask is often meant as that."""
+        node = self.occurrence.node
+        is_mask = not is_connectable(self.result) and node.op != "convert_element_type"
+        return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
+
+    def within(self, call: Node, name: str) -> Cut:
+        """It in the graph that the region of a call stands in."""
+        here = self.occurrence
+        return Cut(Occurrence(((call, name), *here.path), here.node), self.result)
 
     def __str__(self) -> str:
         node, origin = self.occurrence.node, self.occurrence.origin
@@ -62,131 +72,67 @@ class Cut:
         return f"{node.name}{place}, whose result is {dtype}"
 
 
-# The cuts on one way from an input to an output, in the order in which the data meet them.
+# The cuts on a way from an input to an output, in the order in which the data meet them.
 CutsOnWay = tuple[Cut, ...]
 
 
-def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[tuple[CutsOnWay, ...]]:
-    """For every input of a graph, the fewest cuts without which it were connected to a target.
-
-    Several entries are several ways, with as many cuts each, the likeliest cause first: the first
-    `MOST_WAYS` of them. None if nothing that leads to a target uses the input; one without cuts if
-    it is connected.
+def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None]:
+    """For every input of a graph, the fewest cuts without which it were connected to a target: none
+    if it is connected; None if nothing that leads to a target uses the input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))))(jnp.ones(3))
     >>> smallest_cuts(program, [0])
-    [((),)]
+    [()]
     >>> program = tg.graph(lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)))(jnp.ones(3))
-    >>> [str(cut).split(" at ")[0] for (way,) in smallest_cuts(program, [0]) for cut in way]
+    >>> [str(cut).split(" at ")[0] for cuts in smallest_cuts(program, [0]) for cut in cuts]
     ['stop_gradient']
     """
     reached = [int(is_connectable(value)) for value in graph.inputs]
     ways = _Search().of(graph, reached, targets)
     return [
-        tuple(
-            tuple(Cut(Occurrence(cut.path, cut.node), cut.result) for cut in cuts)
-            for cuts in ways[value].lightest
-        )
-        if value in ways and is_connectable(value)
-        else ()
+        ways[value].cuts if value in ways and is_connectable(value) else None
         for value in graph.inputs
     ]
 
 
-def explain_unconnected(graph: Graph, source: int, ways: Sequence[CutsOnWay]) -> str:
-    """Why an input gets no gradient, in words; `ways`: its `smallest_cuts`."""
+def explain_unconnected(graph: Graph, source: int, cuts: CutsOnWay | None) -> str:
+    """Why an input gets no gradient, in words; `cuts`: its `smallest_cuts`."""
     value = graph.inputs[source]
     if not is_connectable(value):
         return f"it is {dtype_of(value)}, which has no gradient"
-    found = ["cut by " + ", and by ".join(map(str, cuts)) for cuts in ways]
-    found = list(dict.fromkeys(found))
-    if not found:
+    if cuts is None:
         return "nothing that leads to the output uses it"
-    more = f", and in {len(found) - 3} more places" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
-
-
-# ------------------------------------------------------------------------------------------- ways
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A cut inside of a region, which may be entered from several places."""
-
-    path: Path
-    node: Node
-    result: Value
-    line: Origin | None  # of the user's, as far as it is told by the calls in `path`
-    rank: int
-
-    @property
-    def place(self) -> object:
-        """Equal for what a user would call one place."""
-        return self.node.name, self.line or self.node
-
-    def within(self, call: Node, name: str) -> _Cut:
-        line = self.line or users_line(call)
-        return replace(self, path=((call, name), *self.path), line=line)
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The lightest ways from one value to another: how many cuts each has, and these cuts of each,
-    the likeliest first."""
-
-    count: int
-    lightest: tuple[tuple[_Cut, ...], ...]
-
-    def then(self, onward: _Ways) -> _Ways:
-        """These ways, and from their end on those."""
-        if not self.count:
-            return onward
-        if not onward.count:
-            return self
-        ways = (
-            (*cuts, *(cut for cut in more if cut not in cuts))
-            for cuts in self.lightest
-            for more in onward.lightest
-        )
-        return _Ways(self.count + onward.count, _first(ways))
-
-    def within(self, call: Node, name: str) -> _Ways:
-        """What they are to the graph that the region of a call stands in."""
-        if not self.count:
-            return self
-        ways = (tuple(cut.within(call, name) for cut in cuts) for cuts in self.lightest)
-        return _Ways(self.count, _first(ways))
-
-
-_FREE = _Ways(0, ((),))
-
-
-def _lighter(one: _Ways | None, other: _Ways) -> _Ways:
-    """The lightest among the ways of both."""
-    if one is None or other.count < one.count:
-        return other
-    if one.count < other.count or not one.count or one == other:
-        return one
-    return _Ways(one.count, _first((*one.lightest, *other.lightest)))
-
-
-def _first(
-    ways: Iterator[tuple[_Cut, ...]] | Sequence[tuple[_Cut, ...]],
-) -> tuple[tuple[_Cut, ...], ...]:
-    """The likeliest of some ways, one of those with cuts at the same places."""
-    ranked = sorted(ways, key=lambda cuts: sum(cut.rank for cut in cuts))
-    known = {frozenset(cut.place for cut in cuts): cuts for cuts in reversed(ranked)}
-    return tuple(reversed(known.values()))[:MOST_WAYS]
-
-
-def _rank(node: Node, result: Value) -> int:
-    """How unlikely a cut is to be a mistake: a library's is not; a mask is often meant as that."""
-    is_mask = not is_connectable(result) and node.op != "convert_element_type"
-    return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
+    return "cut by " + ", and by ".join(map(str, cuts))
 
 
 # ----------------------------------------------------------------------------------------- search
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The lightest way from one value to another, by its cuts."""
+
+    cuts: CutsOnWay = ()
+    weight: tuple[int, int] = (0, 0)  # how many cuts, and the sum of their ranks
+
+    def then(self, onward: _Way) -> _Way:
+        """This way, and from its end on that one."""
+        (count, rank), (more, further) = self.weight, onward.weight
+        cuts = (*self.cuts, *(cut for cut in onward.cuts if cut not in self.cuts))
+        return _Way(cuts, (count + more, rank + further))
+
+    def within(self, call: Node, name: str) -> _Way:
+        return _Way(tuple(cut.within(call, name) for cut in self.cuts), self.weight)
+
+
+_FREE = _Way()
+
+
+def _lighter(one: _Way | None, other: _Way | None) -> _Way | None:
+    if one is None or (other is not None and other.weight < one.weight):
+        return other
+    return one
 
 
 @dataclass
@@ -194,8 +140,8 @@ class _Search:
     walk: Walk = field(default_factory=Walk)
 
     @once_for_each
-    def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Ways]:
-        """The ways from the values of a graph to the nearest of some outputs.
+    def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
+        """The way from each value of a graph to the nearest of some outputs.
 
         `reached`: for each input, 1 if a gradient there would go on to a source.
         """
@@ -208,10 +154,12 @@ class _Search:
             for i, found in self._into(node, ins, ways):
                 operand = node.inputs[i]
                 if isinstance(operand, Value):
-                    ways[operand] = _lighter(ways.get(operand), found)
+                    lightest = _lighter(ways.get(operand), found)
+                    assert lightest is not None
+                    ways[operand] = lightest
         return ways
 
-    def _into(self, node: Node, ins: Masks, ways: dict[Value, _Ways]) -> list[tuple[int, _Ways]]:
+    def _into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
         """The ways from the operands of a node, given those from its results."""
         references = [v for v in node.operands if is_reference(v)]
         if references:  # what is written there may be read anywhere
@@ -224,17 +172,17 @@ class _Search:
             for i, found in self._through(node, ins, k)
         ]
 
-    def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Ways]]:
+    def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
         """The ways from the operands of a node to one of its results."""
         entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
             return
-        inside: dict[int, _Ways] = {}
+        inside: dict[int, _Way] = {}
         if node.op == "shard_map" and (masks := enter(node, ins, self.walk.region)) is not None:
             inside = dict(self._through_regions(node, masks[1], k))
-        result = node.outputs[k]
-        cut = _Ways(1, ((_Cut((), node, result, users_line(node), _rank(node, result)),),))
+        cut = Cut(Occurrence((), node), node.outputs[k])
+        here = _Way((cut,), (1, cut.rank))
         for i, value in enumerate(node.inputs):
             if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
@@ -242,7 +190,7 @@ class _Search:
             if not is_connectable(value) or self._is_connected(node, ins, i, k):
                 yield i, _FREE
             else:
-                yield i, inside[i] if i in inside and inside[i].count else cut
+                yield i, inside[i] if i in inside and inside[i].cuts else here
 
     @once_for_each
     def _flow(self, node: Node) -> Masks:
@@ -262,58 +210,55 @@ class _Search:
 
     def _through_regions(
         self, node: Node, masks: dict[str, Masks], k: int
-    ) -> Iterator[tuple[int, _Ways]]:
-        if node.primitive is _jax.SCAN or node.primitive in _jax.WHILES:
-            yield from self._through_loop(node, masks, k)
+    ) -> Iterator[tuple[int, _Way]]:
+        calls = region_calls(node)
+        if is_loop(node):
+            yield from self._through_loop(node, calls, masks, k)
             return
-        shift = 1 if node.primitive is _jax.COND else 0
-        if shift:  # which branch is taken
+        if node.primitive is _jax.COND:  # which branch is taken
             yield 0, _FREE
-        for name, reached in masks.items():
-            for i, found in self._inside(node, name, reached, k).items():
-                yield i + shift, found
+        for call in calls:
+            for i, found in self._inside(node, call, masks, k).items():
+                yield call.operands[i], found
 
     def _through_loop(
-        self, node: Node, masks: dict[str, Masks], k: int
-    ) -> Iterator[tuple[int, _Ways]]:
-        name = "jaxpr" if node.primitive is _jax.SCAN else "body_jaxpr"
+        self, node: Node, calls: Sequence[RegionCall], masks: dict[str, Masks], k: int
+    ) -> Iterator[tuple[int, _Way]]:
+        *condition, body = calls
 
-        def back(onward: Sequence[_Ways | None]) -> list[_Ways | None]:
-            ways: list[_Ways | None] = [None] * len(masks[name])
+        def back(onward: Sequence[_Way | None]) -> list[_Way | None]:
+            ways: list[_Way | None] = [None] * len(body.operands)
             for j, further in enumerate(onward):
                 if further is not None:
-                    for i, found in self._inside(node, name, masks[name], j).items():
+                    for i, found in self._inside(node, body, masks, j).items():
                         ways[i] = _lighter(ways[i], found.then(further))
             return ways
 
-        def join(one: _Ways | None, other: _Ways | None) -> _Ways | None:
-            return one if other is None else _lighter(one, other)
+        onward: list[_Way | None] = [None] * len(body.results)
+        for call in condition:  # on what it depends when the loop ends, on that depend all results
+            for i, found in self._inside(node, call, masks, 0).items():
+                j = call.round[i]
+                if j is None:
+                    yield call.operands[i], found
+                else:
+                    onward[j] = found
+        onward[k] = _FREE
+        onward = back_around(node, onward, back, _lighter)
+        for i, way in enumerate(back(onward)):
+            j = body.round[i]
+            if j is not None and may_not_run(node):  # what went in comes out
+                way = onward[j]
+            if way is not None:
+                yield body.operands[i], way
 
-        onward: list[_Ways | None] = [None] * len(node.outputs)
-        if node.primitive is _jax.SCAN:
-            shift, (first, carried) = 0, _jax.scan_split(node.params)
-            onward[k] = _FREE
-            ways = back(back_around(node, onward, back, join))
-            length = node.params["length"]
-            if k < carried and (length == 0 or not isinstance(length, int)):
-                ways[first + k] = _FREE  # with no iteration at all, what went in comes out
-        else:
-            shift = int(node.params["cond_nconsts"])
-            # Of which numbers it depends when the loop ends, on that depend all results.
-            ends = self._inside(node, "cond_jaxpr", masks["cond_jaxpr"], 0)
-            yield from ((i, found) for i, found in ends.items() if i < shift)
-            onward = [ends.get(shift + j) for j in range(len(onward))]
-            onward[k] = _FREE
-            onward = back_around(node, onward, back, join)
-            ways = [*back(onward)[: node.params["body_nconsts"]], *onward]
-        yield from ((shift + i, found) for i, found in enumerate(ways) if found is not None)
-
-    def _inside(self, node: Node, name: str, reached: Masks, k: int) -> dict[int, _Ways]:
+    def _inside(
+        self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
+    ) -> dict[int, _Way]:
         """The ways from the inputs of a region of a node to one of its outputs."""
-        region = node.regions[name]
-        ways = self.of(region, [int(mask != 0) for mask in reached], (k,))
+        region = node.regions[call.name]
+        ways = self.of(region, [int(mask != 0) for mask in masks[call.name]], (k,))
         return {
-            i: ways[value].within(node, name)
+            i: ways[value].within(node, call.name)
             for i, value in enumerate(region.inputs)
             if value in ways
         }

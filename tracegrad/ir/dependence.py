@@ -14,15 +14,14 @@ from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value, is_reference
+from tracegrad.ir.inlined import is_loop, may_not_run, region_calls
+from tracegrad.ir.nodes import Atom, Node, Value, is_reference
 
 T = TypeVar("T")
 Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
 
-# One program on the operands as they are.
-_CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 # Each result is computed from the operand in the same place.
 _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
@@ -134,54 +133,34 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     Returns the masks of its results, and for each region the masks of its inputs; None for a node
     without regions, or with regions of which only JAX knows how they are called.
     """
-    regions = node.regions
-    if not regions or any(is_reference(v) for v in node.inputs):
+    calls = region_calls(node)
+    if not calls or any(is_reference(v) for v in node.inputs):
         return None
-    if isinstance(node, (Recompute, CustomGradient)) or node.op in _CALLS:
-        name, region = next(iter(regions.items()))
-        return run(region, ins), {name: ins}
-    if node.primitive is _jax.COND:
-        branches = [run(region, ins[1:]) for region in regions.values()]
-        outs = [ins[0] | joined(masks) for masks in zip(*branches, strict=True)]
-        return outs, dict.fromkeys(regions, ins[1:])
-    if node.primitive is _jax.SCAN:
-        return _enter_scan(node, ins, run)
-    if node.primitive in _jax.WHILES:
-        return _enter_while(node, ins, run)
-    return None
-
-
-def _enter_scan(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
-    constants, carried = _jax.scan_split(node.params)
-    first, last = constants, constants + carried
+    branch = ins[0] if node.primitive is _jax.COND else 0  # which one is taken
+    regions = {call.name: [ins[i] for i in call.operands] for call in calls}
     while True:
-        outs = run(node.regions["jaxpr"], ins)
-        carry = [a | b for a, b in zip(ins[first:last], outs, strict=False)]
-        if carry == ins[first:last]:
-            length = node.params["length"]
-            if not isinstance(length, int) or length == 0:
-                # With no iteration at all, what went in comes out.
-                outs = [*carry, *outs[carried:]]
-            return outs, {"jaxpr": ins}
-        ins = [*ins[:first], *carry, *ins[last:]]
-
-
-def _enter_while(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]]:
-    split = node.params["cond_nconsts"]
-    start = split + node.params["body_nconsts"]
-    condition, body = node.regions["cond_jaxpr"], node.regions["body_jaxpr"]
-    carry = ins[start:]
-    while True:
-        (again,) = run(condition, [*ins[:split], *carry])
-        outs = run(body, [*ins[split:start], *carry])
-        more = [a | b | again for a, b in zip(carry, outs, strict=True)]
-        if more == carry:
-            regions = {
-                "cond_jaxpr": [*ins[:split], *carry],
-                "body_jaxpr": [*ins[split:start], *carry],
-            }
-            return carry, regions
-        carry = more
+        outs = [run(node.regions[name], masks) for name, masks in regions.items()]
+        again = outs[0][0] if node.primitive in _jax.WHILES else 0  # whether the loop goes on
+        more = {
+            call.name: [
+                mask if i is None else mask | outs[-1][i] | again
+                for mask, i in zip(regions[call.name], call.round, strict=True)
+            ]
+            for call in calls
+        }
+        if more == regions:
+            break
+        regions = more
+    results = [branch] * len(node.outputs)
+    for call, masks in zip(calls, outs, strict=True):
+        for k, mask in zip(call.results, masks, strict=True):
+            if k is not None:
+                results[k] |= mask
+    if may_not_run(node):
+        for mask, i in zip(regions[calls[-1].name], calls[-1].round, strict=True):
+            if i is not None:
+                results[i] |= mask
+    return results, regions
 
 
 # --------------------------------------------------------------------------------------- liveness
@@ -243,14 +222,15 @@ def back_around(
       back: carries that through the body, from its outputs to its inputs.
       join: of what comes from both.
     """
-    first, carried = 0, 0
-    if node.primitive is _jax.SCAN:
-        first, carried = _jax.scan_split(node.params)
-    elif node.primitive in _jax.WHILES:
-        first, carried = node.params["body_nconsts"], len(outputs)
     found = list(outputs)
-    while carried:
-        more = [*map(join, found, back(found)[first : first + carried]), *found[carried:]]
+    if not is_loop(node):
+        return found
+    *_, body = region_calls(node)
+    while True:
+        before, more = back(found), list(found)
+        for i, k in enumerate(body.round):
+            if k is not None:
+                more[k] = join(more[k], before[i])
         if more == found:
             break
         found = more

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
-from tracegrad.ir.nodes import Apply, Call, CustomGradient, Node, Recompute, Value
+from tracegrad.ir.inlined import region_calls
+from tracegrad.ir.nodes import Apply, CustomGradient, Node, Recompute, Value
 from tracegrad.ir.occurrence import Occurrence, Path
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
             raise GraphError(f"{graph.names[value]} is defined twice")
     if isinstance(node, Apply):
         _check_types(node)
-    for name, region in node.regions.items():
-        _check_operands(node, name, region)
+    _check_operands(node)
     if isinstance(node, (Recompute, CustomGradient)) or node.op == "jit":
         (region,) = node.regions.values()
         _expect_types("results", [v.aval for v in node.outputs], region.out_avals)
@@ -73,31 +73,16 @@ def _check_types(node: Node) -> None:
         _expect_types("results", [v.aval for v in node.outputs], expected)
 
 
-def _check_operands(node: Node, name: str, region: Graph) -> None:
-    """A region's inputs against the operands that the primitive hands it."""
-    given = _operands(node, name)
-    if given is not None:
-        _expect_types(f"operands of {name}", given, region.in_avals)
-
-
-def _operands(node: Node, region: str) -> Sequence[Any] | None:
-    """The types that a node hands to one of its regions; None if only JAX knows."""
+def _check_operands(node: Node) -> None:
+    """The inputs of a node's regions against the operands that the primitive hands them."""
     avals = [value.aval for value in node.inputs]
-    if isinstance(node, (Recompute, CustomGradient)) or node.op == "jit":
-        return avals
-    if not isinstance(node, Call):
-        return None
-    if node.primitive is _jax.COND:
-        return avals[1:]
-    if node.primitive in _jax.WHILES:
-        conditions, bodies = node.params["cond_nconsts"], node.params["body_nconsts"]
-        carry = avals[conditions + bodies :]
-        own = avals[:conditions] if region == "cond_jaxpr" else avals[conditions:][:bodies]
-        return [*own, *carry]
-    if node.primitive is _jax.SCAN:
-        whole = sum(_jax.scan_split(node.params))
-        return [*avals[:whole], *(_Slice(a.shape[1:], a.dtype) for a in avals[whole:])]
-    return None
+    if node.op == "shard_map":  # it hands on parts of them
+        return
+    for call in region_calls(node):
+        given = [avals[i] for i in call.operands]
+        whole = len(given) - call.sliced
+        given[whole:] = [_Slice(aval.shape[1:], aval.dtype) for aval in given[whole:]]
+        _expect_types(f"operands of {call.name}", given, node.region(call.name).in_avals)
 
 
 class _Slice(NamedTuple):

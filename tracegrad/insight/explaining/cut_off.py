@@ -9,7 +9,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
-from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
+from tracegrad.differentiation.smallest_cuts import Cut, CutsOnWay, explain_unconnected
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding
@@ -50,9 +50,8 @@ _LOOP_CURE = (
 )
 
 
-def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
-    """What cuts an input of a graph off; `ways`: its `smallest_cuts`."""
-    cuts, *others = ways
+def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
+    """What cuts an input of a graph off; `cuts`: its `smallest_cuts`."""
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
         text, origin = _words(cut), cut.occurrence.origin
@@ -68,7 +67,7 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
             text = f"{by} {text}"
         yield Finding(
             cause,
-            text + _also_needed(cut, cuts) + _elsewhere(others),
+            text + _also_needed(cut, cuts),
             (path,),
             origin=origin,
             whose=owner,
@@ -105,17 +104,6 @@ def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
     return f"; on the same way {verb} {listed(others, 3)}, too: a gradient needs all of them gone"
 
 
-def _elsewhere(ways: Sequence[CutsOnWay]) -> str:
-    """The other ways with as few cuts."""
-    if not ways:
-        return ""
-    count = f"{len(ways)} other ways are" if len(ways) > 1 else "1 other way is"
-    if len(ways) == MOST_WAYS - 1:
-        count = f"{len(ways)} or more other ways are"
-    places = list(dict.fromkeys(place for cuts in ways for place in map(_place, cuts)))
-    return f"; {count} cut as well: {listed(places, 3)}"
-
-
 def _cause_of_cut(cut: Cut) -> str:
     """The class of what cuts: one word or two."""
     node = cut.occurrence.node
@@ -150,7 +138,7 @@ def cut_off(
     inputs: Sequence[Any],
     path: str,
     i: int,
-    ways: Sequence[CutsOnWay],
+    cuts: CutsOnWay | None,
     why_unused: str | None,
 ) -> Iterator[Finding]:
     """Why nothing connects a source with the results.
@@ -158,11 +146,11 @@ def cut_off(
     Args:
       program, inputs: the graph and its arrays.
       path, i: the source and which input it is.
-      ways: its `smallest_cuts` with respect to the outputs with cotangents.
+      cuts: its `smallest_cuts` with respect to the outputs with cotangents.
       why_unused: see `explain_graph`.
     """
-    if ways:
-        yield from _findings_of_cuts(path, ways)
+    if cuts is not None:
+        yield from _findings_of_cuts(path, cuts)
         return
     constant = None if why_unused else _closed_over(program, inputs[i])
     if constant is not None:
@@ -177,7 +165,7 @@ def cut_off(
     else:
         yield Finding(
             "unused",
-            why_unused or explain_unconnected(program, i, ways),
+            why_unused or explain_unconnected(program, i, cuts),
             (path,),
             cure="use it where the result is computed, or leave it out of wrt",
         )

@@ -79,7 +79,7 @@ def explain_graph(
     reached = _connected(program, targets, known)
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
-    cuts: list[tuple[CutsOnWay, ...]] = []
+    cuts: list[CutsOnWay | None] = []
     for path, i in sources.items():
         if i is not None and i in reached:
             flowing[i] = True
@@ -89,7 +89,7 @@ def explain_graph(
             findings.append(no_gradient(path, unselectable[path]))
         else:
             cuts = cuts or _cuts(program, targets, ends)
-            if path in updated and not cuts[i]:
+            if path in updated and cuts[i] is None:
                 findings.append(state_of_model(path))
             else:
                 tied = [p for p, j in sources.items() if j in reached and inputs[j] is inputs[i]]
@@ -131,14 +131,13 @@ def _connected(program: Graph, targets: Sequence[int], known: _Known) -> frozens
     return known.or_made(("connections", tuple(targets)), find)
 
 
-def _cuts(
-    program: Graph, targets: Sequence[int], ends: Sequence[int]
-) -> list[tuple[CutsOnWay, ...]]:
+def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[CutsOnWay | None]:
     """For every input its smallest cuts on the way to a target; if none leads there, to an end."""
     cuts = smallest_cuts(program, targets)
     if not ends:
         return cuts
-    return [a or b for a, b in zip(cuts, smallest_cuts(program, ends), strict=True)]
+    further = smallest_cuts(program, ends)
+    return [b if a is None else a for a, b in zip(cuts, further, strict=True)]
 
 
 def _measure(

@@ -1,0 +1,146 @@
+"""Which value a value is across the border of a region, and a program with its calls written out.
+
+A region can be entered from several places, and a value of it is another value each time. So a
+value of the written-out program is a value and the path of calls that leads to it. `region_calls`
+alone knows what a node hands to its regions, and what becomes of their outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tracegrad import _jax
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value
+from tracegrad.ir.occurrence import Occurrence, Path
+
+if TYPE_CHECKING:
+    from tracegrad.ir.graph import Graph
+
+# One program on the operands as they are.
+_CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """How a node runs one of its regions: what its inputs and outputs are outside, by position.
+
+    Attributes:
+      name: of the region.
+      operands: for each input the operand that enters it; in a loop it does so at the first step.
+      results: for each output the result that it becomes; in a loop it does so at the last step.
+        None: it decides whether the loop goes on.
+      round: for each input the output of the loop's body that enters it at the next step; None: at
+        each step the operand does.
+      sliced: so many of the inputs, the last ones, are slices of their operands.
+      stacked: so many of the outputs, the last ones, are slices of their results.
+    """
+
+    name: str
+    operands: Sequence[int]
+    results: Sequence[int | None]
+    round: Sequence[int | None]
+    sliced: int = 0
+    stacked: int = 0
+
+
+def region_calls(node: Node) -> list[RegionCall]:
+    """How a node runs its regions, those of a loop in the order in which it does; none where only
+    JAX knows. Of a custom gradient it is the primal that runs."""
+    ins, outs, params = range(len(node.inputs)), range(len(node.outputs)), node.params
+    none: list[int | None] = [None] * len(ins)
+    if node.primitive is _jax.SCAN:
+        first, carried = _jax.scan_split(params)
+        ahead = [None] * first, range(carried), [None] * (len(ins) - first - carried)
+        around = [position for part in ahead for position in part]
+        return [RegionCall("jaxpr", ins, outs, around, len(ahead[2]), len(outs) - carried)]
+    if node.primitive in _jax.WHILES:
+        conditions, bodies = params["cond_nconsts"], params["body_nconsts"]
+        carry = ins[conditions + bodies :]
+        return [
+            RegionCall(name, [*own, *carry], results, [*none[: len(own)], *range(len(carry))])
+            for name, own, results in (
+                ("cond_jaxpr", ins[:conditions], [None]),
+                ("body_jaxpr", ins[conditions : conditions + bodies], outs),
+            )
+        ]
+    if node.primitive is _jax.COND:
+        return [RegionCall(name, ins[1:], outs, none[1:]) for name in node.regions]
+    if isinstance(node, Recompute | CustomGradient) or node.op in _CALLS:
+        return [RegionCall(name, ins, outs, none) for name in node.regions]
+    return []
+
+
+def is_loop(node: Node) -> bool:
+    return node.primitive is _jax.SCAN or node.primitive in _jax.WHILES
+
+
+def may_not_run(node: Node) -> bool:
+    """Whether it may be that a loop takes no step, so that what goes in comes out."""
+    length = node.params.get("length", 0)
+    return is_loop(node) and (not isinstance(length, int) or length == 0)
+
+
+Ref = tuple[Path, Atom]
+
+
+def _is_jit(path: Path, node: Node) -> bool:
+    return node.primitive is _jax.JIT
+
+
+class Inlined:
+    """A graph as if some of its calls were written out.
+
+    Args:
+      graph: the graph. Nothing of it is copied, and no call is looked into before it is asked for.
+      opens: ``opens(path, node)``: whether a call of one program is written out; default: those of
+        jitted functions are. Other calls are operations like any.
+    """
+
+    def __init__(self, graph: Graph, opens: Callable[[Path, Node], bool] = _is_jit):
+        self.graph, self._opens = graph, opens
+
+    def region(self, path: Path) -> Graph:
+        """The graph that a path of calls leads to."""
+        return path[-1][0].region(path[-1][1]) if path else self.graph
+
+    def origin(self, path: Path, atom: Atom) -> Ref:
+        """The value of which this one is but another name, inside or outside of calls: one that an
+        operation computes, an input, a constant, or a literal."""
+        while isinstance(atom, Value):
+            region = self.region(path)
+            node = region.producers.get(atom)
+            if node is not None and self._opens(path, node):
+                (call,) = region_calls(node)
+                atom = node.region(call.name).outputs[call.results.index(node.outputs.index(atom))]
+                path = (*path, (node, call.name))
+            elif node is None and path and atom in region.inputs:
+                enclosing, name = path[-1]
+                call = next(each for each in region_calls(enclosing) if each.name == name)
+                i = region.inputs.index(atom)
+                if call.round[i] is not None or i >= len(call.operands) - call.sliced:
+                    break
+                path, atom = path[:-1], enclosing.inputs[call.operands[i]]
+            else:
+                break
+        return path, atom
+
+    def made_by(self, path: Path, atom: Atom) -> Node | None:
+        """The operation that computes an `origin`."""
+        return self.region(path).producers.get(atom) if isinstance(atom, Value) else None
+
+    @cached_property
+    def steps(self) -> list[Occurrence]:
+        """Its operations, in order. What is opened several times is there as often."""
+        found: list[Occurrence] = []
+        self._visit((), found)
+        return found
+
+    def _visit(self, path: Path, found: list[Occurrence]) -> None:
+        for node in self.region(path).nodes:
+            if self._opens(path, node):
+                self._visit((*path, (node, region_calls(node)[0].name)), found)
+            else:
+                found.append(Occurrence(path, node))
