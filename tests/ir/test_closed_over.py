@@ -209,3 +209,33 @@ def test_a_function_that_asks_for_values_is_left_alone():
         return positive(x)
 
     assert tg.grad(f)(2.0, 1.0) == 3.0
+
+
+def test_a_function_that_closes_over_an_array_is_run_as_often_as_by_jax():
+    """What it closes over is looked at; the function is not traced for that."""
+    counts = {"function": 0, "rule": 0}
+
+    def loss(x):
+        factor = jnp.float32(3.0)
+
+        @jax.custom_jvp
+        def scaled(x):
+            counts["function"] += 1
+            return x * x * factor
+
+        @scaled.defjvp
+        def _(primals, tangents):
+            counts["rule"] += 1
+            return scaled(*primals), tangents[0] * 2 * primals[0] * factor
+
+        return scaled(x)
+
+    for order in (1, 2):
+        found = []
+        for derivative in (jax.grad, tg.grad):
+            counts.update(function=0, rule=0)
+            fun = loss
+            for _ in range(order):
+                fun = derivative(fun)
+            found.append((float(fun(2.0)), dict(counts)))
+        assert found[0] == found[1]

@@ -830,3 +830,30 @@ def test_a_rule_refuses_what_is_in_a_root_whose_derivative_is_that_of_the_whole(
     x = jnp.float32(0.5)
     expected = jax.grad(lambda a: fun(a) - jax.lax.erf(a))(x)
     np.testing.assert_allclose(jax.grad(tg.rewrite(fun, outside))(x), expected, rtol=1e-5)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["inlined", "in a jit"])
+def test_a_gradient_function_may_close_over_what_is_traced(compile):
+    class Scaled:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def grad(self, op, dy):
+            return dy * self.scale * op.inputs[0]
+
+    def loss(x, scale):
+        rule = rules.override_gradient(match.op("sin"), Scaled(2 * scale).grad)
+        return tg.rewrite(compile(lambda x: jnp.sum(jnp.sin(x))), rule)(x)
+
+    def total(x, scale):
+        return jnp.sum(jax.grad(loss)(x, scale))
+
+    x, scale = jnp.array([0.5, 1.0]), 3.0
+    for wrap in (lambda f: f, jax.jit, tg.trace):
+        np.testing.assert_allclose(wrap(jax.grad(loss))(x, scale), 6 * x)
+        for by, second in ((0, [6.0, 6.0]), (1, 3.0)):
+            np.testing.assert_allclose(wrap(jax.grad(total, by))(x, scale), second)
+    scales = jnp.array([1.0, 3.0])
+    each = jax.vmap(jax.grad(loss), (None, 0))(x, scales)
+    np.testing.assert_allclose(each, 2 * scales[:, None] * x)

@@ -8,7 +8,6 @@ zero for what the function closes over, in silence. A graph is lowered with a ch
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient
-from tracegrad.ir.closed_over import refuse_derivatives
+from tracegrad.ir.closed_over import may_hold_tracers, refuse_derivatives
 from tracegrad.ir.importer import graph_of, node_of
 from tracegrad.ir.running import run_graph
 from tracegrad.variables.overriding import ForwardingTrace
@@ -60,7 +59,7 @@ class _Checking(ForwardingTrace):
         with _jax.set_current_trace(self.parent_trace):
             # Of a custom_vjp JAX refuses it itself.
             is_jvp = primitive is _jax.CUSTOM_JVP
-            if is_jvp and _may_close_over(_jax.rule_functions(subfuns)[0][0]):
+            if is_jvp and may_hold_tracers(_jax.rule_functions(subfuns)[0][0]):
                 _refuse(bound, args)
                 _jax.forget_result_trees(function)
             return bound(*args)
@@ -83,13 +82,3 @@ def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
             node = node_of(equation.replace(source_info=here))
             assert isinstance(node, CustomGradient)
             refuse_derivatives(node, operands)
-
-
-def _may_close_over(function: Any) -> bool:
-    """Whether a function can hold values of the one that calls it."""
-    while isinstance(function, functools.partial):
-        if function.args or function.keywords:
-            return True
-        function = function.func
-    function = inspect.unwrap(function)
-    return bool(getattr(function, "__closure__", None)) or not inspect.isfunction(function)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.dependence import dependence
@@ -57,6 +59,48 @@ def not_differentiated(
         )
 
     return closed_over(value)
+
+
+def may_hold_tracers(function: Any) -> bool:
+    """Whether a function closes over values of a trace, or over what cannot be looked through."""
+    pending, seen = [function], set[int]()
+    while pending:
+        held = pending.pop()
+        if isinstance(held, jax.core.Tracer) or len(seen) > _MOST:
+            return True
+        if id(held) in seen or isinstance(held, _WITHOUT):
+            continue
+        seen.add(id(held))
+        if isinstance(held, functools.partial):
+            pending += [held.func, *held.args, *held.keywords.values()]
+        elif isinstance(held, FunctionType):
+            pending += [_content(cell) for cell in held.__closure__ or ()]
+            pending += [*(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values()]
+        elif isinstance(held, MethodType):
+            pending += [held.__func__, held.__self__]
+        elif isinstance(held, tuple | list | set | frozenset):
+            pending += held
+        elif isinstance(held, dict):
+            pending += held.values()
+        elif hasattr(held, "__dict__"):
+            pending += [*vars(held).values(), getattr(held, "__wrapped__", None)]
+        else:
+            return True
+    return False
+
+
+_MOST = 10_000
+_WITHOUT = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, ModuleType),
+    *(BuiltinFunctionType, np.ndarray, np.generic, np.dtype, jax.Array),
+)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def depends_on(primal: Graph, position: int) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
+from tracegrad.ir.closed_over import may_hold_tracers
 from tracegrad.ir.editing import Op
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
@@ -33,9 +34,55 @@ def overriding(grad: GradientFunction, name: str | None = None) -> Callable[...,
             return op.results(*operands)
 
         primal.__name__ = primal.__qualname__ = name or op.name
-        return with_gradient(primal, grad, op.params, op.name, op.match.origin)(*operands)
+        how = op.params, op.name, op.match.origin
+        if may_hold_tracers(grad):
+            return _with_operands(primal, operands, grad, *how)
+        return with_gradient(primal, grad, *how)(*operands)
 
     return overridden
+
+
+def _with_operands(
+    primal: Callable[..., list[Any]],
+    operands: Sequence[Any],
+    grad: GradientFunction,
+    params: Any,
+    name: str,
+    where: object,
+) -> list[Any]:
+    """The results of a function with the gradient that `grad` gives, which may close over values of
+    a trace. These become operands: JAX has no place for them in a rule inside of a region."""
+    trees: list[Any] = []
+
+    def flat(inputs: Any, outputs: Any, dys: Any) -> list[Any]:
+        op = GradientOperation(inputs, outputs, params, name)
+        with without_rules():
+            cotangents = checked_cotangents(grad(op, *dys), op, where, grad)
+        leaves, tree = jax.tree.flatten(cotangents)
+        trees[:] = [tree]
+        return leaves
+
+    outputs = jax.eval_shape(primal, *operands)
+    try:
+        open_form, arrays = _jax.parts_of(jax.make_jaxpr(flat)(operands, outputs, outputs))
+    except Exception:  # it says so again when a gradient is taken, if one is
+        return with_gradient(primal, grad, params, name, where)(*operands)
+    places = [i for i, array in enumerate(arrays) if _jax.is_tracer(array)]
+    count = len(operands)
+
+    def of_operands(op: GradientOperation, *dys: Any) -> list[Any]:
+        constants = list(arrays)
+        for i, value in zip(places, op.inputs[count:], strict=True):
+            constants[i] = value
+        found = jax.core.eval_jaxpr(open_form, constants, *op.inputs[:count], *op.outputs, *dys)
+        return [*jax.tree.unflatten(trees[0], found), *[None] * len(places)]
+
+    def of_first(*inputs: Any) -> list[Any]:
+        return primal(*inputs[:count])
+
+    of_first.__name__ = of_first.__qualname__ = primal.__name__
+    rule = with_gradient(of_first, of_operands if places else grad, params, name, where)
+    return rule(*operands, *(arrays[i] for i in places))
 
 
 def with_gradient(
