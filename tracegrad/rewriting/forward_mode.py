@@ -28,7 +28,7 @@ from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
-from tracegrad.rewriting.overriding import with_tangents
+from tracegrad.rewriting.overriding import with_tangent, with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
@@ -160,16 +160,14 @@ def _with_derivative(passes: _Passes) -> Any:
     is made of: their derivative is the rule, at any order.
     """
 
-    @jax.custom_jvp
-    def results(inputs: Any, outs: Any, residuals: Any) -> Any:
-        return outs
-
-    @results.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def tangent(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
         flowing = passes.transposed(residuals, outs, tangents[0])
-        kept = _jax.keeping_rule(results, primals)
-        return kept, _jax.align([jax.typeof(out) for out in outs], flowing)
+        return _jax.align([jax.typeof(out) for out in outs], flowing)
+
+    @with_tangent(tangent)
+    def results(inputs: Any, outs: Any, residuals: Any) -> Any:
+        return outs
 
     return results
 

@@ -16,6 +16,7 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.text import value_text
 from tracegrad.rewriting.match_rule import Edit, behind
 from tracegrad.rewriting.norms import at_least_32_bits
+from tracegrad.rewriting.overriding import with_tangent
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
@@ -62,30 +63,22 @@ def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], A
     return rule
 
 
-@jax.custom_jvp
-def scaled(value: Any, factor: Any) -> Any:
-    """The value, whose tangent and cotangent are multiplied by a factor."""
-    return value
-
-
-@scaled.defjvp
-@CHANGES_GRADIENT
-def _(primals: Any, tangents: Any) -> Any:
+def _scaled(primals: Any, tangents: Any) -> Any:
     (_, factor), (tangent, _) = primals, tangents
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
         kind = _jax.type_text(jax.typeof(tangent))
         raise TypeError(f"scale_gradient was given a complex factor for the gradient of a {kind}")
     wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
-    tangent_out = wide * jnp.asarray(factor).astype(wide.dtype)
-    return _jax.keeping_rule(scaled, primals), tangent_out.astype(tangent.dtype)
+    return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(tangent.dtype)
 
 
-@jax.custom_jvp
-def perturbed(value: Any, perturbation: Any) -> Any:
-    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
+@with_tangent(_scaled)
+def scaled(value: Any, factor: Any) -> Any:
+    """The value, whose tangent and cotangent are multiplied by a factor."""
     return value
 
 
-@perturbed.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return _jax.keeping_rule(perturbed, primals), tangents[0] + tangents[1]
+@with_tangent(lambda primals, tangents: tangents[0] + tangents[1])
+def perturbed(value: Any, perturbation: Any) -> Any:
+    """The value, as if the perturbation, which is zero, had been added: to the last bit."""
+    return value

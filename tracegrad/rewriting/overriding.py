@@ -124,6 +124,23 @@ def with_gradient(
     return rule
 
 
+def with_tangent(tangent: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a function another derivative, at any order: ``tangent(primals, tangents)`` returns the
+    tangent of its result."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        ruled: Any = jax.custom_jvp(function)
+
+        @CHANGES_GRADIENT
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            return _jax.keeping_rule(ruled, primals), tangent(primals, tangents)
+
+        ruled.defjvp(rule)
+        return ruled
+
+    return decorate
+
+
 def with_tangents(
     primal: Callable[..., list[Any]], name: str, differentiated: Callable[..., Any]
 ) -> Callable[..., list[Any]]:

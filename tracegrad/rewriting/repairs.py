@@ -28,7 +28,6 @@ from tracegrad.ir import (
 from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Found, Selector, within
@@ -36,7 +35,7 @@ from tracegrad.ir.stretches import entering, leaving
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, around
-from tracegrad.rewriting.overriding import with_gradient
+from tracegrad.rewriting.overriding import with_gradient, with_tangent
 
 
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
@@ -190,16 +189,11 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     return gradient
 
 
-@jax.custom_jvp
+# As if it were linear: forward mode is the transpose of the rule, and stays what it was.
+@with_tangent(lambda primals, tangents: tangents[0])
 def _finite(cotangent: Any, came_in: Any) -> Any:
     """A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
     return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
-
-
-@_finite.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    # As if it were linear: forward mode is the transpose of the rule, and stays what it was.
-    return _jax.keeping_rule(_finite, primals), tangents[0]
 
 
 # ------------------------------------------------------------ what changes finite gradients too
@@ -250,8 +244,14 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
                 )
             positions[found] = position
 
-        def past(op: Op, *operands: Any) -> list[Any]:
-            return _past(op, positions[op.match])(*operands)
+        def past(op: Op, *operands: Any) -> Any:
+            position = positions[op.match]
+
+            def straight_through(*operands: Any) -> list[Any]:
+                return op.results(*operands)
+
+            ruled = with_tangent(lambda primals, tangents: [tangents[position]])(straight_through)
+            return ruled(*operands)
 
         return around_each(graph, matches, past, depends_on=positions.__getitem__).graph
 
@@ -294,19 +294,6 @@ def _is_closed_over(node: Node, position: int) -> bool:
         return position < node.closed_over
     hints = node.regions["jaxpr"].hints if node.primitive is _jax.JIT else ()
     return bool(hints) and not hints[position]
-
-
-def _past(op: Op, position: int) -> Callable[..., list[Any]]:
-    @jax.custom_jvp
-    def straight_through(*operands: Any) -> list[Any]:
-        return op.results(*operands)
-
-    @straight_through.defjvp
-    @CHANGES_GRADIENT
-    def _(primals: Any, tangents: Any) -> Any:
-        return _jax.keeping_rule(straight_through, primals), [tangents[position]]
-
-    return straight_through
 
 
 def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
