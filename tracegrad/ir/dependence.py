@@ -34,23 +34,35 @@ def dependence(graph: Graph) -> Masks:
     branches (and the predicate). Where JAX alone knows what a region means, every result depends
     on every operand.
     """
-    return spread(graph, of_each([True] * len(graph.inputs)), _data_flow())
+    return _data_flow()[0](graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
     """The rule of plain data flow."""
-    return _data_flow()(node, ins)
+    return _data_flow()[1](node, ins)
 
 
-def _data_flow() -> Rule:
-    """That rule; it remembers what it found about the regions that it has entered, so that regions
-    shared by regions that are shared take no more time than others."""
+def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
+    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
+    region that is entered several times the union."""
+    found: dict[Value, int] = {}
+    _data_flow(found)[0](graph, inputs)
+    return found
+
+
+def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
+    """What carries masks through graphs, and through nodes. It remembers what it found about the
+    regions that it has entered, so that regions shared by regions that are shared take no more time
+    than others. `found` gets the masks of all values."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
         key = region, tuple(ins)
         if key not in known:
-            known[key] = spread(region, ins, rule)
+            masks: dict[Value, int] = {}
+            known[key] = spread(region, ins, rule, masks)
+            if found is not None:
+                found.update({v: found.get(v, 0) | mask for v, mask in masks.items()})
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
@@ -58,9 +70,9 @@ def _data_flow() -> Rule:
             return entered[0]
         if node.primitive.name in _ELEMENTWISE_TUPLES:
             return ins
-        return [functools.reduce(operator.or_, ins, 0)] * len(node.outputs)
+        return [joined(ins)] * len(node.outputs)
 
-    return rule
+    return run, rule
 
 
 def node_dependence(node: Node) -> Masks:
@@ -92,29 +104,6 @@ def spread(
                 # It may have been written to.
                 masks[value] = joined(ins)
     return [mask_of(value, masks) for value in graph.outputs]
-
-
-def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
-    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
-    region that is entered several times the union."""
-    found: dict[Value, int] = {}
-    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
-
-    def run(region: Graph, ins: Masks) -> Masks:
-        key = region, tuple(ins)
-        if key not in known:
-            record: dict[Value, int] = {}
-            known[key] = spread(region, ins, rule, record)
-            for value, mask in record.items():
-                found[value] = found.get(value, 0) | mask
-        return known[key]
-
-    def rule(node: Node, ins: Masks) -> Masks:
-        entered = enter(node, ins, run)
-        return [joined(ins)] * len(node.outputs) if entered is None else entered[0]
-
-    run(graph, inputs)
-    return found
 
 
 def joined(masks: Iterable[int]) -> int:
@@ -174,7 +163,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
         for value, chosen in zip(graph.outputs, outputs, strict=True)
         if chosen and isinstance(value, Value)
     }
-    rule = rule or _data_flow()
+    rule = rule or _data_flow()[1]
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(is_reference(v) and v in live for v in node.inputs):  # it may be written to
@@ -189,6 +178,16 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
                         if isinstance(v, Value) and mask >> i & 1
                     }
     return live
+
+
+def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
+    """The graph without the nodes whose results nobody uses, but for those with effects."""
+    used, kept = set(graph.results), list[Node]()
+    for node in reversed(graph.nodes):
+        if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
+            used.update(node.operands)
+            kept.append(node)
+    return graph if len(kept) == len(graph.nodes) else graph.replace(nodes=kept[::-1])
 
 
 def region_outputs_leading_to(

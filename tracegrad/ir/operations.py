@@ -94,8 +94,6 @@ LINEAR = REARRANGES | _names(
     "neg broadcast_in_dim slice dynamic_slice gather reduce_sum cumsum real imag conj "
     "reduce_precision"
 )
-# The cotangent of an operand is that of the result.
-PASSES_ON = RESHAPES | COPIES | _names("add add_any sub")
 # Samples of a distribution: their derivative is that of its quantiles (implicit), and not that of
 # how they are drawn (by rejection).
 IMPLICIT = _names("random_gamma")

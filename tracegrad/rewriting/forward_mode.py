@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, RegionNode
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.authors import code_of_rule
-from tracegrad.ir.dependence import dependence
+from tracegrad.ir.dependence import dependence, without_unused
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
@@ -39,21 +39,10 @@ def with_forward_mode(graph: Graph) -> Graph:
     A rule whose backward is not linear in its cotangents has no transpose: differentiating it
     forward raises ValueError, which names the rule and its line.
     """
-    return _rewritten(_without_unused_rules(graph), (), {})
-
-
-def _without_unused_rules(graph: Graph) -> Graph:
-    """The graph without what nobody reads, if a custom gradient may be in that: a function that
-    returns the gradient of its value leaves the value, whose tangent nobody wants."""
-    unused = set[Node]()
-    for node in reversed(graph.nodes):
-        users = (user for value in node.outputs for user in graph.users.get(value, ()))
-        is_result = not graph.results.isdisjoint(node.outputs)
-        if not node.effects and not is_result and unused.issuperset(users):
-            unused.add(node)
-    if not any(isinstance(node, RegionNode) for node in unused):
+    if _jax.CUSTOM_VJP.name not in graph.operations:
         return graph
-    return graph.replace(nodes=[node for node in graph.nodes if node not in unused])
+    # A function that returns the gradient of its value leaves that, whose tangent nobody wants.
+    return _rewritten(without_unused(graph), (), {})
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:

@@ -28,6 +28,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import file_of_primal
+from tracegrad.ir.dependence import without_unused
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Occurrence, Path
@@ -140,17 +141,7 @@ def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
 
     graph = import_program(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
     # The results are computed already, and what that printed is printed.
-    used = set(graph.results)
-    nodes = [n for n in reversed(graph.nodes) if _uses(n, used)]
-    return graph.replace(nodes=nodes[::-1])
-
-
-def _uses(node: Node, used: set[Value]) -> bool:
-    """Whether results of a node are used; what that uses is, too."""
-    is_used = not used.isdisjoint(node.outputs)
-    if is_used:
-        used.update(node.operands)
-    return is_used
+    return without_unused(graph, keeps_effects=False)
 
 
 def _kept(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
