@@ -9,10 +9,10 @@ from typing import Any
 from tracegrad.ir.borders import Edited
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.nodes import Atom, Node, Value
+from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Occurrence
 from tracegrad.ir.stretches import gathered
-from tracegrad.ir.writing import Port, Where, Written, renamed
+from tracegrad.ir.writing import Port, Where, Written
 
 
 class Draft:

@@ -38,6 +38,11 @@ Literal = jex.Literal
 Atom = Value | Literal
 
 
+def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
+    """Values by their new names, and literals."""
+    return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
+
+
 def dtype_of(atom: Any) -> Any:
     """The dtype of a value that is an array."""
     return atom.aval.dtype
@@ -142,11 +147,11 @@ class Node:
         """The node with other names for its operands."""
         if names.keys().isdisjoint(self.operands):
             return self
-        return self.with_operands([_now(atom, names) for atom in self.inputs])
+        return self.with_operands(renamed(self.inputs, names))
 
     def renaming(self, names: Mapping[Value, Any]) -> Self:
         """The node with other names for its operands and its results."""
-        operands = [_now(atom, names) for atom in self.inputs]
+        operands = renamed(self.inputs, names)
         results = [names.get(value, value) for value in self.outputs]
         return self.having(self.equation.replace(invars=operands, outvars=results))
 
@@ -154,10 +159,6 @@ class Node:
         inputs = ", ".join(_jax.type_text(atom.aval) for atom in self.inputs)
         outputs = ", ".join(_jax.type_text(value.aval) for value in self.outputs)
         return f"<{type(self).__name__} {self.name}({inputs}) -> ({outputs})>"
-
-
-def _now(atom: Atom, names: Mapping[Value, Atom]) -> Atom:
-    return names.get(atom, atom) if isinstance(atom, Value) else atom
 
 
 class Apply(Node):

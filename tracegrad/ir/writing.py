@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.importer import node_of
-from tracegrad.ir.nodes import Atom, Node, Value
+from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Occurrence
 
 Place = tuple[Any, ...]
@@ -64,11 +64,6 @@ class Written:
     ins: Sequence[Port] = ()
     outs: Sequence[Port] = ()
     constants: Mapping[Value, Any] = dataclasses.field(default_factory=dict)
-
-
-def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
-    """Values by their new names, and literals."""
-    return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
 
 
 def write(

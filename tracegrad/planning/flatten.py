@@ -10,8 +10,8 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
+from tracegrad.ir.nodes import renamed
 from tracegrad.ir.occurrence import written_out
-from tracegrad.ir.writing import renamed
 
 # Barriers are there lest it be done, and whoever computes anything larger twice means it.
 _MERGED = (operations.VIEWS | operations.BY_ELEMENT | operations.REDUCTIONS) - {

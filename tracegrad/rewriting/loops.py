@@ -9,7 +9,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, match
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.selector import Selector
+from tracegrad.ir.selector import Selector, within
 from tracegrad.rewriting.match_rule import MatchRule
 
 
@@ -91,7 +91,8 @@ def _loops_of(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]:
     """
     found: dict[tuple[object, Node], Occurrence] = {}
     for matched in matches:
-        loops = [each for each in graph.walk() if _is_loop(each) and _holds(matched, each)]
+        holds = within([matched])
+        loops = [each for each in graph.walk() if _is_loop(each) and holds(each.path, each.node)]
         if not loops:
             raise GraphError(
                 f"rules.checkpointed_loop: {matched} is no while loop and holds none. "
@@ -108,14 +109,6 @@ def _is_loop(found: Occurrence) -> bool:
     return found.node.primitive in _jax.WHILES and found.rule_around is None
 
 
-def _holds(match: Occurrence, found: Occurrence) -> bool:
-    depth = len(match.path)
-    if found.path[:depth] != match.path:
-        return False
-    node = found.path[depth][0] if len(found.path) > depth else found.node
-    return node in match.nodes
-
-
 def _is_pure(found: Occurrence) -> bool:
     return all(map(_jax.may_be_repeated, found.node.effects))
 
@@ -124,7 +117,9 @@ def _require_pure(graph: Graph, loop: Occurrence) -> None:
     """Raises GraphError for a loop whose steps do more than compute, since they are run again."""
     if _is_pure(loop):
         return
-    *_, culprit = (each for each in graph.walk() if _holds(loop, each) and not _is_pure(each))
+    holds = within([loop])
+    inside = (each for each in graph.walk() if holds(each.path, each.node))
+    *_, culprit = (each for each in inside if not _is_pure(each))
     raise GraphError(
         f"rules.checkpointed_loop: {loop} has an effect in each step "
         f"({culprit.node.name}{at(culprit.origin)}), and steps are run again for the derivative, "
