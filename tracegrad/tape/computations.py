@@ -7,6 +7,7 @@ So a `Computation` has one jitted function, and one for each way in which it is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from tracegrad.tracing.in_force import differentiating
 
 _JIT = _jax.JIT
 Fun = Callable[..., list[Any]]
+_numbers = itertools.count()
 
 
 class Computation:
@@ -32,6 +34,7 @@ class Computation:
     without the garbage collector.
 
     Attributes:
+      number: its own for ever, by which it is known after it has gone.
       fun: ``(*operands) -> results``, to be traced.
       run: the same, compiled where it can be.
       name: shown in messages, and by profilers.
@@ -68,6 +71,7 @@ class Computation:
         is_compiled: bool = True,
         is_kept: bool = True,
     ):
+        self.number = next(_numbers)
         self.fun, self.called, self.name = fun, fun, name
         self.primitive, self.params = primitive, params or {}
         self.captured: Sequence[Any] = ()

@@ -7,6 +7,7 @@ it. Derivatives of higher order need nothing else.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached
+from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir import Occurrence
@@ -144,8 +145,13 @@ def cotangents(
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
-    arrays = list(record.arrays)
     forces = rules_for_recorded()
+    is_plain = kind is GRADIENT and not (forces or stopped or aggregate or gated)
+    if is_plain and _jax.is_top_level():
+        pass_ = _pass_as_one(record, sources, targets, seeds)
+        if pass_ is not None and (found := pass_(record.arrays, seeds)) is not None:
+            return found
+    arrays = list(record.arrays)
     path = on_the_way(record, sources, targets, stopped, of_data=bool(forces))
     if forces:
         backward = vjp_under_rules(path, arrays, sources, targets, stopped, forces)
@@ -156,7 +162,7 @@ def cotangents(
             found: dict[int, list[Any]] = {}
             for slot, seed in zip(targets, seeds, strict=True):
                 found.setdefault(slot, []).append(seed)
-            passing = _Pass(arrays, set(sources), set(stopped), tables, aggregate or _sum, gated)
+            passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
             return passing.run(path, sources, found)
 
     def run() -> list[Any]:
@@ -166,6 +172,24 @@ def cotangents(
         with not_overridden():
             return run()
     return run()
+
+
+def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
+    """Runs a computation under the recorder that is on, if any, so that its tapes see it."""
+    trace = _jax.current_trace(None)
+    if isinstance(trace, Recorder):
+        watching = [record for record in trace.records if record.tracks(operands)]
+        return trace.apply(computation, operands, watching)
+    staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
+    return (computation.fun if staged else computation.run)(*operands)
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    """One term after the other."""
+    total = terms[0]
+    for term in terms[1:]:
+        (total,) = run_here(add_computation, [total, term])
+    return total
 
 
 @dataclass(frozen=True)
@@ -181,10 +205,10 @@ class _Pass:
 
     arrays: Sequence[Any]
     sources: set[int]
-    stopped: set[int]
-    tables: set[int]
-    aggregate: Aggregation
-    gated: bool
+    stopped: Collection[int] = frozenset()
+    tables: Collection[int] = frozenset()
+    aggregate: Aggregation = _sum
+    gated: bool = False
 
     def run(self, path: Path, sources: Sequence[int], found: dict[int, list[Any]]) -> list[Any]:
         for entry, active in reversed(path):
@@ -239,6 +263,95 @@ class _Pass:
         return dict(run_here(pull, [*map(self.arrays.__getitem__, saved), *given.values()]))
 
 
+# ------------------------------------------------------------------- a pass that has come often
+
+# To start the program of an entry takes longer than to run it. So a pass that has come this often
+# is compiled as one program; earlier that would take longer than it ever saves.
+_OFTEN = 8
+_LONGEST = 512  # entries: XLA takes more than linear time
+_times: Cache[int, int] = Cache(1 << 14)  # how often a pass has come, by its hash
+_as_one: Cache[Any, _AsOne] = Cache(512)
+
+
+def _pass_as_one(
+    record: Record, sources: Sequence[int], targets: Sequence[int], seeds: Sequence[Any]
+) -> _AsOne | None:
+    """The compiled program of a pass over a whole record, once that has come often enough."""
+    key = (
+        tuple([(e.computation.number, e.args, e.results) for e in record.entries]),
+        tuple(record.without_gradient),
+        sources,
+        targets,
+        tuple([seed is None for seed in seeds]),
+    )
+    known = _as_one.get(key)
+    if known is not None:
+        return known
+    times = _times[hash(key)] = _times.put(hash(key), 0) + 1
+    if times % _OFTEN or len(record.entries) > _LONGEST:
+        return None
+    path = on_the_way(record, sources, targets)
+    if not all(_may_be_part(entry.computation) for entry, _ in path):
+        return None
+    found = _AsOne(path, sources, targets, key)
+    return _as_one.put(key, found)
+
+
+def _may_be_part(computation: Computation | Rule) -> bool:
+    """Whether the pull of a computation may be a part of a larger program that is kept."""
+    if isinstance(computation, Rule):
+        return False
+    return computation.is_kept and not computation.has_effects
+
+
+class _AsOne:
+    """The pass over a list of entries as one compiled program.
+
+    It goes when a computation of the list goes, and holds none of these: who asks for the program
+    has them all in the record.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):
+        def forget(_: Any, programs: Cache[Any, _AsOne] = _as_one) -> None:
+            programs.pop(key, None)
+
+        refs = {entry.computation: weakref.ref(entry.computation, forget) for entry, _ in path}
+        steps = [(refs[e.computation], e.args, e.results, e.source_info, at) for e, at in path]
+        needed = dict.fromkeys(targets)
+        for entry, _ in path:
+            has_saved = entry.computation.count is not None
+            needed.update(dict.fromkeys((*entry.args, *entry.results) if has_saved else entry.args))
+        self._needed = tuple(needed)
+
+        def backward(operands: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+            arrays = dict(zip(needed, operands, strict=True))
+            path = [(Entry(ref(), *entry), active) for ref, *entry, active in steps]
+            start: dict[int, list[Any]] = {}
+            for slot, seed in zip(targets, seeds, strict=True):
+                seed = jnp.ones_like(arrays[slot]) if seed is None else seed
+                start.setdefault(slot, []).append(seed)
+            return _Pass(arrays, set(sources)).run(path, sources, start)
+
+        self._run = jax.jit(backward)
+
+    def __call__(self, arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any] | None:
+        """The cotangents of the sources; None for arrays on different devices."""
+        operands = [arrays[slot] for slot in self._needed]
+        try:
+            found: list[Any] = self._run(operands, seeds)
+        except ValueError:
+            if not _lie_apart([*operands, *seeds]):
+                raise
+            return None
+        return found
+
+
+def _lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether arrays are on different devices, for which JAX compiles no program."""
+    committed = [array for array in arrays if getattr(array, "committed", False)]
+    return len({frozenset(array.sharding.device_set) for array in committed}) > 1
+
+
 def _tables(path: Path, sources: Sequence[int]) -> set[int]:
     """The slots whose cotangents may be slices: of sources, and of casts and copies of sources."""
     tables = set(sources)
@@ -260,21 +373,3 @@ def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
     explain_loop(error, users_line(node))
     explain_rule(error, lambda: graph)
     add_note(error, f"while differentiating {Occurrence((), node)}")
-
-
-def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
-    """Runs a computation under the recorder that is on, if any, so that its tapes see it."""
-    trace = _jax.current_trace(None)
-    if isinstance(trace, Recorder):
-        watching = [record for record in trace.records if record.tracks(operands)]
-        return trace.apply(computation, operands, watching)
-    staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
-    return (computation.fun if staged else computation.run)(*operands)
-
-
-def _sum(terms: Sequence[Any]) -> Any:
-    """One term after the other."""
-    total = terms[0]
-    for term in terms[1:]:
-        (total,) = run_here(add_computation, [total, term])
-    return total

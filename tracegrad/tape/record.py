@@ -82,6 +82,7 @@ class Record:
       arrays: by slot.
       tracked: the slots of the arrays that are followed, by identity.
       others: those of other operands.
+      without_gradient: those of results without one: integers, booleans, random keys.
     """
 
     keeps_operations = True
@@ -92,6 +93,7 @@ class Record:
         self.entries: list[Entry] = []
         self.tracked: Any = {}
         self.others: dict[int, int] = {}
+        self.without_gradient: list[int] = []
         self.lost: list[LostGradient] = []
         # What was used where nothing was followed, weakly, by identity.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
@@ -173,6 +175,7 @@ class Record:
                 tracked[id(result)] = slot
             else:
                 others[id(result)] = slot
+                self.without_gradient.append(slot)
         self.entries.append(
             Entry(computation, tuple(slots), tuple(range(first, len(arrays))), info)
         )
@@ -239,6 +242,7 @@ class Record:
         self.arrays.clear()
         self.reads.clear()
         self.entries.clear()
+        self.without_gradient.clear()
 
 
 def type_of_kept(array: Any) -> Any:
