@@ -19,6 +19,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation
+from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.known_computations import (
     computation_of,
@@ -79,6 +80,33 @@ class OperationRecorder(ForwardingTrace):
     @property
     def gives_back(self) -> bool:
         return self.is_top and len(self.records) == 1 and type(self.records[0]) is Record
+
+    def call_jitted(
+        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        operands = jax.tree.leaves((args, kwargs))
+        watching = self.watching(operands)
+        is_plain = self.is_top and len(watching) == len(self.records) == 1
+        if not (is_plain and self._may_save(watching)) or _jax.config.jax_disable_jit:
+            return jitted(*args, **kwargs)
+        (record,) = watching
+        key = record.active(operands), record.orders
+        form = forms.get(key)
+        if form is None and len(forms) < _MOST_FORMS:
+            form = forms[key] = direct_form(jitted, *key)
+        if form is None or form is NotDirect or not are_plain(operands):
+            return jitted(*args, **kwargs)
+        tell_of_assigned(operands)
+        try:
+            with set_current_trace(self.parent_trace):
+                results, call = form(*args, **kwargs)
+        except NotDirect:
+            forms[key] = NotDirect
+            return jitted(*args, **kwargs)
+        record.add(call.computation, operands, results, current_source_info())
+        if call.computation.has_rules:
+            lose_in(watching, call.computation, operands, results)
+        return jax.tree.unflatten(call.tree, results[: call.tree.num_leaves])
 
     # ------------------------------------------------------------------ what JAX asks of a trace
 
@@ -292,6 +320,7 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
         )
 
 
+_MOST_FORMS = 64  # of one jitted function: one for each set of operands that are followed
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
 # Of most operands it is known by their type that they can be held as they are.
 PLAIN = {bool, int, float, complex}
