@@ -31,6 +31,10 @@ _JIT = _jax.JIT
 _computations: Cache[Any, Computation] = Cache(2048)
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
+# Of jitted functions that close over no arrays, and have no effects: the settings of the latest
+# call, and what it computes.
+_simple_calls: WeakCache[tuple[tuple[Any, ...], Computation]] = WeakCache(2048)
+
 # A jitted function of at most so many cheap operations is computed again for its derivative: that
 # costs no more than to hand what was computed from one program to the next.
 _MOST_AGAIN = 32
@@ -72,6 +76,15 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
     )
 
 
+def simple_call(params: Mapping[str, Any]) -> Computation | None:
+    """What a call of a jitted function computes, if it came before and there is nothing else to
+    heed: no arrays that it closes over, no effects."""
+    known = _simple_calls.get(params["jaxpr"])
+    if known is None or known[0] != _jax.jit_settings(params):
+        return None
+    return known[1]
+
+
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
     """The computation of a function with a rule, traced for this call: of no other one, since a
     rule is a Python function, which may read what has changed."""
@@ -87,6 +100,9 @@ def computation_with_programs(
       primitive, params: JAX's.
       captured: the arrays that the programs close over and that are to be operands.
     """
+    is_simple = primitive is _JIT and not captured
+    if is_simple and (call := simple_call(params)) is not None:
+        return call
     if any(map(_jax.is_tracer, captured)):  # gone with its transformation
         return _with_programs(primitive, without_donation(params), captured)
     ids = tuple(map(id, captured))
@@ -111,6 +127,8 @@ def computation_with_programs(
     elif not found.is_kept:  # it has come again
         found.is_kept = True
         found.derived.clear()
+    if is_simple and not _jax.program_facts(program).has_effects:
+        _simple_calls.put(program, (_jax.jit_settings(params), found))
     return found
 
 

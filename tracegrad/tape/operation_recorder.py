@@ -24,6 +24,7 @@ from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.known_computations import (
     computation_of,
     computation_with_programs,
+    simple_call,
     without_donation,
 )
 from tracegrad.tape.lost_gradients import lose_in
@@ -125,9 +126,16 @@ class OperationRecorder(ForwardingTrace):
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*args, **params)
             results = self.apply(computation_of(primitive, params), args, watching)
+        elif primitive is _JIT:
+            call = simple_call(params)
+            watching = [] if call is None else self.watching(args)
+            if call is None or not watching:
+                return self._process_programs(primitive, args, params)
+            tell_of_assigned(args)
+            return self.apply(call, args, watching)
         elif primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
-        elif primitive is not _JIT and not _jax.sub_programs(params):
+        elif not _jax.sub_programs(params):
             _WITHOUT_PROGRAMS.add(primitive)
             return self.process_primitive(primitive, args, params)
         else:
@@ -199,10 +207,8 @@ class OperationRecorder(ForwardingTrace):
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Any:
         """Runs a computation and records it; returns its own results, as it gives them."""
-        for operand in operands:
-            if type(operand) not in PLAIN:
-                operands = self.own_operands(computation.name, operands)
-                break
+        if not PLAIN.issuperset(map(type, operands)):
+            operands = self.own_operands(computation.name, operands)
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
