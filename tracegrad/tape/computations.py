@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
+from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import import_program
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
@@ -211,14 +212,18 @@ def _pull_function(
     return pull
 
 
+def traced(called: Fun, types: Sequence[Any]) -> Graph:
+    """The graph of a function of arrays of these types."""
+    return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
+
+
 def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
     """For each result of an operation the mask of the operands that are connected to it.
 
     Of an operand for which a rule gives None the derivative of the program does not tell that.
     """
     with differentiating():
-        program = jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types)
-        return Walk().region(import_program(program), of_each(map(_jax.has_gradient, types)))
+        return Walk().region(traced(called, types), of_each(map(_jax.has_gradient, types)))
 
 
 def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
-from tracegrad.ir import Occurrence
-from tracegrad.ir.notes import add_note
-from tracegrad.ir.occurrence import users_line
+from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
 from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
@@ -29,7 +26,6 @@ from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
-from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
 # From the seeds of the targets to the cotangents of the sources; None for one without.
@@ -203,7 +199,7 @@ class _Pass:
       aggregate, gated: as of `cotangents`.
     """
 
-    arrays: Sequence[Any]
+    arrays: Sequence[Any] | Mapping[int, Any]
     sources: set[int]
     stopped: Collection[int] = frozenset()
     tables: Collection[int] = frozenset()
@@ -259,8 +255,8 @@ class _Pass:
         if computation.has_effects and computation.count is None:
             computation.require_forward(active, [self.arrays[s] for s in entry.args])
         pull = computation.pull(active, tuple(given), len(entry.args), sparse)
-        saved = entry.args if computation.count is None else (*entry.args, *entry.results)
-        return dict(run_here(pull, [*map(self.arrays.__getitem__, saved), *given.values()]))
+        needed = map(self.arrays.__getitem__, entry.needed)
+        return dict(run_here(pull, [*needed, *given.values()]))
 
 
 # ------------------------------------------------------------------- a pass that has come often
@@ -316,16 +312,15 @@ class _AsOne:
             programs.pop(key, None)
 
         refs = {entry.computation: weakref.ref(entry.computation, forget) for entry, _ in path}
-        steps = [(refs[e.computation], e.args, e.results, e.source_info, at) for e, at in path]
+        steps = [(refs[entry.computation], entry[1:], active) for entry, active in path]
         needed = dict.fromkeys(targets)
         for entry, _ in path:
-            has_saved = entry.computation.count is not None
-            needed.update(dict.fromkeys((*entry.args, *entry.results) if has_saved else entry.args))
+            needed.update(dict.fromkeys(entry.needed))
         self._needed = tuple(needed)
 
         def backward(operands: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
             arrays = dict(zip(needed, operands, strict=True))
-            path = [(Entry(ref(), *entry), active) for ref, *entry, active in steps]
+            path = [(Entry(cast(Computation, ref()), *rest), at) for ref, rest, at in steps]
             start: dict[int, list[Any]] = {}
             for slot, seed in zip(targets, seeds, strict=True):
                 seed = jnp.ones_like(arrays[slot]) if seed is None else seed
@@ -366,10 +361,8 @@ def _is_cast(entry: Entry) -> bool:
     return primitive is not None and primitive.name in ("convert_element_type", "copy")
 
 
-def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
+def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
     """Adds to an error the line of the operation that JAX cannot differentiate, and what to do."""
     graph = graph_of([entry], arrays, ()).graph
     (node,) = graph.nodes
-    explain_loop(error, users_line(node))
-    explain_rule(error, lambda: graph)
-    add_note(error, f"while differentiating {Occurrence((), node)}")
+    explain_node(error, node, lambda: graph)

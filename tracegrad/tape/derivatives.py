@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -93,14 +93,15 @@ def transposed(
         return [found[k] for k in wanted]
 
     program = jax.make_jaxpr(along)(*types)
-    connected = [True] * len(types) if is_whole else _connected(program)
+    primitives = _jax.program_facts(program).primitives
+    connected = [True] * len(types) if is_whole else _connected(program, primitives)
     if not any(connected):
         return {}
     cotangents = [
         jax.lax.convert_element_type(ct, aval.dtype)
         for ct, aval in zip(given.values(), program.out_avals, strict=True)
     ]
-    if any(_jax.calls_host(p.name) for p in _jax.program_facts(program).primitives):
+    if any(_jax.calls_host(primitive.name) for primitive in primitives):
         transpose = _silently_transposed(derivative, wanted, types)
     else:  # (The transpose of references takes the function as JAX has it.)
         linear = along if _jax.opened(program).effects else jaxpr_as_fun(program)
@@ -134,11 +135,10 @@ def _silently_transposed(
     return transpose
 
 
-def _connected(program: Any) -> list[bool]:
-    """For each input of a linear program whether it reaches an output. (Effects are those of
-    references.)"""
-    primitives = _jax.program_facts(program).primitives
-    if not primitives.isdisjoint(_WITH_TURNS) or _jax.opened(program).effects:
+def _connected(program: Any, primitives: Collection[Any]) -> list[bool]:
+    """For each input of a linear program, which has these primitives, whether it reaches an
+    output. (Effects are those of references.)"""
+    if not _WITH_TURNS.isdisjoint(primitives) or _jax.opened(program).effects:
         masks = dependence(import_program(program))
         reached = 0
         for mask in masks:

@@ -19,7 +19,7 @@ from tracegrad.tape.known_computations import computation_with_programs
 
 
 class NotDirect(Exception):
-    """A call of this function has to be seen by the trace: it has effects, or closes over arrays."""
+    """The trace has to see a call of this function: it has effects, or closes over arrays."""
 
 
 @jax.tree_util.register_static

@@ -151,7 +151,8 @@ def _with_programs(
 ) -> Computation:
     """`is_kept`: whether another call will find it; else nothing is compiled for it."""
     # The table that has the computation knows it by its program, which it may not hold itself.
-    params = {name: _copied(value) for name, value in params.items()}
+    copies = {name: program.replace() for name, program in _jax.sub_programs(params)}
+    params = _jax.with_programs(params, copies)
     facts = _jax.facts_below(params)
     refused = refused_arrays(primitive, params, captured)
     captured = [array for array in captured if id(array) not in refused]
@@ -212,16 +213,6 @@ def _has_references(program: Any) -> bool:
 
 def _scans(primitive: Any, facts: Any) -> bool:
     return primitive is _jax.SCAN or _jax.SCAN in facts.primitives
-
-
-def _copied(value: Any) -> Any:
-    program: Any = value
-    if isinstance(value, _jax.PROGRAM_TYPES):
-        return program.replace()
-    if isinstance(value, (tuple, list)) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
-        copies = [_copied(item) for item in value]
-        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
-    return value
 
 
 def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:

@@ -35,6 +35,13 @@ class Entry(NamedTuple):
     results: tuple[int, ...]
     source_info: Any
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The slots of the arrays at which it is pulled back."""
+        if getattr(self.computation, "count", None) is None:  # it has saved nothing
+            return self.args
+        return (*self.args, *self.results)
+
 
 class LostGradient(NamedTuple):
     """A followed array that a function with a rule closes over, so that the rule gives it none.
@@ -219,7 +226,9 @@ class Record:
     def forget_arrays(self) -> None:
         """Lets go of all arrays; what was recorded, and which Variables were watched, can still be
         asked."""
-        self.arrays[:] = list(map(type_of_kept, self.arrays))
+        self.arrays[:] = [
+            x if isinstance(x, jax.core.AbstractValue) else _jax.array_type(x) for x in self.arrays
+        ]
         self.tracked.clear()
         self.others.clear()
         self.unfollowed.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
 
 def graph_of(
     entries: Sequence[Entry],
-    types: Sequence[Any],
+    types: Sequence[Any] | Mapping[int, Any],
     outputs: Sequence[int],
     first: Sequence[int] = (),
     *,
@@ -77,7 +77,7 @@ def graph_of(
 def run_entries(
     entries: Sequence[Entry],
     known: dict[int, Any],
-    shown: Sequence[Any] | None = None,
+    shown: Sequence[Any] | Mapping[int, Any] | None = None,
     used: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
     """Runs entries once more, to be traced.
