@@ -208,3 +208,20 @@ def test_a_dropped_function_and_what_it_closes_over_are_freed():
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_where_nans_are_looked_for_the_operation_is_named():
+    def slope():
+        x = jnp.zeros(2)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = jnp.sqrt(x) * 0
+        return tape.gradient(y, x)
+
+    for _ in range(OFTEN):
+        assert jnp.isnan(slope()).all()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        slope()
+    (note,) = [note for note in caught.value.__notes__ if "while differentiating" in note]
+    assert "sqrt" in note
+    assert "test_passes_that_come_often.py" in note

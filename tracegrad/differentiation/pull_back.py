@@ -236,7 +236,8 @@ def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> 
     """
     explain_loop(error, users_line(node))
     explain_rule(error, program)
-    if not getattr(error, "__notes__", ()):  # lowering names the node as well
+    # The innermost node only, and once: the one that runs names itself as well.
+    if not any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
         add_note(error, f"while differentiating {Occurrence((), node)}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
-from tracegrad.ir.dependence import dependence
+from tracegrad.ir.dependence import dependence, joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
@@ -93,18 +93,25 @@ def transposed(
         return [found[k] for k in wanted]
 
     program = jax.make_jaxpr(along)(*types)
-    primitives = _jax.program_facts(program).primitives
-    connected = [True] * len(types) if is_whole else _connected(program, primitives)
+    open_form, primitives = _jax.opened(program), _jax.program_facts(program).primitives
+    calls_host = any(_jax.calls_host(primitive.name) for primitive in primitives)
+    if is_whole:
+        connected = [True] * len(types)
+    elif open_form.effects or not _WITH_TURNS.isdisjoint(primitives):
+        reached = joined(dependence(import_program(program)))
+        connected = [bool(reached >> i & 1) for i in range(len(types))]
+    else:
+        connected = _reaching(open_form, open_form.outvars)
     if not any(connected):
         return {}
     cotangents = [
         jax.lax.convert_element_type(ct, aval.dtype)
         for ct, aval in zip(given.values(), program.out_avals, strict=True)
     ]
-    if any(_jax.calls_host(primitive.name) for primitive in primitives):
+    if calls_host:
         transpose = _silently_transposed(derivative, wanted, types)
     else:  # (The transpose of references takes the function as JAX has it.)
-        linear = along if _jax.opened(program).effects else jaxpr_as_fun(program)
+        linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
     found = transpose(cotangents)
     return {k: ct for k, ct in enumerate(found) if connected[k]}
@@ -135,25 +142,12 @@ def _silently_transposed(
     return transpose
 
 
-def _connected(program: Any, primitives: Collection[Any]) -> list[bool]:
-    """For each input of a linear program, which has these primitives, whether it reaches an
-    output. (Effects are those of references.)"""
-    if not _WITH_TURNS.isdisjoint(primitives) or _jax.opened(program).effects:
-        masks = dependence(import_program(program))
-        reached = 0
-        for mask in masks:
-            reached |= mask
-        return [bool(reached >> i & 1) for i in range(len(program.in_avals))]
-    open_form = _jax.opened(program)
-    return _reaching(open_form, open_form.outvars)
-
-
 _WITH_TURNS = frozenset({_jax.SCAN, _jax.COND, _jax.WHILE})
 
 
 def _reaching(program: Any, outvars: Sequence[Any]) -> list[bool]:
-    """The same of an open program without loops and branches, and of some of its results. It looks
-    into calls."""
+    """For each input of an open program without loops and branches whether it reaches one of these
+    of its results. It looks into calls."""
     live = {v for v in outvars if not hasattr(v, "val")}
     for equation in reversed(program.eqns):
         if live.isdisjoint(equation.outvars):
