@@ -46,14 +46,16 @@ class Derivative:
 
 
 def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    given = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
-    return backward(given)
+    filled = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
+    return backward(filled)
 
 
 def _run_jacobian(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     (target,) = targets
-    found = _mapped(lambda seed: backward([seed]), _basis(target.shape, target))
-    return [None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in found]
+    cotangents_of = _mapped(lambda seed: backward([seed]), _basis(target.shape, target))
+    return [
+        None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in cotangents_of
+    ]
 
 
 def _run_batch_jacobian(
@@ -62,12 +64,12 @@ def _run_batch_jacobian(
     (target,) = targets
     batch, *rest = target.shape
     # The same element of every example at once: none depends on another example.
-    found = _mapped(
+    cotangents_of = _mapped(
         lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
     )
     return [
         None if ct is None else jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:])
-        for ct in found
+        for ct in cotangents_of
     ]
 
 
@@ -125,7 +127,7 @@ def cotangents(
     record: Record,
     sources: Sequence[int],
     targets: Sequence[int],
-    kind: Derivative,
+    derivative: Derivative,
     seeds: Sequence[Any] = (),
     stopped: Collection[int] = frozenset(),
     aggregate: Aggregation | None = None,
@@ -135,25 +137,25 @@ def cotangents(
 
     Args:
       record, sources, targets: the slots of arrays in a record.
-      kind: what is made of the backward pass.
+      derivative: what is made of the backward pass.
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
       stopped: slots that count as constants: no cotangent goes back through them.
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
-    forces = rules_for_recorded()
-    is_plain = kind is GRADIENT and not (forces or stopped or aggregate or gated)
+    rules = rules_for_recorded()
+    is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
     looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
     if is_plain and not looks_inside and _jax.is_top_level():
         pass_ = _pass_as_one(record, sources, targets, seeds)
         if pass_ is not None and (found := pass_(record.arrays, seeds)) is not None:
             return found
     arrays = list(record.arrays)
-    path = on_the_way(record, sources, targets, stopped, of_data=bool(forces))
-    if forces:
-        backward = vjp_under_rules(path, arrays, sources, targets, stopped, forces)
+    path = on_the_way(record, sources, targets, stopped, of_data=bool(rules))
+    if rules:
+        backward = vjp_under_rules(path, arrays, sources, targets, stopped, rules)
     else:
-        tables = _tables(path, sources) if kind.sparse else set[int]()
+        tables = _tables(path, sources) if derivative.sparse else set[int]()
 
         def backward(seeds: Sequence[Any]) -> list[Any]:
             found: dict[int, list[Any]] = {}
@@ -163,7 +165,7 @@ def cotangents(
             return passing.run(path, sources, found)
 
     def run() -> list[Any]:
-        return kind.run(backward, seeds, [arrays[slot] for slot in targets])
+        return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
     if rules_in_force():
         with not_overridden():
@@ -207,18 +209,18 @@ class _Pass:
     aggregate: Aggregation = _sum
     gated: bool = False
 
-    def run(self, path: Path, sources: Sequence[int], found: dict[int, list[Any]]) -> list[Any]:
+    def run(self, path: Path, sources: Sequence[int], terms_of: dict[int, list[Any]]) -> list[Any]:
         for entry, active in reversed(path):
-            given: dict[int, Any] = {}
+            of_results: dict[int, Any] = {}
             for k, slot in enumerate(entry.results):
-                if slot in found and slot not in self.stopped:
-                    given[k] = self._total(found, slot)
+                if slot in terms_of and slot not in self.stopped:
+                    of_results[k] = self._total(terms_of, slot)
                     if slot not in self.sources:
-                        del found[slot]  # a cotangent that nobody asks for is let go
-            if not given:
+                        del terms_of[slot]  # a cotangent that nobody asks for is let go
+            if not of_results:
                 continue
             try:
-                results = self._pulled(entry, active, given)
+                results = self._pulled(entry, active, of_results)
             except Exception as error:
                 if not isinstance(entry.computation, Rule):
                     _explain(error, entry, self.arrays)
@@ -227,37 +229,39 @@ class _Pass:
                 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
                 results = barrier(results)
             for k, ct in results.items():
-                found.setdefault(entry.args[active[k]], []).append(ct)
-        return [self._total(found, slot) if slot in found else None for slot in sources]
+                terms_of.setdefault(entry.args[active[k]], []).append(ct)
+        return [self._total(terms_of, slot) if slot in terms_of else None for slot in sources]
 
-    def _total(self, found: dict[int, list[Any]], slot: int) -> Any:
-        terms = found[slot]
+    def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
+        terms = terms_of[slot]
         if len(terms) > 1:
             if any(map(is_slices, terms)):  # the slices of the lookup that ran first stand in front
                 terms = terms[::-1]
-            found[slot] = terms = [sum_of_known(terms, self.aggregate)]
+            terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
 
     def _pulled(
-        self, entry: Entry, active: tuple[int, ...], given: Mapping[int, Any]
+        self, entry: Entry, active: tuple[int, ...], of_results: Mapping[int, Any]
     ) -> dict[int, Any]:
         """The cotangents of the active operands of an entry, by their places there."""
         computation = entry.computation
-        if any(map(is_slices, given.values())):
+        if any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
-                return {0: given[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
-            given = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in given.items()}
+                return {0: of_results[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
+            of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
         slots = [entry.args[i] for i in active]
         sparse = tuple([slot in self.tables for slot in slots])
         if isinstance(computation, Rule):
             flags = [slot in self.tables for slot in entry.args]
-            found = computation.pull_back([given.get(k) for k in range(len(entry.results))], flags)
-            return {k: found[i] for k, i in enumerate(active) if found[i] is not None}
+            of_inputs = computation.pull_back(
+                [of_results.get(k) for k in range(len(entry.results))], flags
+            )
+            return {k: of_inputs[i] for k, i in enumerate(active) if of_inputs[i] is not None}
         if computation.has_effects and computation.count is None:
             computation.require_forward(active, [self.arrays[s] for s in entry.args])
-        pull = computation.pull(active, tuple(given), len(entry.args), sparse)
+        pull = computation.pull(active, tuple(of_results), len(entry.args), sparse)
         needed = map(self.arrays.__getitem__, entry.needed)
-        return dict(run_here(pull, [*needed, *given.values()]))
+        return dict(run_here(pull, [*needed, *of_results.values()]))
 
 
 # ------------------------------------------------------------------- a pass that has come often
@@ -267,7 +271,7 @@ class _Pass:
 _OFTEN = 8
 _LONGEST = 512  # entries: XLA takes more than linear time
 _times: Cache[int, int] = Cache(1 << 14)  # how often a pass has come, by its hash
-_as_one: Cache[Any, _AsOne] = Cache(512)
+_as_one: Cache[Any, _AsOne] = Cache(128)
 
 
 def _pass_as_one(

@@ -119,17 +119,17 @@ def computation_with_programs(
     if known is None:
         known = _of_programs.put(program, {})
     try:
-        found = known.get(key)
+        computation = known.get(key)
     except TypeError:
         return _with_programs(primitive, without_donation(params), captured)
-    if found is None:
-        found = known[key] = _of_structure(primitive, without_donation(params), captured)
-    elif not found.is_kept:  # it has come again
-        found.is_kept = True
-        found.derived.clear()
+    if computation is None:
+        computation = known[key] = _of_structure(primitive, without_donation(params), captured)
+    elif not computation.is_kept:  # it has come again
+        computation.is_kept = True
+        computation.derived.clear()
     if is_simple and not _jax.program_facts(program).has_effects:
-        _simple_calls.put(program, (_jax.jit_settings(params), found))
-    return found
+        _simple_calls.put(program, (_jax.jit_settings(params), computation))
+    return computation
 
 
 def _of_structure(
@@ -174,7 +174,7 @@ def _with_programs(
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
     is_run_once |= calls_host
     has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
-    found = Computation(
+    computation = Computation(
         fun,
         str(params.get("name", primitive.name)),
         primitive=primitive,
@@ -192,13 +192,13 @@ def _with_programs(
             instead = dict(zip(ids, operands))
             return evaluate(params["jaxpr"], operands[len(ids) :], instead)
 
-        found.run, found.gives_list = compiled(inlined, found.name), True
+        computation.run, computation.gives_list = compiled(inlined, computation.name), True
     elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
-        found.run, found.gives_list = compiled(fun, found.name), True
-    found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
-    found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
-    found.captured, found.refused = captured, refused
-    return found
+        computation.run, computation.gives_list = compiled(fun, computation.name), True
+    computation.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
+    computation.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
+    computation.captured, computation.refused = captured, refused
+    return computation
 
 
 @of_program

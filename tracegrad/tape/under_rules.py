@@ -121,7 +121,7 @@ def vjp_under_rules(
     sources: Sequence[int],
     targets: Sequence[int],
     stopped: Collection[int],
-    forces: Sequence[Force],
+    rules: Sequence[Force],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """How cotangents of targets are pulled back to sources by a program to which rules are applied.
 
@@ -158,7 +158,7 @@ def vjp_under_rules(
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
-    edited = apply_in_force(replace(graph, differentiated=differentiated), forces)
+    edited = apply_in_force(replace(graph, differentiated=differentiated), rules)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)
