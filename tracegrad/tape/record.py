@@ -226,9 +226,8 @@ class Record:
     def forget_arrays(self) -> None:
         """Lets go of all arrays; what was recorded, and which Variables were watched, can still be
         asked."""
-        self.arrays[:] = [
-            x if isinstance(x, jax.core.AbstractValue) else _jax.array_type(x) for x in self.arrays
-        ]
+        abstract, array_type = jax.core.AbstractValue, _jax.array_type
+        self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
         self.tracked.clear()
         self.others.clear()
         self.unfollowed.clear()
